@@ -23,7 +23,7 @@ from headrace.planning.clock import published_timeline
 from headrace.report.plan_drawing import draw_plan_file
 from headrace.simulator import draw as timeline_text
 from headrace.simulator import simulate as run_programs
-from headrace.spec.checker import check_programs
+from headrace.spec.checker import check_world
 from headrace.spec.known_methods import SINGLE_RANK
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
@@ -182,7 +182,7 @@ def programs_of(plan: Plan, costs: CostModel) -> tuple[Program, ...]:
     """The programs of all ranks, checked."""
     count = costs.shape.bucket_count
     programs = compile_plan(plan, count)
-    check_programs(programs, plan, count)
+    check_world(programs, plan, count)
     return programs
 
 

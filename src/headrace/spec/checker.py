@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -47,6 +48,7 @@ from headrace.spec.program import (
     compile_rank,
     connected,
     is_last,
+    last_of_ranks,
     rows_of,
     turns_of,
 )
@@ -58,6 +60,7 @@ __all__ = [
     "check_alone",
     "check_programs",
     "check_turns",
+    "check_world",
 ]
 
 Parts = Sequence[tuple[Action, Action]]
@@ -99,6 +102,27 @@ def check_programs(programs: Sequence[Program], plan: Plan, bucket_count: int) -
         raise ProgramError("rule 6, collectives in different orders", got=text)
 
 
+def check_world(programs: Sequence[Program], plan: Plan, bucket_count: int) -> None:
+    """As :func:`check_programs` for the programs of all ranks: those that work in no pipeline with
+    stages each alone, which holds for the world (:func:`check_alone`) and takes as long as one
+    program for each rank, the others with those they are connected with."""
+    ranks = [program.rank for program in programs]
+    _check_ranks(ranks, plan)
+    staged: set[int] = set()
+    for index in {micro.pipeline for micro in plan.micro_batches}:
+        if plan.pipelines[index].scheme.pipeline > 1:
+            staged.update(connected(plan, plan.pipelines[index].ranks[0]))
+    plain = [program for program in programs if program.rank not in staged]
+    jobs = _jobs(plan, [program.rank for program in plain], bucket_count - 2)
+    last = last_of_ranks(plan)
+    for program in plain:
+        _check_alone(program, jobs[program.rank], bucket_count, last)
+    while staged:
+        group = connected(plan, min(staged))
+        staged -= set(group)
+        check_programs([programs[rank] for rank in group], plan, bucket_count)
+
+
 def check_alone(program: Program, plan: Plan, bucket_count: int) -> None:
     """Raise ProgramError at the first rule that the program of one rank breaks for ``plan``, where
     it works in no pipeline with stages.
@@ -111,7 +135,15 @@ def check_alone(program: Program, plan: Plan, bucket_count: int) -> None:
     working = [plan.pipelines[index] for index in {m.pipeline for m in plan.micro_batches}]
     if any(rank in p.ranks and p.scheme.pipeline > 1 for p in working):
         raise ProgramError(f"program of rank {rank}", got="alone", wanted="those of its pipeline")
-    jobs, parts = _jobs(plan, (rank,), bucket_count - 2)[rank], _parts(program)
+    jobs = _jobs(plan, (rank,), bucket_count - 2)[rank]
+    _check_alone(program, jobs, bucket_count, last_of_ranks(plan))
+
+
+def _check_alone(
+    program: Program, jobs: Sequence[_Job], bucket_count: int, last: Mapping[int, int]
+) -> None:
+    """The rules for one rank, whose jobs are known and the last micro-batch of every rank."""
+    rank, parts = program.rank, _parts(program)
     _check_once(rank, parts, jobs, bucket_count)
     _check_local_order(rank, parts, jobs)
     _check_world_order(rank, parts, bucket_count)
@@ -122,7 +154,7 @@ def check_alone(program: Program, plan: Plan, bucket_count: int) -> None:
                 f"rule 2, rank {rank}, action {forward}",
                 wanted=f"the forward and the backward of micro-batch {job.backward.micro_batch}",
             )
-    _check_order_alone(program, plan)
+    _check_order_alone(program, last)
 
 
 def check_turns(programs: Sequence[Program], plan: Plan, packs: Packs) -> None:
@@ -232,10 +264,10 @@ def _check_turn_order(program: Program, plan: Plan, places: list[list[Place]]) -
             )
 
 
-def _check_order_alone(program: Program, plan: Plan) -> None:
+def _check_order_alone(program: Program, last: Mapping[int, int]) -> None:
     """Rule 6, after rule 3: ranks that push within a backward do so in the last one of them all."""
     for action in program.actions:
-        if isinstance(action, Backward) and action.pushes and not is_last(plan, action):
+        if isinstance(action, Backward) and action.pushes and not is_last(last, action):
             raise ProgramError(
                 f"rule 6, rank {program.rank}, action {action}",
                 got="pushes within it",
@@ -246,6 +278,8 @@ def _check_order_alone(program: Program, plan: Plan) -> None:
 def _check_ranks(ranks: Sequence[int], plan: Plan) -> None:
     """Rules hold over these ranks alone."""
     world = range(plan.devices)
+    if list(ranks) == list(world):
+        return
     sound = bool(ranks) and set(ranks) <= set(world) and sorted(set(ranks)) == list(ranks)
     left = set(ranks)
     while sound and left:
@@ -328,11 +362,17 @@ def _needs(
     return [(forward, arrived), (backward, (forward, *returned)), *needs]
 
 
+@lru_cache(maxsize=64)
+def _of_every_rank(bucket_count: int) -> frozenset[Action]:
+    """The actions that every rank does, whatever its micro-batches."""
+    buckets = range(bucket_count)
+    pulls, pushes = (Pull(bucket=b) for b in buckets), (Push(bucket=b) for b in buckets)
+    return frozenset((*pulls, *pushes, Update()))
+
+
 def _check_once(rank: int, parts: Parts, jobs: Sequence[_Job], bucket_count: int) -> None:
     """Rule 4: a rank does each of its actions once."""
-    wanted: set[Action] = {Update()}
-    for bucket in range(bucket_count):
-        wanted |= {Pull(bucket=bucket), Push(bucket=bucket)}
+    wanted = set(_of_every_rank(bucket_count))
     for job in jobs:
         wanted.update(action for action, _ in job.needs)
     got = Counter(part for part, _ in parts)
@@ -390,7 +430,10 @@ def _check_pushes_within(rank: int, parts: Parts, jobs: Sequence[_Job]) -> None:
     own = {job.backward.micro_batch: job.stage.buckets for job in jobs}
     for _, action in parts:
         if isinstance(action, Backward) and action.pushes:
-            wanted = tuple(b for b in reversed(own[action.micro_batch]) if b in action.pushes)
+            buckets = own[action.micro_batch][::-1]
+            wanted = buckets
+            if action.pushes != buckets:
+                wanted = tuple(b for b in buckets if b in action.pushes)
             if action.pushes != wanted:
                 raise ProgramError(
                     f"rule 3, rank {rank}, action {action}",

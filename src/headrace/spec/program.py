@@ -28,7 +28,7 @@ and wait for each other wherever a send waits for its receiver; as one action th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -55,6 +55,7 @@ __all__ = [
     "compile_turns",
     "connected",
     "is_last",
+    "last_of_ranks",
     "meeting",
     "meeting_key",
     "parse_action",
@@ -311,10 +312,29 @@ def compile_rank(plan: Plan, rank: int, bucket_count: int, *, overlap: bool = Tr
     Raises SpecError when a pipeline has more stages than the model (of ``bucket_count`` - 2 layers)
     has layers.
     """
-    work = list(_work(plan, rank, bucket_count - 2))
+    mine = [
+        index
+        for index, micro in enumerate(plan.micro_batches)
+        if rank in plan.pipelines[micro.pipeline].ranks
+    ]
+    return _compiled(plan, rank, mine, last_of_ranks(plan), bucket_count, overlap=overlap)
+
+
+def _compiled(
+    plan: Plan,
+    rank: int,
+    mine: Sequence[int],
+    last: Mapping[int, int],
+    bucket_count: int,
+    *,
+    overlap: bool,
+) -> Program:
+    """The program of a rank with the micro-batches ``mine``, where ``last`` are the last ones of
+    all ranks."""
+    work = list(_work(plan, rank, mine, bucket_count - 2))
     actions: list[Action] = [*(Pull(bucket=b) for b in range(bucket_count)), *work]
     if overlap:
-        actions = list(_with_pushes(plan, rank, actions, bucket_count))
+        actions = list(_with_pushes(plan, rank, actions, last, bucket_count))
     else:
         actions += [Push(bucket=bucket) for bucket in reversed(range(bucket_count))]
     return Program(rank=rank, actions=(*actions, Update()))
@@ -322,8 +342,14 @@ def compile_rank(plan: Plan, rank: int, bucket_count: int, *, overlap: bool = Tr
 
 def compile_plan(plan: Plan, bucket_count: int, *, overlap: bool = True) -> tuple[Program, ...]:
     """The programs of all ranks of a plan over a model of ``bucket_count`` weight buckets."""
+    mine: list[list[int]] = [[] for _ in range(plan.devices)]
+    for index, micro in enumerate(plan.micro_batches):
+        for rank in plan.pipelines[micro.pipeline].ranks:
+            mine[rank].append(index)
+    last = last_of_ranks(plan)
     return tuple(
-        compile_rank(plan, rank, bucket_count, overlap=overlap) for rank in range(plan.devices)
+        _compiled(plan, rank, mine[rank], last, bucket_count, overlap=overlap)
+        for rank in range(plan.devices)
     )
 
 
@@ -391,14 +417,12 @@ def connected(plan: Plan, rank: int) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _work(plan: Plan, rank: int, layers: int) -> Iterator[Action]:
-    mine = [
-        (index, micro)
-        for index, micro in enumerate(plan.micro_batches)
-        if rank in plan.pipelines[micro.pipeline].ranks
-    ]
-    staged = [p for p in plan.pipelines if rank in p.ranks and p.scheme.pipeline > 1]
-    if staged and mine:
+def _work(plan: Plan, rank: int, numbers: Sequence[int], layers: int) -> Iterator[Action]:
+    """The forwards, backwards and messages of a rank with these micro-batches."""
+    mine = [(index, plan.micro_batches[index]) for index in numbers]
+    used = [plan.pipelines[p] for p in dict.fromkeys(micro.pipeline for _, micro in mine)]
+    staged = [pipeline for pipeline in used if pipeline.scheme.pipeline > 1]
+    if staged:
         yield from _one_forward_one_backward(plan, staged[0], rank, mine, layers)
         return
     for index, micro in mine:
@@ -487,14 +511,14 @@ class _Line:
 
 
 def _with_pushes(
-    plan: Plan, rank: int, actions: list[Action], bucket_count: int
+    plan: Plan, rank: int, actions: list[Action], ends: Mapping[int, int], bucket_count: int
 ) -> Iterator[Action]:
     """The actions with all pushes, those of the last backward's buckets inside it where it is the
     last one of all ranks that meet in it."""
     order = list(reversed(range(bucket_count)))
     last = max((i for i, a in enumerate(actions) if isinstance(a, Backward)), default=None)
     backward = None if last is None else actions[last]
-    if last is None or not isinstance(backward, Backward) or not is_last(plan, backward):
+    if last is None or not isinstance(backward, Backward) or not is_last(ends, backward):
         yield from actions
         yield from (Push(bucket=b) for b in order)
         return
@@ -509,11 +533,20 @@ def _with_pushes(
     yield from (Push(bucket=b) for b in order if b < own[0])
 
 
-def is_last(plan: Plan, backward: Backward) -> bool:
-    """Whether none of a backward's ranks has a later micro-batch."""
-    group = set(backward.group)
-    later = plan.micro_batches[backward.micro_batch + 1 :]
-    return all(group.isdisjoint(plan.pipelines[micro.pipeline].ranks) for micro in later)
+def last_of_ranks(plan: Plan) -> dict[int, int]:
+    """The number of the last micro-batch of every rank that has one."""
+    last_of = {micro.pipeline: index for index, micro in enumerate(plan.micro_batches)}
+    last: dict[int, int] = {}
+    for pipeline, index in last_of.items():
+        for rank in plan.pipelines[pipeline].ranks:
+            last[rank] = max(index, last.get(rank, -1))
+    return last
+
+
+def is_last(last: Mapping[int, int], backward: Backward) -> bool:
+    """Whether none of a backward's ranks has a later micro-batch, where ``last`` are the last ones
+    of all ranks (:func:`last_of_ranks`)."""
+    return all(last[rank] <= backward.micro_batch for rank in backward.group)
 
 
 def meeting(action: Action, rank: int, world: tuple[int, ...]) -> tuple[int, ...]:

@@ -218,21 +218,24 @@ class _Walk:
         """Take an issued pull; those who wait for pulls look again when all have issued it."""
         self._issued.setdefault(bucket, set()).add(rank)
         self._under_way[rank].append(bucket)
-        if not self._late(bucket):
+        if not self._is_late(bucket):
             self._ready += self._pulling
             self._pulling = []
 
     def _awaited(self, action: Action, rank: int) -> list[int]:
         """The pulls that an action of ``rank`` waits for."""
         if isinstance(action, Forward):
-            self._under_way[rank] = [b for b in self._under_way[rank] if self._late(b)]
+            self._under_way[rank] = [b for b in self._under_way[rank] if self._is_late(b)]
             return self._under_way[rank]
         return []
 
+    def _is_late(self, bucket: int) -> bool:
+        """Whether some rank has not issued a pull."""
+        return len(self._issued[bucket]) < len(self.world)
+
     def _late(self, bucket: int) -> list[int]:
         """Who has not issued a pull."""
-        issued = self._issued[bucket]
-        return [] if len(issued) == len(self.world) else sorted(set(self.world) - issued)
+        return sorted(set(self.world) - self._issued[bucket])
 
     def _met(self, step: _Step, rank: int) -> bool:
         come = self._come.setdefault(step.key, set())
