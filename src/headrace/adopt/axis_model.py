@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
@@ -36,7 +37,9 @@ from headrace.adopt.placement import fingerprint
 from headrace.adopt.samples import is_numbers
 from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
 from headrace.comm.collectives import agree
+from headrace.comm.loop_watch import CallWatch
 from headrace.comm.mesh import Groups, device_of, groups_here
+from headrace.comm.waiting import Transfer
 from headrace.errors import DataError, InfeasiblePlan, ModelError, SpecError
 from headrace.layouts.partition import split_sizes
 from headrace.ops.switch import gather
@@ -114,6 +117,8 @@ class AxisModel:
         self._main = shown[0] if shown else None
         self._label_name = "labels"
         self._takes = {*inspect.signature(self.inner.forward).parameters, *self.inputs}
+        self._watch = CallWatch()
+        weakref.finalize(self, self._watch.close)
 
     exchanges: tuple[str, ...] = ("dsp",)
     whole = False
@@ -244,10 +249,13 @@ class AxisModel:
         """
         members = tuple(range(self.ranks))
         needed = self.groups_for(batch, members)
-        if self._groups is not None:
-            self._groups.prepare(needed)
-            agree("inputs", fingerprint(_all_tensors(batch), (needed,)), self._groups.world)
-        self._look_once(batch, may_wait=True)
+        self._watch.count()
+        with self._watch.during("sharding"):
+            if self._groups is not None:
+                self._watch.begin(self._groups)
+                self._groups.prepare(needed)
+                agree("inputs", fingerprint(_all_tensors(batch), (needed,)), self._groups.world)
+            self._look_once(batch, may_wait=True)
         shards, found = self._placed(batch, members, None)
         labels = self._local_labels(found, shards)
         if self._label_name not in self._takes:
@@ -540,7 +548,8 @@ class AxisModel:
         self._manager.take(shards)
         self._manager.spread = True
         try:
-            out = self._run(inputs)
+            with self._watch.during("forward"):
+                out = self._run(inputs)
         finally:
             self._manager.spread = before
         return self._bound(out, self._manager.at_work)
@@ -652,7 +661,8 @@ class AxisModel:
             self._refuses_own = not alike or parts * shards.ranks != len(shards.members)
             self._refuses = not alike and self._is_alike(loss)
         try:
-            summed_loss(self.model, loss / len(shards.members) if alike else loss).backward()
+            with self._watch.during("backward"):
+                summed_loss(self.model, loss / len(shards.members) if alike else loss).backward()
         finally:
             self._refuses = self._refuses_own = False
             self._manager.end_backward()
@@ -684,9 +694,10 @@ class AxisModel:
             )
         whole = loss.detach().clone() / (self.ranks if alike else 1)
         if self._groups is not None:
-            dist.all_reduce(whole)
-            if not is_wrapped(self.model):
-                add_up(self.model.parameters())
+            with self._watch.during("adding up gradients"):
+                Transfer(dist.all_reduce(whole, async_op=True), None, whole).wait()
+                if not is_wrapped(self.model):
+                    add_up(self.model.parameters())
         return whole
 
     def join(self, groups: Groups, *, label_name: str) -> None:
@@ -813,6 +824,7 @@ class AxisModel:
 
     def detach(self) -> None:
         """Remove all hooks from the model; it cannot be spread any more."""
+        self._watch.close()
         self._manager.close()
 
     def _tensors(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ of its results the model is the user's plain model.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -68,7 +69,9 @@ from headrace.adopt.token_probe import (
     tried_tokens,
 )
 from headrace.comm.collectives import agree
+from headrace.comm.loop_watch import CallWatch
 from headrace.comm.mesh import Groups, device_of, groups_here
+from headrace.comm.waiting import Transfer
 from headrace.errors import ModelError, SpecError
 from headrace.ops.loss import IGNORED
 from headrace.spec.method_facts import Members
@@ -197,6 +200,8 @@ class TokenModel:
         self._reader: TokenReader | None = None
         self.label_place: LabelPlace | None = None
         self._stop_refusing = hook_before(inner, self._refuse_sharded, named=True)
+        self._watch, self._watched = CallWatch(), True
+        weakref.finalize(self, self._watch.close)
 
     @property
     def entry_point(self) -> EntryPointName:
@@ -238,6 +243,8 @@ class TokenModel:
             groups: The ranks of each group.
         """
         if self._groups is not None:
+            if self._watched:
+                self._watch.begin(self._groups)
             wanted = list(groups)
             self._groups.prepare([some for ranks in wanted for some in group_parts(ranks)])
 
@@ -285,13 +292,15 @@ class TokenModel:
             )
         if ranks is None:
             self.prepare([members])
+        self._watch.count()
         documents = documents_of(batch, self.tokens)
-        agree(
-            f"batch of ranks {members}",
-            fingerprint(batch, (documents, members)),
-            self._group(self._groups, members)[0],
-        )
-        self.probe(batch)
+        with self._watch.during("sharding"):
+            agree(
+                f"batch of ranks {members}",
+                fingerprint(batch, (documents, members)),
+                self._group(self._groups, members)[0],
+            )
+            self.probe(batch)
         count = count_targets(batch, self.labels) if targets is None else targets
         if "labels" in batch:
             batch["labels"] = predicted(batch["labels"], self.labels)
@@ -398,7 +407,8 @@ class TokenModel:
         try:
             labels = inputs.pop(self._label_name, None) if self._hugging else None
             self._expect(labels)
-            outputs = self._with_loss(self._called(self._entry.call, **inputs), labels)
+            with self._watch.during("forward"):
+                outputs = self._with_loss(self._called(self._entry.call, **inputs), labels)
         finally:
             self._slot.take(before)
         return self._bound(outputs, placement)
@@ -437,6 +447,7 @@ class TokenModel:
         """Restore the model as it was: no hook or replaced function stays."""
         self.release()
         self._stop_refusing()
+        self._watch.close()
         self._entry.remove()
         if self._ends is not None:
             self._ends.remove()
@@ -514,7 +525,8 @@ class TokenModel:
         Args:
             loss: This rank's part, a single number.
         """
-        summed_loss(self.model, loss).backward()
+        with self._watch.during("backward"):
+            summed_loss(self.model, loss).backward()
 
     def add_up(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of all ranks together, once gradients are there: call it after the last
@@ -529,9 +541,10 @@ class TokenModel:
         """
         whole = loss.detach().clone()
         if self._groups is not None:
-            dist.all_reduce(whole)
-            if not is_wrapped(self.model):
-                add_up(self.model.parameters())
+            with self._watch.during("adding up gradients"):
+                Transfer(dist.all_reduce(whole, async_op=True), None, whole).wait()
+                if not is_wrapped(self.model):
+                    add_up(self.model.parameters())
         return whole
 
     def probe(self, batch: Mapping[str, torch.Tensor]) -> None:
@@ -595,6 +608,7 @@ class TokenModel:
     def begin(self, sample: Item, device: str) -> Callable[[], None]:
         """Probe the model with a sample, and :meth:`install`; returns a function that undoes
         both."""
+        self._watched = False  # the loop watches
         row = {name: value.to(device) for name, value in packed([sample]).items()}
         self.probe(row)
         for training in {False, True} - self._looked:

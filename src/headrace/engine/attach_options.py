@@ -42,6 +42,8 @@ class SampleOptions:
             its ``last``. Where it is None, every token has a label.
         longest: Tokens of the longest sample of a stream (``"128Ki"``); those of its first one
             where it is None.
+        workers: Processes of each rank that read the samples of the coming steps, of a data set by
+            number; a stream may be a ``DataLoader`` with workers of its own.
     """
 
     lengths: LengthSource = None
@@ -51,6 +53,7 @@ class SampleOptions:
     label_name: str = "labels"
     label_place: LabelPlace | None = None
     longest: int | str | None = None
+    workers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
