@@ -33,10 +33,10 @@ from headrace.adopt.axis_shards import AxisShards, Dims
 from headrace.adopt.axis_stages import AxisStage
 from headrace.adopt.gradients import add_plainly, add_up, is_wrapped, summed_loss
 from headrace.adopt.labels import logits_of, result_tensors
-from headrace.adopt.placement import fingerprint
+from headrace.adopt.placement import fingerprint, replica_blocks
 from headrace.adopt.samples import is_numbers
 from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
-from headrace.comm.collectives import agree
+from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.loop_watch import CallWatch
 from headrace.comm.mesh import Groups, device_of, groups_here
 from headrace.comm.waiting import Transfer
@@ -75,6 +75,8 @@ class AxisModel:
         switched: Axes that hooks of an adapter put in shards.
         groups: The groups of this rank; those of the world when left out.
         check: Whether the model is tried on shards of its first batch before it is run on any.
+        compare: Whether ranks compare the inputs of each batch.
+        other_dims: Dims that an input may have in the place of those of ``inputs``, by name.
 
     Raises:
         SpecError: For an ``axis`` that no input has, where no ``sizes`` are given.
@@ -93,8 +95,12 @@ class AxisModel:
         switched: Sequence[str] = (),
         counts: Mapping[str, str] | None = None,
         check: bool = True,
+        compare: bool = True,
+        other_dims: Mapping[str, str] | None = None,
     ) -> None:
         self.model = model
+        self._compare = compare
+        self._other_dims = {name: Dims.parse(x) for name, x in (other_dims or {}).items()}
         self.counts = dict(counts or {})
         self.inner = model.module if isinstance(model, DistributedDataParallel) else model
         self.inputs = {name: Dims.parse(text) for name, text in inputs.items()}
@@ -229,12 +235,16 @@ class AxisModel:
         _, count, of = self._manager.at_work.samples
         return count / of / self.mates
 
-    def shard(self, batch: Mapping[str, Any]) -> BatchPart:
+    def shard(self, batch: Mapping[str, Any], *, replicas: int = 1) -> BatchPart:
         """This rank's part of inputs that all ranks have alike: its places of ``axis``, and its
         samples where the axis has fewer places than there are ranks. Collective.
 
         Args:
             batch: Inputs of the model by name, and other values.
+            replicas: How many batches are worked on at once, each by so many neighbouring ranks,
+                which have it alike: with 2 on four ranks the batch of ranks 0 and 1, and that of
+                ranks 2 and 3. Losses of all ranks add up, so a mean is over all batches:
+                ``part.targets`` counts the places of all.
 
         Returns:
             The part: call ``run(**part)``.
@@ -245,16 +255,25 @@ class AxisModel:
             DataError: For inputs of other dims, and for tensors without declared dims that may be
                 of all samples where ranks work on some of them.
             InfeasiblePlan: Where there are more ranks than samples and places together.
-            PlanMismatch: Where ranks have other inputs.
+            PlanMismatch: Where ranks of a replica have other inputs.
+            SpecError: For replicas that the ranks cannot be divided into.
         """
-        members = tuple(range(self.ranks))
+        blocks = replica_blocks(self.ranks, replicas)
+        places, groups = self.places(batch) * self._sample_count(batch), self._groups
+        members = blocks[0] if groups is None else next(b for b in blocks if groups.rank in b)
         needed = self.groups_for(batch, members)
         self._watch.count()
         with self._watch.during("sharding"):
-            if self._groups is not None:
-                self._watch.begin(self._groups)
-                self._groups.prepare(needed)
-                agree("inputs", fingerprint(_all_tensors(batch), (needed,)), self._groups.world)
+            if groups is not None:
+                self._watch.begin(groups)
+                apart = [some for block in blocks for some in self.groups_of(block)]
+                groups.prepare(needed if replicas == 1 else apart)
+                if self._compare:
+                    own = groups.world if replicas == 1 else groups.get(members)
+                    agree("inputs", fingerprint(_all_tensors(batch), (needed,)), own)
+                if replicas > 1:
+                    counts = gather_floats([float(places)], groups.world)
+                    places = round(sum(counts[block[0]][0] for block in blocks))
             self._look_once(batch, may_wait=True)
         shards, found = self._placed(batch, members, None)
         labels = self._local_labels(found, shards)
@@ -264,7 +283,7 @@ class AxisModel:
             inputs=found,
             labels=labels,
             group=shards.group,
-            targets=self.places(batch) * self._sample_count(batch),
+            targets=places,
             tokens=math.prod(shards.here().values()),
             placed=shards,
         )
@@ -350,7 +369,7 @@ class AxisModel:
         self._manager.take(shards)
         found = dict(batch)
         for name, value in self._tensors(batch).items():
-            part = self.local(value, str(self.inputs[name]))
+            part = self.local(value, str(self._dims_of(name, value)))
             found[name] = part.view_as(part) if part is value else part  # not the input itself
             self._manager.know(found[name], shards)
         for name, axis in self.counts.items():
@@ -677,7 +696,7 @@ class AxisModel:
             alike: As for :meth:`backward`.
 
         Returns:
-            The loss of all ranks together.
+            The loss of all ranks together, of all replicas.
 
         Raises:
             ModelError: Where every backward since the last sum was given another ``alike``: the
@@ -692,7 +711,8 @@ class AxisModel:
                 wanted=f"alike={not alike}, as its backward was given",
                 hint="what all ranks have alike counts once: run.add_up(loss, alike=True)",
             )
-        whole = loss.detach().clone() / (self.ranks if alike else 1)
+        mates = len(self._manager.at_work.members) if alike and self.ranks > 1 else 1
+        whole = loss.detach().clone() / mates
         if self._groups is not None:
             with self._watch.during("adding up gradients"):
                 Transfer(dist.all_reduce(whole, async_op=True), None, whole).wait()
@@ -834,7 +854,7 @@ class AxisModel:
         """The places of every name in the inputs. Raises DataError where they differ."""
         found: dict[str, int] = {}
         for name, x in tensors.items():
-            dims = self.inputs[name]
+            dims = self._dims_of(name, x)
             if x.dim() != len(dims.names):
                 raise DataError(f"input {name}", got=list(x.shape), wanted=f"dims {dims}")
             for names, size in zip(dims.names, x.shape, strict=True):
@@ -849,6 +869,12 @@ class AxisModel:
             raise DataError("inputs", got=", ".join(tensors) or "none", wanted="those with axes")
         wanted = {*self._manager.axes, self.batch}
         return {name: n for name, n in found.items() if name in wanted}
+
+    def _dims_of(self, name: str, x: torch.Tensor) -> Dims:
+        """The dims of an input, of two that it may have those of as many as it has."""
+        other = self._other_dims.get(name)
+        fits = other is not None and x.dim() == len(other.names)
+        return other if other is not None and fits else self.inputs[name]
 
     def _require_declared(self, batch: Mapping[str, Any], samples: int) -> None:
         """Raise DataError for tensors without declared dims that may have a dim of samples, where

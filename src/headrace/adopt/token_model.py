@@ -54,6 +54,7 @@ from headrace.adopt.placement import (
     group_parts,
     local_inputs,
     placed_rows,
+    replica_blocks,
     require_tokens,
 )
 from headrace.adopt.samples import LabelPlace, TokenReader, packed
@@ -68,7 +69,7 @@ from headrace.adopt.token_probe import (
     run_few,
     tried_tokens,
 )
-from headrace.comm.collectives import agree
+from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.loop_watch import CallWatch
 from headrace.comm.mesh import Groups, device_of, groups_here
 from headrace.comm.waiting import Transfer
@@ -229,6 +230,10 @@ class TokenModel:
         return 0 if self._entry.compiler is None else self._entry.compiler.times
 
     @property
+    def _rank(self) -> int:
+        return 0 if self._groups is None else self._groups.rank
+
+    @property
     def has_blocks(self) -> bool:
         """Whether the blocks of a probed model are known, so that levels can be chosen for each."""
         knows = getattr(self.inner, "supports_gradient_checkpointing", False)
@@ -253,6 +258,7 @@ class TokenModel:
         batch: Mapping[str, torch.Tensor],
         *,
         ranks: Members | None = None,
+        replicas: int = 1,
         targets: int | None = None,
         exchange: Exchange | None = None,
     ) -> BatchPart:
@@ -264,8 +270,12 @@ class TokenModel:
                 ``attention_mask`` [b, S] tells padding, ``position_ids`` that begin again at 0 tell
                 documents.
             ranks: The ranks that share the batch, all of the world where it is None.
-            targets: Tokens of the whole step that have a loss, those of this batch where it is
-                None: give it where a step has several batches, as it has where ``ranks`` are some.
+            replicas: How many batches are worked on at once, each by so many neighbouring ranks,
+                which have it alike, in the place of ``ranks``: with 2 on four ranks the batch of
+                ranks 0 and 1, and that of ranks 2 and 3.
+            targets: Tokens of the whole step that have a loss, those of this batch, or of all
+                replicas', where it is None: give it where a step has several batches, as it has
+                where ``ranks`` are some.
             exchange: How attention meets the other ranks' tokens, in the place of the model's own.
 
         Returns:
@@ -273,7 +283,8 @@ class TokenModel:
 
         Raises:
             DataError: For inputs that are not of tokens.
-            SpecError: For a batch with labels of some ranks, without ``targets``.
+            SpecError: For a batch with labels of some ranks, without ``targets``, and for replicas
+                that the ranks cannot be divided into.
             PlanMismatch: Where ranks have other batches.
             ModelError: Where the model cannot be run on parts of its tokens.
         """
@@ -281,7 +292,13 @@ class TokenModel:
         self._refuse_fields(batch)
         require_tokens(batch, self.tokens)
         world = dist.get_world_size() if self._groups is not None else 1
-        members = tuple(range(world)) if ranks is None else tuple(ranks)
+        blocks = replica_blocks(world, replicas)
+        members, rank = blocks[0] if ranks is None else tuple(ranks), self._rank
+        if replicas > 1 and ranks is None:
+            members = next(block for block in blocks if rank in block)
+            targets = self._of_replicas(batch, blocks) if targets is None else targets
+        elif replicas > 1:
+            raise SpecError("shard", got="ranks and replicas", wanted="one of them")
         if targets is None and "labels" in batch and len(members) < world:
             raise SpecError(
                 f"targets of a batch for ranks {members}",
@@ -291,7 +308,7 @@ class TokenModel:
                 "of all tokens; give shard(..., targets=the sum over all batches of the step)",
             )
         if ranks is None:
-            self.prepare([members])
+            self.prepare(blocks)
         self._watch.count()
         documents = documents_of(batch, self.tokens)
         with self._watch.during("sharding"):
@@ -813,6 +830,14 @@ class TokenModel:
     def _called(self, call: Callable[..., Any], /, **inputs: Any) -> Any:
         _mark_dynamic(inputs)
         return call(**{**inputs, **self._always})
+
+    def _of_replicas(self, batch: Mapping[str, Any], blocks: Sequence[Members]) -> int | None:
+        """The tokens of the batches of all replicas that have a loss. Collective."""
+        count = count_targets(batch, self.labels)
+        if self._groups is None:
+            return count
+        counts = gather_floats([float(count or 0)], self._groups.world)
+        return None if count is None else round(sum(counts[block[0]][0] for block in blocks))
 
     def _group(
         self, groups: Groups | None, members: Members
