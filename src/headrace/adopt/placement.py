@@ -32,6 +32,7 @@ from headrace.methods.switched import SwitchedCore
 from headrace.ops.core import Core, Heads, PackCore
 from headrace.ops.gathered import GatheredCore
 from headrace.ops.ring import Ring, RingCore
+from headrace.ops.switch import gather
 from headrace.spec.blocks import Block
 from headrace.spec.method_facts import Members, RankBlocks, largest_divisor
 from headrace.spec.plan import TokenOrder
@@ -140,6 +141,16 @@ class Placement:
         found = torch.empty_like(gathered)
         found[torch.from_numpy(np.concatenate(order)).to(x.device)] = gathered
         return found.transpose(0, 1).contiguous()
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """:meth:`whole` with its adjoint: the sum of all ranks' gradients of this rank's tokens."""
+        ranks = range(self.tokens.ranks)
+        widths = [self.tokens.sizes[rank] // self.rows for rank in ranks]
+        order = np.concatenate(
+            [self.tokens.index(r)[:n] for r, n in zip(ranks, widths, strict=True)]
+        )
+        back = torch.from_numpy(np.argsort(order, kind="stable")).to(x.device)
+        return gather(x, 1, self.group, sizes=tuple(widths)).index_select(1, back)
 
     def core(self, heads: Heads, causal: bool, window: int, device: torch.device) -> Core:
         """The attention core of this rank for ``heads``; a ``window`` of 0 is no window."""

@@ -62,19 +62,23 @@ from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
 from headrace.adopt.token_probe import (
     Probed,
     counts_by_mask,
+    few_of,
     first_places,
     look_again,
+    looked_at,
     own_loss,
     probe,
     run_few,
     tried_tokens,
 )
+from headrace.adopt.whole_head import WholeHead, base_of, sees_hidden_states_alone
 from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.loop_watch import CallWatch
 from headrace.comm.mesh import Groups, device_of, groups_here
 from headrace.comm.waiting import Transfer
 from headrace.errors import ModelError, SpecError
 from headrace.ops.loss import IGNORED
+from headrace.ops.switch import gather
 from headrace.spec.method_facts import Members
 from headrace.spec.plan import TokenOrder
 
@@ -195,6 +199,8 @@ class TokenModel:
         self._recompute = None if self.entry_point == "attention registry" else recompute
         self._layers: Layers | None = None
         self._ends = None if logits else LossHead(inner)
+        self._whole_head: WholeHead | None = None
+        self._wholes: MutableMapping[torch.Tensor, dict[str, torch.Tensor]] = WeakIdKeyDictionary()
         self._called_last: Placement | None = None
         self._part: BatchPart | None = None
         self._adds = self._leaving = False
@@ -319,9 +325,14 @@ class TokenModel:
             )
             self.probe(batch)
         count = count_targets(batch, self.labels) if targets is None else targets
+        whole = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
         if "labels" in batch:
             batch["labels"] = predicted(batch["labels"], self.labels)
-        return self.place(batch, members, targets=count, exchange=exchange)
+        part = self.place(batch, members, targets=count, exchange=exchange)
+        self._wholes[part.inputs[self.tokens]] = {
+            name: x for name, x in whole.items() if name in self._takes
+        }
+        return part
 
     def place(
         self,
@@ -423,9 +434,12 @@ class TokenModel:
         self._slot.take(placement)
         try:
             labels = inputs.pop(self._label_name, None) if self._hugging else None
-            self._expect(labels)
             with self._watch.during("forward"):
-                outputs = self._with_loss(self._called(self._entry.call, **inputs), labels)
+                if labels is not None and self._whole_head is not None:
+                    outputs = self._with_own_head(self._whole_head, placement, inputs)
+                else:
+                    self._expect(labels)
+                    outputs = self._with_loss(self._called(self._entry.call, **inputs), labels)
         finally:
             self._slot.take(before)
         return self._bound(outputs, placement)
@@ -468,6 +482,8 @@ class TokenModel:
         self._entry.remove()
         if self._ends is not None:
             self._ends.remove()
+        if self._whole_head is not None:
+            self._whole_head.remove()
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The cross entropy of this rank's tokens, summed, over the targets of the step.
@@ -509,6 +525,45 @@ class TokenModel:
                 wanted="[rows, tokens, ...] of the last call of run(**shard.inputs)",
             )
         return now.whole(results)
+
+    @property
+    def share(self) -> float:
+        """What a term that all ranks of the last batch have alike counts on each of them: one over
+        their number, as in ``loss + run.share * penalty``. Raises ModelError before a call."""
+        return 1 / self._last("share").tokens.ranks
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean over all tokens of the last batch, alike on its ranks, with its adjoint: for
+        losses of such means, as those that balance experts, times :attr:`share`. Collective.
+
+        Args:
+            values: [b, s_r, ...] of the local tokens.
+
+        Returns:
+            [...], the mean over rows and tokens.
+
+        Raises:
+            ModelError: Before a call, and for values of other tokens.
+
+        Example:
+            >>> used = run.mean(chosen)  # [b, s_r, experts] to [experts]
+            >>> run.backward(loss + run.share * (used * run.mean(scores)).sum())
+        """
+        now = self._last("mean")
+        if tuple(values.shape[:2]) != (now.rows, now.width):
+            raise ModelError(
+                "values of tokens",
+                got=list(values.shape),
+                wanted=f"[{now.rows}, {now.width}, ...] of the last call of run(**shard.inputs)",
+            )
+        own = values.sum(dim=(0, 1))[None]
+        return gather(own, 0, now.group).sum(dim=0) / sum(now.tokens.sizes)
+
+    def _last(self, what: str) -> Placement:
+        now = self._slot.held or self._called_last
+        if not isinstance(now, Placement):
+            raise ModelError(what, got="no batch", wanted="a call of run(**shard.inputs) before")
+        return now
 
     def attention(
         self,
@@ -827,6 +882,45 @@ class TokenModel:
             outputs.logits = None
         return outputs
 
+    def _with_own_head(
+        self, head: WholeHead, placement: Placement, inputs: Mapping[str, torch.Tensor]
+    ) -> Any:
+        """The results of a model whose own head and loss are run whole. Raises ModelError for a
+        step of several batches: its loss is that of one."""
+        whole = self._wholes.get(inputs[self.tokens])
+        assert self._own_loss is not None, "it has one"
+        if whole is None:
+            raise self._own_loss
+        labels = {"labels": whole[self._label_name]}
+        if placement.targets != (count := count_targets(labels, self.labels)):
+            raise ModelError(
+                f"loss of {type(self.inner).__name__}",
+                got=f"a step of {placement.targets} targets, of which the batch has {count}",
+                wanted="one batch for each step",
+                hint="its own loss is that of one batch: call run(**inputs) without labels, and "
+                "sum a loss of your own over part.labels, divided by part.targets",
+            )
+        return head(partial(self._called, self._entry.call), placement, inputs, whole, self.tokens)
+
+    def _find_own_head(self, known: Mapping[str, torch.Tensor], run: Any, training: bool) -> None:
+        """Have a model run its own head and loss whole, where these see nothing of its layers but
+        the last hidden states."""
+        base = base_of(self.inner)
+        registry = self.entry_point == "attention registry"
+        if base is None or not registry or self.compiled or self._ends is not None:
+            return
+        outside = set(self.inner.modules()) - set(base.modules())
+        flags = (getattr(m, "gradient_checkpointing", False) for m in self.inner.modules())
+        again = self._recompute or any(flags)
+        if again and any("attention" in type(m).__name__.lower() for m in outside):
+            return  # what computes attention of the head again would take it for spread
+        with looked_at(self.model, self._slot, training=training):
+            few = few_of({k: v for k, v in known.items() if k != "labels"}, self.tokens)
+            given = {**few, self._label_name: few[self.tokens].clone()}
+            self._slot.take(None)
+            if sees_hidden_states_alone(base, run, given, self.tokens):
+                self._whole_head = WholeHead(self.inner, base, self._slot)
+
     def _called(self, call: Callable[..., Any], /, **inputs: Any) -> Any:
         _mark_dynamic(inputs)
         return call(**{**inputs, **self._always})
@@ -904,6 +998,8 @@ class TokenModel:
                 kind=self.labels,
                 training=training,
             )
+            if self._own_loss is not None:
+                self._find_own_head(known, run, training)
         self._looked.add(training)
 
     def _known(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -956,8 +1052,9 @@ def _far_place(config: Any) -> int | None:
 
 
 def _arguments(model: Any) -> dict[str, inspect.Parameter]:
-    """What the forward of ``model`` takes. One that hands on whatever it is given (``*args``) takes
-    what that of its parent takes, or that of the model inside an adapter (peft)."""
+    """What the forward of ``model`` takes. One that hands on whatever it is given (``*args``,
+    ``**named``) takes what that of its parent takes, or that of the model inside an adapter
+    (peft)."""
     found = dict(inspect.signature(model.forward).parameters)
     base = getattr(model, "get_base_model", None)
     if not _hands_on(found):
@@ -975,7 +1072,8 @@ def _arguments(model: Any) -> dict[str, inspect.Parameter]:
 
 
 def _hands_on(arguments: Mapping[str, inspect.Parameter]) -> bool:
-    return any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in arguments.values())
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.kind in rest for p in arguments.values())
 
 
 def _is_same(x: torch.Tensor, own: torch.Tensor) -> bool:

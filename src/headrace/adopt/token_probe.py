@@ -33,8 +33,10 @@ from headrace.ops.loss import IGNORED
 __all__ = [
     "Probed",
     "counts_by_mask",
+    "few_of",
     "first_places",
     "look_again",
+    "looked_at",
     "own_loss",
     "probe",
     "run_few",
@@ -89,8 +91,8 @@ def probe(
                 wanted="norms of single tokens",
                 hint="its statistics are those of one rank's tokens",
             )
-    few, wrong = _few(batch, tokens), ModelError("places of tokens", got="none to try")
-    with _looked_at(model, slot, training=False):
+    few, wrong = few_of(batch, tokens), ModelError("places of tokens", got="none to try")
+    with looked_at(model, slot, training=False):
         runs = _Runs(model=model, run=run, slot=slot, count=_TOKENS)
         whole = runs.of(few)
         if not whole.calls:
@@ -118,9 +120,9 @@ def look_again(
 ) -> None:
     """Run a model that was probed on a few tokens and on ``longest`` of them, in training or in
     evaluation. Raises ModelError when it cannot be run on parts of them."""
-    with _looked_at(model, slot, training=training):
+    with looked_at(model, slot, training=training):
         for count in (_TOKENS, longest):
-            given = _placed(_few(batch, tokens, count), tokens, places, first)
+            given = _placed(few_of(batch, tokens, count), tokens, places, first)
             runs = _Runs(model=model, run=run, slot=slot, count=count)
             whole = runs.of(given)
             found = runs.difference(whole, given)
@@ -144,12 +146,12 @@ def own_loss(
 ) -> ModelError | None:
     """What is wrong with taking the cross entropy of the logits of a model of transformers for its
     loss: that of the model is another number. ``batch`` has no labels, or some that are ignored."""
-    few = _few({k: v for k, v in batch.items() if k != "labels"}, tokens)
+    few = few_of({k: v for k, v in batch.items() if k != "labels"}, tokens)
     labels = few[tokens].clone()
     if "labels" in batch and bool((batch["labels"] < 0).any()):
         labels[:, _TOKENS // 3] = IGNORED
     aims = predicted(labels, kind)
-    with _looked_at(model, slot, training=training), _disturbed(model):
+    with looked_at(model, slot, training=training), _disturbed(model):
         slot.take(StandIn(places=np.arange(_TOKENS), targets=_TOKENS))
         outputs = run(**few, **{label_name: labels})
         own, logits = loss_of(outputs), getattr(outputs, "logits", None)
@@ -186,7 +188,7 @@ def counts_by_mask(
 ) -> bool:
     """Whether a plain model that is given no places counts them from the first token that is not
     padding, as OPT does: it looks up the first rows of its table for tokens after padding."""
-    few, padding = _few(batch, tokens)[tokens], _TOKENS // 3
+    few, padding = few_of(batch, tokens)[tokens], _TOKENS // 3
     mask = torch.ones_like(few)
     mask[:, :padding] = 0
     with held_still(model, training=False), _Lookups() as lookups:
@@ -236,7 +238,7 @@ def _no_attention(model: torch.nn.Module) -> ModelError:
 
 
 @contextmanager
-def _looked_at(model: torch.nn.Module, slot: ModelSlot, *, training: bool) -> Iterator[None]:
+def looked_at(model: torch.nn.Module, slot: ModelSlot, *, training: bool) -> Iterator[None]:
     """A model that is run to look at it, and what it works on afterwards."""
     before = slot.held
     try:
@@ -255,8 +257,8 @@ def run_few(
     tokens: str,
 ) -> None:
     """Run a model once by ``run(**inputs)``, on a few tokens and with the stand-in."""
-    with _looked_at(model, slot, training=False):
-        _Runs(model=model, run=run, slot=slot, count=_TOKENS).of(_few(batch, tokens))
+    with looked_at(model, slot, training=False):
+        _Runs(model=model, run=run, slot=slot, count=_TOKENS).of(few_of(batch, tokens))
 
 
 def tried_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> int:
@@ -265,7 +267,7 @@ def tried_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> int:
     return min(_LONGEST, max(_TOKENS, longest))
 
 
-def _few(
+def few_of(
     batch: Mapping[str, torch.Tensor], tokens: str, count: int = _TOKENS
 ) -> dict[str, torch.Tensor]:
     """Some tokens of the first row, repeated where it has not as many; padding aside."""
