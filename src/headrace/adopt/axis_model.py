@@ -31,6 +31,7 @@ from headrace.adopt.axis_hooks import HookManager
 from headrace.adopt.axis_probe import WholeFails, probe_axes, refuse_batch_norms
 from headrace.adopt.axis_shards import AxisShards, Dims
 from headrace.adopt.axis_stages import AxisStage
+from headrace.adopt.first_step import FirstStep, compare_first_step, ranks_that_add_up
 from headrace.adopt.gradients import add_plainly, add_up, is_wrapped, summed_loss
 from headrace.adopt.labels import logits_of, result_tensors
 from headrace.adopt.placement import fingerprint, replica_blocks
@@ -74,7 +75,8 @@ class AxisModel:
         counts: The axes that whole numbers among the inputs count, by name of the input.
         switched: Axes that hooks of an adapter put in shards.
         groups: The groups of this rank; those of the world when left out.
-        check: Whether the model is tried on shards of its first batch before it is run on any.
+        check: Whether the model is tried on shards of its first batch before it is run on any;
+            ``"first step"`` compares gradients of all ranks with the plain model's, too.
         compare: Whether ranks compare the inputs of each batch.
         other_dims: Dims that an input may have in the place of those of ``inputs``, by name.
 
@@ -94,7 +96,7 @@ class AxisModel:
         groups: Groups | None = None,
         switched: Sequence[str] = (),
         counts: Mapping[str, str] | None = None,
-        check: bool = True,
+        check: bool | FirstStep = True,
         compare: bool = True,
         other_dims: Mapping[str, str] | None = None,
     ) -> None:
@@ -105,7 +107,8 @@ class AxisModel:
         self.inner = model.module if isinstance(model, DistributedDataParallel) else model
         self.inputs = {name: Dims.parse(text) for name, text in inputs.items()}
         self.axis, self.batch = axis, batch
-        self._sizes, self.check = sizes, check
+        self._sizes, self.check = sizes, bool(check)
+        self._first_step = check == "first step"
         self._untried: Mapping[str, Any] | None = None
         # Results that all shards have alike; whether a backward may meet one; and what is refused
         # in the one at work: to meet any, or one that is the model's own loss.
@@ -279,6 +282,10 @@ class AxisModel:
         labels = self._local_labels(found, shards)
         if self._label_name not in self._takes:
             found.pop(self._label_name, None)
+        if self._first_step and replicas == 1 and self._untried is None:
+            self._first_step = False
+            self._compare_whole(found, {k: v for k, v in batch.items() if k in found})
+            shards, found = self._placed({k: batch[k] for k in found}, members, None)
         return BatchPart(
             inputs=found,
             labels=labels,
@@ -287,6 +294,26 @@ class AxisModel:
             tokens=math.prod(shards.here().values()),
             placed=shards,
         )
+
+    def _compare_whole(self, local: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
+        """Compare a batch of all ranks with the plain model, by the squares of its results."""
+
+        def spread() -> torch.Tensor:
+            values = list(result_tensors(self(**local)))
+            known = self._alike if len(self._alike) == len(values) else [False] * len(values)
+            parts = zip(values, known, strict=True)
+            sizes = [x.square().sum() / (self.mates if alike else 1) for x, alike in parts]
+            loss = torch.stack(sizes).sum()
+            self.backward(loss)
+            return self.add_up(loss)
+
+        def plain() -> torch.Tensor:
+            values = result_tensors(self.model(**whole))
+            loss = torch.stack([x.square().sum() for x in values]).sum()
+            (loss / ranks_that_add_up(self.model, self._groups)).backward()
+            return loss.detach()
+
+        compare_first_step(self.model, self._groups, spread=spread, plain=plain)
 
     def place(
         self,
@@ -771,6 +798,8 @@ class AxisModel:
         given = {name: value for name, value in grown.items() if name in self._takes}
         self._look_once(given, may_wait=True)
         self._untried = None  # it is called by others
+        if self._first_step and self.most_ranks(given, self.ranks) == self.ranks:
+            self.shard(given)
         installed = self.install()
 
         def end() -> None:

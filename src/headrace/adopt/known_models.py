@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from headrace.adopt.axis_model import AxisModel, Sizes
 from headrace.adopt.axis_shards import Dims
 from headrace.adopt.axis_stages import AxisStage
+from headrace.adopt.first_step import FirstStep
 from headrace.comm.mesh import Groups
 from headrace.errors import ModelError
 
@@ -35,7 +36,11 @@ _LATTE_INPUTS = {"hidden_states": "b c t y x", "timestep": "b", "encoder_hidden_
 
 
 def adapt_latte(
-    model: Any, *, groups: Groups | None = None, check: bool = True, compare: bool = True
+    model: Any,
+    *,
+    groups: Groups | None = None,
+    check: bool | FirstStep = True,
+    compare: bool = True,
 ) -> AxisModel:
     """Adapt a Latte; inputs must be given by name."""
     inner: Any = getattr(model, "module", model)
@@ -83,7 +88,11 @@ _EMBEDDED = Dims.parse("b (h w t) d")
 
 
 def adapt_timesformer(
-    model: Any, *, groups: Groups | None = None, check: bool = True, compare: bool = True
+    model: Any,
+    *,
+    groups: Groups | None = None,
+    check: bool | FirstStep = True,
+    compare: bool = True,
 ) -> AxisModel:
     """TimeSformer on shards; its result [B, 1 + patches of this rank, d] begins with the clip's
     token, which all ranks have alike. Raises ModelError for attention that is not divided."""
@@ -156,7 +165,7 @@ def adapt_transformer_2d(
     model: torch.nn.Module,
     *,
     groups: Groups | None = None,
-    check: bool = True,
+    check: bool | FirstStep = True,
     compare: bool = True,
 ) -> AxisModel:
     """Transformer-2D on shards, frames first."""
@@ -183,7 +192,11 @@ _ROTARY = Dims.parse("k (t s) j d")
 
 
 def adapt_wan(
-    model: Any, *, groups: Groups | None = None, check: bool = True, compare: bool = True
+    model: Any,
+    *,
+    groups: Groups | None = None,
+    check: bool | FirstStep = True,
+    compare: bool = True,
 ) -> AxisModel:
     """Adapt a Wan; inputs must be given by name. A timestep may be one of each sample, or of each
     place (TI2V). Raises ModelError for patches of several frames."""
@@ -234,7 +247,11 @@ _LTX_ROTARY = Dims.parse("k s d")
 
 
 def adapt_ltx(
-    model: Any, *, groups: Groups | None = None, check: bool = True, compare: bool = True
+    model: Any,
+    *,
+    groups: Groups | None = None,
+    check: bool | FirstStep = True,
+    compare: bool = True,
 ) -> AxisModel:
     """Adapt an LTX-Video; inputs must be given by name, and their sizes are those of the whole."""
     inner = getattr(model, "module", model)
@@ -279,7 +296,7 @@ def adapt(
     sizes: Sizes = None,
     groups: Groups | None = None,
     counts: Mapping[str, str] | None = None,
-    check: bool = True,
+    check: bool | FirstStep = True,
     compare: bool = True,
 ) -> AxisModel:
     """Run a multi-dimensional model on shards of its axes, unchanged (DSP).
@@ -297,7 +314,8 @@ def adapt(
             ``{"num_frames": "t"}``.
         groups: The groups of this rank; those of the world when left out.
         check: Whether the first batch is tried on shards in one process, and the model refused
-            where they give another result than the whole.
+            where they give another result than the whole; ``"first step"`` compares gradients of
+            all ranks with those of the plain model, too, where the memory of a rank suffices.
         compare: Whether ranks compare the inputs of each batch, by a hash of their bits that is
             made where they are.
 

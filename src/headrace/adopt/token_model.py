@@ -13,6 +13,7 @@ of its results the model is the user's plain model.
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
@@ -29,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from headrace.adopt.attention_registry import attention
 from headrace.adopt.block_recompute import Kept
 from headrace.adopt.entry_points import ChosenLevels, EntryPointName, entry_point_of
+from headrace.adopt.first_step import FirstStep, compare_first_step, ranks_that_add_up
 from headrace.adopt.gradients import add_plainly, add_up, is_wrapped, summed_loss
 from headrace.adopt.labels import (
     Labels,
@@ -96,6 +98,7 @@ def compile(
     recompute: Kept | None = None,
     label_name: str = "labels",
     logits: bool = True,
+    check: FirstStep | None = None,
 ) -> TokenModel:
     """Spread a model over ranks by its tokens.
 
@@ -116,6 +119,8 @@ def compile(
         label_name: The argument with labels.
         logits: Where False, results of inputs with labels have no logits, of which only some are
             alive at a time; for models of transformers.
+        check: ``"first step"`` compares loss and gradients of the first batch with those of the
+            plain model on each rank alone, where its memory suffices.
 
     Returns:
         The spread model: call it with what its ``shard`` gives.
@@ -140,6 +145,7 @@ def compile(
         recompute=recompute,
         label_name=label_name,
         logits=logits,
+        check=check,
     )
 
 
@@ -167,7 +173,10 @@ class TokenModel:
         recompute: Kept | None,
         label_name: str,
         logits: bool,
+        check: FirstStep | None = None,
     ) -> None:
+        if check not in (None, "first step"):
+            raise SpecError("check", got=repr(check), wanted="'first step' or None")
         if exchange is not None and exchange not in EXCHANGES:
             raise SpecError("exchange", got=repr(exchange), wanted=", ".join(EXCHANGES))
         self.model = model
@@ -200,6 +209,7 @@ class TokenModel:
         self._layers: Layers | None = None
         self._ends = None if logits else LossHead(inner)
         self._whole_head: WholeHead | None = None
+        self._check = check
         self._wholes: MutableMapping[torch.Tensor, dict[str, torch.Tensor]] = WeakIdKeyDictionary()
         self._called_last: Placement | None = None
         self._part: BatchPart | None = None
@@ -234,6 +244,10 @@ class TokenModel:
     def compiles(self) -> int:
         """How often the model has been compiled."""
         return 0 if self._entry.compiler is None else self._entry.compiler.times
+
+    @property
+    def _world(self) -> int:
+        return 1 if self._groups is None else self._groups.ranks
 
     @property
     def _rank(self) -> int:
@@ -332,6 +346,9 @@ class TokenModel:
         self._wholes[part.inputs[self.tokens]] = {
             name: x for name, x in whole.items() if name in self._takes
         }
+        if self._check is not None and len(members) == world:
+            self._check = None
+            self._compare(part, batch)
         return part
 
     def place(
@@ -685,6 +702,8 @@ class TokenModel:
         self.probe(row)
         for training in {False, True} - self._looked:
             self._look(row, training=training)
+        if self._check is not None and row[self.tokens].shape[1] >= self._world:
+            self.shard(self._unshifted(row))
         installed = self.install()
 
         def end() -> None:
@@ -693,6 +712,17 @@ class TokenModel:
             self.detach()
 
         return end
+
+    def _unshifted(self, row: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A row of one sample as a batch, with labels as a user has them."""
+        found = {k: v for k, v in row.items() if k != "position_ids" and self._takes_field(k)}
+        if (self._hugging or self._takes_labels) and "labels" in row:
+            labels = row["labels"]
+            if self.labels == "next":
+                first = labels.new_full((len(labels), 1), IGNORED)
+                labels = torch.cat([first, labels[:, :-1]], dim=1)
+            found[self._label_name] = labels
+        return found
 
     def read(self, item: Any, what: str) -> Item:
         """The tokens and labels of an item, labels moved to the places that predict them."""
@@ -881,6 +911,33 @@ class TokenModel:
         if self._ends is not None:
             outputs.logits = None
         return outputs
+
+    def _compare(self, part: BatchPart, batch: Mapping[str, torch.Tensor]) -> None:
+        """Compare a batch of all ranks with the plain model. Rows of several documents are left
+        out: plain models may not part them."""
+        whole = dict(self._wholes[part.inputs[self.tokens]])
+        local = dict(part.inputs)
+        if any(len(row) > 1 for row in documents_of(batch, self.tokens)):
+            text = "the first step is not compared with one process: rows have documents or padding"
+            warnings.warn(text, stacklevel=4)
+            return
+        scale = 1.0
+        if self._hugging and self._label_name in whole:
+            own = count_targets({"labels": whole[self._label_name]}, self.labels) or 1
+            scale = own / (part.targets or own)
+
+        def spread() -> torch.Tensor:
+            loss = self.number(self(**local))
+            self.backward(loss)
+            return self.add_up(loss)
+
+        def plain() -> torch.Tensor:
+            self._slot.take(None)
+            loss = self.number(self.model(**{**whole, **self._always})) * scale
+            (loss / ranks_that_add_up(self.model, self._groups)).backward()
+            return loss.detach()
+
+        compare_first_step(self.model, self._groups, spread=spread, plain=plain)
 
     def _with_own_head(
         self, head: WholeHead, placement: Placement, inputs: Mapping[str, torch.Tensor]

@@ -960,6 +960,7 @@ def _spread(
         label_name=options.label_name,
         exchange=spread.exchange,
         logits=spread.logits,
+        check=spread.check,
     )
     adopted.label_place = options.label_place
     return adopted

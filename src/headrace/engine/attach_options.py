@@ -14,6 +14,7 @@ from headrace.costs import CostModel
 from headrace.errors import SpecError
 
 if TYPE_CHECKING:
+    from headrace.adopt.first_step import FirstStep
     from headrace.adopt.labels import Labels
     from headrace.adopt.placement import Exchange
     from headrace.adopt.samples import LabelPlace
@@ -65,11 +66,14 @@ class SpreadOptions:
         exchange: How attention meets other ranks' tokens; the quickest measured where it is None.
         logits: Where False, models of transformers give a loss and no logits, which take more
             memory than layers that are computed again.
+        check: ``"first step"`` compares loss and gradients of the longest sample on all ranks with
+            those of the plain model on each alone, before the loop.
     """
 
     backend: str | None = None
     exchange: Exchange | None = None
     logits: bool = True
+    check: FirstStep | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
