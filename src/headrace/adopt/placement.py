@@ -153,18 +153,30 @@ class Placement:
         return gather(x, 1, self.group, sizes=tuple(widths)).index_select(1, back)
 
     def core(self, heads: Heads, causal: bool, window: int, device: torch.device) -> Core:
-        """The attention core of this rank for ``heads``; a ``window`` of 0 is no window."""
+        """The attention core of this rank for ``heads``; a ``window`` of 0 is no window, one below
+        0 are chunks of so many tokens."""
         key = (heads, causal, window, device)
         if key not in self._cores:
-            self._cores[key] = self._core(heads, causal, window or None, device)
+            self._cores[key] = self._core(heads, causal, window, device)
         return self._cores[key]
 
-    def _core(self, heads: Heads, causal: bool, window: int | None, device: torch.device) -> Core:
+    def _in_chunks(self, size: int) -> TokenPlan:
+        """The same tokens on the same ranks, each document cut into chunks."""
+        cut = tuple(
+            min(size, length - start)
+            for length in self.tokens.lengths
+            for start in range(0, length, size)
+        )
+        return TokenPlan(lengths=cut, ranks=self.tokens.ranks, given=self.tokens.parts)
+
+    def _core(self, heads: Heads, causal: bool, window: int, device: torch.device) -> Core:
         tokens, ranks = self.tokens, self.tokens.ranks
         everyone = tuple(range(ranks))
+        documents = self._in_chunks(-window) if window < 0 else tokens
+        band = window if window > 0 else None
 
         def seen(queries: Members, keys: Members) -> tuple[Block, ...]:
-            return tokens.blocks(queries, keys, causal, window)
+            return documents.blocks(queries, keys, causal, band)
 
         if ranks == 1:
             return PackCore(heads=heads, blocks=seen(everyone, everyone))
