@@ -63,6 +63,7 @@ from headrace.adopt.samples import LabelPlace, TokenReader, packed
 from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
 from headrace.adopt.token_probe import (
     Probed,
+    counts_by_ids,
     counts_by_mask,
     few_of,
     first_places,
@@ -72,13 +73,14 @@ from headrace.adopt.token_probe import (
     probe,
     run_few,
     tried_tokens,
+    without_padding,
 )
 from headrace.adopt.whole_head import WholeHead, base_of, sees_hidden_states_alone
 from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.loop_watch import CallWatch
 from headrace.comm.mesh import Groups, device_of, groups_here
 from headrace.comm.waiting import Transfer
-from headrace.errors import ModelError, SpecError
+from headrace.errors import DataError, ModelError, SpecError
 from headrace.ops.loss import IGNORED
 from headrace.ops.switch import gather
 from headrace.spec.method_facts import Members
@@ -197,6 +199,7 @@ class TokenModel:
         self._always = {"use_cache": False} if hasattr(config, "use_cache") else {}
         self._firsts = first_places(inner)
         self._counts_by_mask = False
+        self._passes_over: int | None = None  # tokens of this number have no place of their own
         self._groups = groups or groups_here(device_of(inner))
         self.labels: Labels = labels or (convention_of(inner) if self._hugging else "same")
         self._probed: Probed | None = None
@@ -397,6 +400,8 @@ class TokenModel:
             seen = values["attention_mask"].long()
             counted = (seen.cumsum(dim=1) - 1).clamp(min=0) + (first or 0)
             values = {**values, "position_ids": counted}
+        if self._passes_over is not None:
+            values = self._passed_over(values, self._passes_over)
         inputs, labels = local_inputs(values, self.tokens, placement, first=first)
         self._placed[inputs[self.tokens]] = placement
         rest = {name: inputs.pop(name) for name in [*inputs] if not self._takes_field(name)}
@@ -411,6 +416,25 @@ class TokenModel:
             targets=targets or 0,
             tokens=placement.width * placement.rows,
             placed=placement,
+        )
+
+    def _passed_over(
+        self, values: Mapping[str, torch.Tensor], padding: int
+    ) -> Mapping[str, torch.Tensor]:
+        """A batch with the places that the plain model would count. Raises DataError for tokens of
+        the padding's number beside given places, which it would count otherwise."""
+        ids = values[self.tokens]
+        kept = ids != padding
+        if "position_ids" not in values:
+            places = kept.long().cumsum(dim=1) * kept + padding
+            return {**values, "position_ids": places}
+        if bool(kept.all()):
+            return values
+        raise DataError(
+            f"{self.tokens} of {type(self.inner).__name__}",
+            got=f"the padding's number {padding} in a sample",
+            wanted="other numbers, as the model passes over it when it counts places",
+            hint="leave padding out, or give rows with an attention_mask and no position_ids",
         )
 
     def take(self, part: BatchPart) -> None:
@@ -658,6 +682,7 @@ class TokenModel:
             if self._hugging and self._takes_places and "attention_mask" in self._takes:
                 known, always = self._known(batch), self._always
                 self._counts_by_mask = counts_by_mask(self.model, known, self.tokens, **always)
+                self._passes_over = counts_by_ids(self.model, known, self.tokens, **always)
         if self.inner.training not in self._looked:
             self._look(batch, training=self.inner.training)
 
@@ -1064,6 +1089,7 @@ class TokenModel:
         named = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
         if self._hugging:
             named.pop(self._label_name, None)
+            named[self.tokens] = without_padding(self.inner, named[self.tokens])
         return {name: value for name, value in named.items() if self._takes_field(name)}
 
     def _takes_field(self, name: str) -> bool:

@@ -32,6 +32,7 @@ from headrace.ops.loss import IGNORED
 
 __all__ = [
     "Probed",
+    "counts_by_ids",
     "counts_by_mask",
     "few_of",
     "first_places",
@@ -41,6 +42,7 @@ __all__ = [
     "probe",
     "run_few",
     "tried_tokens",
+    "without_padding",
 ]
 
 _TOKENS = 13
@@ -170,6 +172,19 @@ def own_loss(
     )
 
 
+_OWN_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
+
+
+def _failed(model: torch.nn.Module, count: int, error: Exception) -> ModelError:
+    """What to say of a model whose own forward fails on some tokens."""
+    return ModelError(
+        f"forward of {type(model).__name__} on {count} tokens",
+        got=" ".join(f"{type(error).__name__}: {error}".split())[:300],
+        wanted="results",
+        hint="call the plain model: it may not know the type of its weights, or need other inputs",
+    )
+
+
 class _Lookups(TorchFunctionMode):
     """Collects the numbers of rows that are looked up in tables."""
 
@@ -202,6 +217,45 @@ def counts_by_mask(
         if torch.equal(places - places[0], counted):
             return not torch.equal(flat.cpu() - flat[0].cpu(), torch.arange(_TOKENS))
     return False
+
+
+def _padding_of(model: torch.nn.Module) -> tuple[int, int] | None:
+    """The padding's number and how many numbers a model of transformers knows, if it has both."""
+    config = getattr(getattr(model, "module", model), "config", None)
+    padding, known = (getattr(config, name, None) for name in ("pad_token_id", "vocab_size"))
+    fits = isinstance(padding, int) and isinstance(known, int) and 0 <= padding < known
+    return (padding, known) if fits else None  # type: ignore[return-value]
+
+
+def without_padding(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Tokens with another number in the place of the padding's, which some models pass over."""
+    found = None if isinstance(ids, FakeTensor) else _padding_of(model)
+    return ids if found is None else torch.where(ids == found[0], (ids + 1) % found[1], ids)
+
+
+@torch.no_grad()
+def counts_by_ids(
+    model: torch.nn.Module, batch: Mapping[str, torch.Tensor], tokens: str, **always: Any
+) -> int | None:
+    """The padding's number in a model that is given no places and passes over tokens of this number
+    when it counts them, as RoBERTa does; None in others."""
+    found = _padding_of(model)
+    if found is None:
+        return None
+    padding, at = found[0], _TOKENS // 3
+    few = without_padding(model, few_of(batch, tokens)[tokens]).clone()
+    few[:, at] = padding
+    with held_still(model, training=False), _Lookups() as lookups:
+        model(**{tokens: few, **always})
+    for rows in lookups.rows:
+        flat = rows.reshape(-1)[-_TOKENS:]
+        if isinstance(flat, FakeTensor) or len(flat) != _TOKENS or torch.equal(flat, few[0]):
+            continue
+        places = flat.cpu()
+        rest = torch.cat([places[:at], places[at + 1 :]])
+        if torch.equal(rest - rest[0], torch.arange(_TOKENS - 1)) and int(places[at]) == padding:
+            return int(padding)
+    return None
 
 
 @contextmanager
@@ -330,7 +384,12 @@ class _Runs:
         stand_in = StandIn(places=np.arange(part.start, part.stop), targets=aims * self.count)
         self.slot.take(stand_in)
         inputs, before = {k: v[:, part] for k, v in few.items()}, Draws.now(self.model)
-        outputs = self.run(**inputs)
+        try:
+            outputs = self.run(**inputs)
+        except _OWN_ERRORS as error:
+            if isinstance(error, torch.OutOfMemoryError) or "gloo" in str(error):
+                raise  # of the machine, or of another rank
+            raise _failed(self.model, part.stop - part.start, error) from error
         if not before.same(Draws.now(self.model)):
             raise ModelError(
                 f"module {who_draws(self.model, lambda: self.run(**inputs))}",

@@ -19,7 +19,7 @@ from headrace.adopt.gradients import gradient_error
 from headrace.adopt.token_model import TokenModel
 from headrace.cli import main, verify_model
 from headrace.cli.foreign_models import foreign_model
-from headrace.errors import ModelError
+from headrace.errors import DataError, ModelError
 from headrace.native.counted import ByteCounter
 from ranks import run_ranks
 from running.adopt.foreign import gpt
@@ -329,6 +329,37 @@ def test_inductor() -> None:
         )
         == 0
     )
+
+
+def with_padding_inside() -> float:
+    """How far logits are from one process' where rows have the padding's number among tokens and at
+    their ends, which RoBERTa passes over when it counts places."""
+    model, plain = foreign_model("roberta", 0).eval(), foreign_model("roberta", 0).eval()
+    padding = int(model.config.pad_token_id)  # type: ignore[union-attr]
+    ids = drawn(2, 21, 3)["input_ids"]
+    mask = torch.ones_like(ids)
+    ids[0, 5], ids[1, 17:], mask[1, 17:] = padding, padding, 0
+    run = hr.compile(model)
+    batch = {"input_ids": ids, "attention_mask": mask}
+    with torch.no_grad():
+        found = run.gather(run(**run.shard(batch).inputs).logits)
+        wanted = plain(**batch).logits
+    off = (found - wanted).abs() * mask[..., None]
+    with pytest.raises(DataError, match="the padding's number"):
+        run.shard({"input_ids": ids, "position_ids": torch.arange(21)[None].repeat(2, 1)})
+    return float(off.max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("ranks", [2, whole(3)])
+def test_places_pass_over_padding(ranks: int) -> None:
+    """Catches places that count tokens which the model itself passes over."""
+    assert max(run_ranks(ranks, with_padding_inside)) < EXACT
+
+
+def test_a_model_that_fails_by_itself_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a traceback of torch where the plain model cannot run."""
+    assert main(["verify", "xglm", "--ranks", "1"]) == 2
+    assert "forward of XGLMForCausalLM on 13 tokens: got RuntimeError" in capsys.readouterr().err
 
 
 def errors_of(kind: str, exchange: str) -> dict[str, float]:
