@@ -7,6 +7,7 @@ from attacks.caches import CACHES
 from attacks.checkpoints import CHECKPOINTS
 from attacks.configurations import CONFIGURATIONS
 from attacks.data import DATA
+from attacks.doors import AXES, CALLS, LOOPS
 from attacks.kills import KILLS
 from attacks.methods import METHODS
 from attacks.planner import PLANNER
@@ -25,4 +26,7 @@ ATTACKS: tuple[Attack, ...] = (
     CACHES,
     DATA,
     CONFIGURATIONS,
+    CALLS,
+    LOOPS,
+    AXES,
 )

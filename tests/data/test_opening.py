@@ -138,8 +138,8 @@ def test_labels_of_their_own_are_refused(tmp_path: Path) -> None:
         '{"input_ids": [1, 2], "labels": [1, 2]}\n{"text": "x", "labels": [3]}\n'
     )
     assert len(opened(tmp_path, "jsonl", "a.jsonl")) == 2
-    (tmp_path / "b.jsonl").write_text('{"input_ids": [1, 2], "labels": [-100, 2]}\n')
-    with pytest.raises(DataError, match=r"b\.jsonl:1: got labels that differ"):
+    (tmp_path / "b.jsonl").write_text('{"input_ids": [1, 2], "labels": [-100, 3]}\n')
+    with pytest.raises(DataError, match=r"labels of .*b\.jsonl:1: got labels that differ"):
         opened(tmp_path, "jsonl", "b.jsonl")
     assert len(opened(tmp_path, "jsonl", "b.jsonl", ignore=("labels",))) == 1
 
@@ -151,39 +151,95 @@ def test_labels_in_parquet(tmp_path: Path) -> None:
     same = {"input_ids": [[1, 2]], "labels": [[1, 2]], "other": ["x"]}
     parquet.write_table(pyarrow.table(same), tmp_path / "a.parquet")
     assert opened(tmp_path, "parquet", "a.parquet").tokens(0).tolist() == [1, 2]
-    parquet.write_table(pyarrow.table(same | {"labels": [[-100, 2]]}), tmp_path / "b.parquet")
-    with pytest.raises(DataError, match=r"b\.parquet:0: got labels that differ"):
+    parquet.write_table(pyarrow.table(same | {"labels": [[3, 2]]}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"labels of .*b\.parquet:0: got labels that differ"):
         opened(tmp_path, "parquet", "b.parquet")
 
 
-@pytest.mark.parametrize(
-    "mask", ["completion_mask", "loss_mask", "assistant_masks", "attention_mask"]
-)
-def test_masks_of_the_loss_are_refused(tmp_path: Path, mask: str) -> None:
-    """Catches a prompt that a mask takes out of the loss and that is trained on all the same, a
-    whole mask that is refused, and a named one that is not left out."""
-    (tmp_path / "a.jsonl").write_text(f'{{"input_ids": [1, 2], "{mask}": [1, 1]}}\n')
-    assert len(opened(tmp_path, "jsonl", "a.jsonl")) == 1
-    for number, values in enumerate(("[0, 1]", "[1]", "[true, false]", '"all"')):
+def masks(corpus: Corpus) -> list[list[bool] | None]:
+    found = [corpus.learned(i) for i in range(len(corpus))]
+    return [None if mask is None else mask.tolist() for mask in found]
+
+
+@pytest.mark.parametrize("mask", ["completion_mask", "loss_mask", "assistant_masks", "labels"])
+def test_masks_of_the_loss_are_kept(tmp_path: Path, mask: str) -> None:
+    """Catches a prompt that is trained on all the same, the mask of another document or part, a
+    corpus without masks that is taken for one of the same tokens with some, and rows of which
+    nothing is learned."""
+    left, right = [0, 0, 1, 1], [1, 1, 1]
+    if mask == "labels":
+        left, right = [-100, -100, 7, 8], [5, 6, 7]
+    rows = [
+        {"input_ids": [1, 2]},
+        {"input_ids": [5, 6, 7, 8], mask: left},
+        {"input_ids": [5, 6, 7], mask: right},
+        {"input_ids": [5, 6], mask: [-100, -100] if mask == "labels" else [True, False]},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for _ in range(2):  # made, and read from the cache
+        corpus = opened(tmp_path, "jsonl", "a.jsonl")
+        assert corpus.masked
+        assert masks(corpus) == [None, [False, False, True, True], None]
+        part = corpus.learned(1, 1, 3)
+        assert part is not None
+        assert part.tolist() == [False, True]
+        assert corpus.learned(1, 2) is None
+        assert "2 of 9 tokens have no loss: the rows' masks" in corpus.notes
+        assert reasons(corpus) == {"a.jsonl:4": "no token with a loss"}
+    whole = opened(tmp_path, "jsonl", "a.jsonl", ignore=(mask,))
+    assert not whole.masked
+    assert len(whole) == 4
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:3]))
+    same = opened(tmp_path, "jsonl", "b.jsonl", ignore=(mask,))
+    assert same.fingerprint != opened(tmp_path, "jsonl", "b.jsonl").fingerprint
+
+
+def test_masks_are_multiplied(tmp_path: Path) -> None:
+    """Catches a second mask that is not looked at, and one that replaces the first."""
+    row = {
+        "input_ids": [1, 2, 3, 4],
+        "completion_mask": [0, 1, 1, 1],
+        "assistant_masks": [1, 1, 0, 1],
+        "labels": [1, 2, 3, -100],
+    }
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    assert masks(opened(tmp_path, "jsonl", "a.jsonl")) == [[False, True, False, False]]
+
+
+@pytest.mark.parametrize("mask", ["completion_mask", "loss_mask", "attention_mask"])
+def test_other_masks_are_refused(tmp_path: Path, mask: str) -> None:
+    """Catches masks of other tokens, of a text or of padding that are not looked at, and a named
+    one that is."""
+    cases = {
+        "[1]": "got 1 for 2 ids",
+        '"all"': "got str for 2 ids",
+        "[2, 1]": "got other numbers",
+        "[0.5, 1]": "got other numbers",
+    }
+    if mask == "attention_mask":
+        cases["[0, 1]"] = "got padding"
+    for number, (values, got) in enumerate(cases.items()):
         name = f"b{number}.jsonl"
         (tmp_path / name).write_text(f'{{"input_ids": [1, 2], "{mask}": {values}}}\n')
-        wanted = rf"{name}:1: got a {mask} that leaves tokens out.*data\.ignore = \[\"{mask}\"\]"
+        wanted = rf"{mask} of .*{name}:1: {got}.*data\.ignore = \[\"{mask}\"\]"
         with pytest.raises(DataError, match=wanted):
             opened(tmp_path, "jsonl", name)
         assert len(opened(tmp_path, "jsonl", name, ignore=(mask,))) == 1
+    (tmp_path / "text.jsonl").write_text(f'{{"text": "ab", "{mask}": [0, 1]}}\n')
+    with pytest.raises(DataError, match=rf"{mask} of .*text\.jsonl:1: got a text"):
+        opened(tmp_path, "jsonl", "text.jsonl")
 
 
 def test_masks_in_parquet(tmp_path: Path) -> None:
-    """Catches the same in a column, and one of nothing but nulls that is refused."""
+    """Catches the same in a column, and one of nothing but nulls that makes masks."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    rows = {"input_ids": [[1, 2], [3]], "completion_mask": [None, None]}
+    rows = {"input_ids": [[1, 2], [3, 4]], "completion_mask": [None, None]}
     parquet.write_table(pyarrow.table(rows), tmp_path / "a.parquet")
-    assert len(opened(tmp_path, "parquet", "a.parquet")) == 2
-    rows["completion_mask"] = [[1, 1], [0]]
+    assert not opened(tmp_path, "parquet", "a.parquet").masked
+    rows["completion_mask"] = [[1, 1], [0, 1]]
     parquet.write_table(pyarrow.table(rows), tmp_path / "b.parquet")
-    with pytest.raises(DataError, match=r"b\.parquet:1: got a completion_mask"):
-        opened(tmp_path, "parquet", "b.parquet")
+    assert masks(opened(tmp_path, "parquet", "b.parquet")) == [None, [False, True]]
 
 
 def test_fields_that_are_not_read_are_told_once(tmp_path: Path) -> None:

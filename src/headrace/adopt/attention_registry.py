@@ -36,14 +36,17 @@ def attention(
     causal: bool,
     window: int = 0,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the local tokens over all tokens of the group that share a document.
 
         q         [b, N, s_r, D]   s_r tokens of every row on this rank
         k         [b, G, s_r, D]   G divides N
         v         [b, G, s_r, E]   E at most D
-        window    tokens that a query sees with itself (on either side, where not causal), 0 for all
+        window    tokens that a query sees with itself (on either side, where not causal), 0 for
+                  all, below 0 those of its chunk of so many
         scale     of the scores, 1 / sqrt(D) where it is None
+        sinks     [N] a score of each head that takes its share of the softmax and gives nothing
         returns   [b, N, s_r, E]
 
     Under autocast it computes in autocast's type, as torch's attention does. The adjoint is that of
@@ -63,11 +66,11 @@ def attention(
     if own < features:
         v = pad(v, (0, features - own))
     flat = [x.transpose(1, 2).reshape(rows * tokens, x.shape[1], features) for x in (q, k, v)]
-    out = attend(*flat, handle, causal, window, joins_inputs())[0]
+    out = attend(*flat, handle, causal, window, joins_inputs(), sinks)[0]
     return out.view(rows, tokens, heads, features)[..., :own].transpose(1, 2)
 
 
-_KNOWN_LAYERS = {"full_attention", "sliding_attention", "dense", "sparse"}
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse"}
 
 # Arguments that are passed along to the attention and do not change it in training.
 _HARMLESS = {
@@ -143,6 +146,7 @@ def registered(model: Any, slot: ModelSlot) -> Callable[[bool], None]:
         dropout: float = 0.0,
         is_causal: bool | None = None,
         sliding_window: int | None = None,
+        s_aux: torch.Tensor | None = None,
         **rest: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attention as transformers calls it: q [b, N, s_r, D], k and v [b, G, s_r, D] to
@@ -150,7 +154,9 @@ def registered(model: Any, slot: ModelSlot) -> Callable[[bool], None]:
         _refuse(module, attention_mask, dropout, rest)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         window = _window(module, sliding_window, causal=causal)
-        out = attention(query, key, value, handle, causal=causal, window=window, scale=scaling)
+        out = attention(
+            query, key, value, handle, causal=causal, window=window, scale=scaling, sinks=s_aux
+        )
         return out.transpose(1, 2), None
 
     AttentionInterface.register(name, spread)
@@ -218,15 +224,25 @@ def _refuse(
             what,
             got=f"the argument {changes[0]}",
             wanted="none that changes the scores",
-            hint="softcaps, sinks, biases and caches are not spread over ranks",
+            hint="softcaps, biases and caches are not spread over ranks",
         )
 
 
 def _window(module: _Layer, given: int | None, *, causal: bool) -> int:
-    """Tokens that a query sees with itself on one side, 0 for all. Masks of transformers follow
-    the configuration; kernels are given a token more where they look both ways."""
+    """Tokens that a query sees with itself on one side, 0 for all, below 0 those of its chunk.
+    Masks of transformers follow the configuration; kernels are given a token more where they look
+    both ways."""
     config, layer = module.config, getattr(module, "layer_idx", None)
     types, width = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    if types and layer is not None and types[layer] == "chunked_attention":
+        chunk = getattr(config, "attention_chunk_size", None)
+        if not isinstance(chunk, int) or not causal or given is not None:
+            raise ModelError(
+                f"attention of {type(module).__name__}",
+                got=f"chunks of {chunk}",
+                wanted="causal attention in chunks of attention_chunk_size tokens",
+            )
+        return -chunk
     slides = (
         types[layer] == "sliding_attention"
         if types and layer is not None

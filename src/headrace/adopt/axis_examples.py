@@ -16,7 +16,7 @@ from headrace.adopt.known_models import adapt
 from headrace.errors import MissingExtra
 from headrace.models.transformer_2d import SHAPES_2D, Transformer2D
 
-__all__ = ["EXAMPLES", "AxisExample", "latte", "timesformer", "transformer_2d", "wan"]
+__all__ = ["EXAMPLES", "AxisExample", "latte", "ltx", "timesformer", "transformer_2d", "wan"]
 
 Results = Callable[[Any], Sequence[tuple[torch.Tensor, str]]]
 
@@ -146,10 +146,15 @@ def timesformer(
 
 
 def wan(
-    frames: int = 5, side: int = 6, samples: int = 2, *, checkpoints: bool = False
+    frames: int = 5,
+    side: int = 6,
+    samples: int = 2,
+    *,
+    checkpoints: bool = False,
+    steps_of_places: bool = False,
 ) -> AxisExample:
-    """A small Wan of diffusers, which takes norms in single precision. Raises MissingExtra without
-    it."""
+    """A small Wan of diffusers, which takes norms in single precision; a timestep of each place as
+    TI2V has. Raises MissingExtra without it."""
     try:
         from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
     except ImportError:
@@ -169,15 +174,53 @@ def wan(
     model = model.double().train()
     if checkpoints:
         model.enable_gradient_checkpointing()
+    places = (samples, frames * (side // 2) ** 2) if steps_of_places else (samples,)
     return AxisExample(
         model=model,
         single=True,
         inputs={
             "hidden_states": torch.randn(samples, 4, frames, side, side, dtype=torch.float64),
-            "timestep": torch.randint(0, 1000, (samples,)),
+            "timestep": torch.randint(0, 1000, places),
             "encoder_hidden_states": torch.randn(samples, 3, 12, dtype=torch.float64),
         },
         results=lambda out: [(out.sample, "b c t y x")],
+    )
+
+
+def ltx(
+    frames: int = 5, side: int = 3, samples: int = 2, *, checkpoints: bool = False
+) -> AxisExample:
+    """A small LTX-Video of diffusers in fp64. Raises MissingExtra without it."""
+    try:
+        from diffusers.models.transformers.transformer_ltx import LTXVideoTransformer3DModel
+    except ImportError:
+        raise MissingExtra("diffusers", extra="video", needed_for="LTX-Video") from None
+    torch.manual_seed(0)
+    model: Any = LTXVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=3,
+        attention_head_dim=8,
+        cross_attention_dim=24,
+        num_layers=2,
+        caption_channels=12,
+    )
+    model = model.double().train()
+    if checkpoints:
+        model.enable_gradient_checkpointing()
+    kept = torch.tensor([[1, 1, 1]] + [[1, 1, 0]] * (samples - 1))
+    return AxisExample(
+        model=model,
+        inputs={
+            "hidden_states": torch.randn(samples, frames * side * side, 4, dtype=torch.float64),
+            "timestep": torch.randint(0, 1000, (samples,)),
+            "encoder_hidden_states": torch.randn(samples, 3, 12, dtype=torch.float64),
+            "encoder_attention_mask": kept,
+            "num_frames": frames,
+            "height": side,
+            "width": side,
+        },
+        results=lambda out: [(out.sample, "b s c")],
     )
 
 
@@ -201,6 +244,7 @@ EXAMPLES: dict[str, dict[str, Callable[[], AxisExample]]] = {
     name: {"5 frames": make, "one frame, 4 samples": partial(make, frames=1, samples=4)}
     for name, make in (
         ("latte", latte),
+        ("ltx", ltx),
         ("timesformer", timesformer),
         ("transformer-2d", transformer_2d),
         ("wan", wan),
@@ -211,3 +255,5 @@ EXAMPLES: dict[str, dict[str, Callable[[], AxisExample]]] = {
 EXAMPLES["latte"]["4 frames, recomputed"] = partial(latte, frames=4, checkpoints=True)
 EXAMPLES["timesformer"]["4 frames, recomputed"] = partial(timesformer, frames=4, checkpoints=True)
 EXAMPLES["wan"]["4 frames, recomputed"] = partial(wan, frames=4, checkpoints=True)
+EXAMPLES["wan"]["a step of each place"] = partial(wan, steps_of_places=True)
+EXAMPLES["ltx"]["2 frames, recomputed"] = partial(ltx, frames=2, checkpoints=True)

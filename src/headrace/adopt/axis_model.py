@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
@@ -30,13 +31,16 @@ from headrace.adopt.axis_hooks import HookManager
 from headrace.adopt.axis_probe import WholeFails, probe_axes, refuse_batch_norms
 from headrace.adopt.axis_shards import AxisShards, Dims
 from headrace.adopt.axis_stages import AxisStage
+from headrace.adopt.first_step import FirstStep, compare_first_step, ranks_that_add_up
 from headrace.adopt.gradients import add_plainly, add_up, is_wrapped, summed_loss
 from headrace.adopt.labels import logits_of, result_tensors
-from headrace.adopt.placement import fingerprint
+from headrace.adopt.placement import fingerprint, replica_blocks
 from headrace.adopt.samples import is_numbers
 from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
-from headrace.comm.collectives import agree
+from headrace.comm.collectives import agree, gather_floats
+from headrace.comm.loop_watch import CallWatch
 from headrace.comm.mesh import Groups, device_of, groups_here
+from headrace.comm.waiting import Transfer
 from headrace.errors import DataError, InfeasiblePlan, ModelError, SpecError
 from headrace.layouts.partition import split_sizes
 from headrace.ops.switch import gather
@@ -71,7 +75,10 @@ class AxisModel:
         counts: The axes that whole numbers among the inputs count, by name of the input.
         switched: Axes that hooks of an adapter put in shards.
         groups: The groups of this rank; those of the world when left out.
-        check: Whether the model is tried on shards of its first batch before it is run on any.
+        check: Whether the model is tried on shards of its first batch before it is run on any;
+            ``"first step"`` compares gradients of all ranks with the plain model's, too.
+        compare: Whether ranks compare the inputs of each batch.
+        other_dims: Dims that an input may have in the place of those of ``inputs``, by name.
 
     Raises:
         SpecError: For an ``axis`` that no input has, where no ``sizes`` are given.
@@ -89,14 +96,19 @@ class AxisModel:
         groups: Groups | None = None,
         switched: Sequence[str] = (),
         counts: Mapping[str, str] | None = None,
-        check: bool = True,
+        check: bool | FirstStep = True,
+        compare: bool = True,
+        other_dims: Mapping[str, str] | None = None,
     ) -> None:
         self.model = model
+        self._compare = compare
+        self._other_dims = {name: Dims.parse(x) for name, x in (other_dims or {}).items()}
         self.counts = dict(counts or {})
         self.inner = model.module if isinstance(model, DistributedDataParallel) else model
         self.inputs = {name: Dims.parse(text) for name, text in inputs.items()}
         self.axis, self.batch = axis, batch
-        self._sizes, self.check = sizes, check
+        self._sizes, self.check = sizes, bool(check)
+        self._first_step = check == "first step"
         self._untried: Mapping[str, Any] | None = None
         # Results that all shards have alike; whether a backward may meet one; and what is refused
         # in the one at work: to meet any, or one that is the model's own loss.
@@ -114,6 +126,8 @@ class AxisModel:
         self._main = shown[0] if shown else None
         self._label_name = "labels"
         self._takes = {*inspect.signature(self.inner.forward).parameters, *self.inputs}
+        self._watch = CallWatch()
+        weakref.finalize(self, self._watch.close)
 
     exchanges: tuple[str, ...] = ("dsp",)
     whole = False
@@ -224,12 +238,16 @@ class AxisModel:
         _, count, of = self._manager.at_work.samples
         return count / of / self.mates
 
-    def shard(self, batch: Mapping[str, Any]) -> BatchPart:
+    def shard(self, batch: Mapping[str, Any], *, replicas: int = 1) -> BatchPart:
         """This rank's part of inputs that all ranks have alike: its places of ``axis``, and its
         samples where the axis has fewer places than there are ranks. Collective.
 
         Args:
             batch: Inputs of the model by name, and other values.
+            replicas: How many batches are worked on at once, each by so many neighbouring ranks,
+                which have it alike: with 2 on four ranks the batch of ranks 0 and 1, and that of
+                ranks 2 and 3. Losses of all ranks add up, so a mean is over all batches:
+                ``part.targets`` counts the places of all.
 
         Returns:
             The part: call ``run(**part)``.
@@ -240,26 +258,62 @@ class AxisModel:
             DataError: For inputs of other dims, and for tensors without declared dims that may be
                 of all samples where ranks work on some of them.
             InfeasiblePlan: Where there are more ranks than samples and places together.
-            PlanMismatch: Where ranks have other inputs.
+            PlanMismatch: Where ranks of a replica have other inputs.
+            SpecError: For replicas that the ranks cannot be divided into.
         """
-        members = tuple(range(self.ranks))
+        blocks = replica_blocks(self.ranks, replicas)
+        places, groups = self.places(batch) * self._sample_count(batch), self._groups
+        members = blocks[0] if groups is None else next(b for b in blocks if groups.rank in b)
         needed = self.groups_for(batch, members)
-        if self._groups is not None:
-            self._groups.prepare(needed)
-            agree("inputs", fingerprint(_all_tensors(batch), (needed,)), self._groups.world)
-        self._look_once(batch, may_wait=True)
+        self._watch.count()
+        with self._watch.during("sharding"):
+            if groups is not None:
+                self._watch.begin(groups)
+                apart = [some for block in blocks for some in self.groups_of(block)]
+                groups.prepare(needed if replicas == 1 else apart)
+                if self._compare:
+                    own = groups.world if replicas == 1 else groups.get(members)
+                    agree("inputs", fingerprint(_all_tensors(batch), (needed,)), own)
+                if replicas > 1:
+                    counts = gather_floats([float(places)], groups.world)
+                    places = round(sum(counts[block[0]][0] for block in blocks))
+            self._look_once(batch, may_wait=True)
         shards, found = self._placed(batch, members, None)
         labels = self._local_labels(found, shards)
         if self._label_name not in self._takes:
             found.pop(self._label_name, None)
+        if self._first_step and replicas == 1 and self._untried is None:
+            self._first_step = False
+            self._compare_whole(found, {k: v for k, v in batch.items() if k in found})
+            shards, found = self._placed({k: batch[k] for k in found}, members, None)
         return BatchPart(
             inputs=found,
             labels=labels,
             group=shards.group,
-            targets=self.places(batch) * self._sample_count(batch),
+            targets=places,
             tokens=math.prod(shards.here().values()),
             placed=shards,
         )
+
+    def _compare_whole(self, local: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
+        """Compare a batch of all ranks with the plain model, by the squares of its results."""
+
+        def spread() -> torch.Tensor:
+            values = list(result_tensors(self(**local)))
+            known = self._alike if len(self._alike) == len(values) else [False] * len(values)
+            parts = zip(values, known, strict=True)
+            sizes = [x.square().sum() / (self.mates if alike else 1) for x, alike in parts]
+            loss = torch.stack(sizes).sum()
+            self.backward(loss)
+            return self.add_up(loss)
+
+        def plain() -> torch.Tensor:
+            values = result_tensors(self.model(**whole))
+            loss = torch.stack([x.square().sum() for x in values]).sum()
+            (loss / ranks_that_add_up(self.model, self._groups)).backward()
+            return loss.detach()
+
+        compare_first_step(self.model, self._groups, spread=spread, plain=plain)
 
     def place(
         self,
@@ -342,7 +396,7 @@ class AxisModel:
         self._manager.take(shards)
         found = dict(batch)
         for name, value in self._tensors(batch).items():
-            part = self.local(value, str(self.inputs[name]))
+            part = self.local(value, str(self._dims_of(name, value)))
             found[name] = part.view_as(part) if part is value else part  # not the input itself
             self._manager.know(found[name], shards)
         for name, axis in self.counts.items():
@@ -540,7 +594,8 @@ class AxisModel:
         self._manager.take(shards)
         self._manager.spread = True
         try:
-            out = self._run(inputs)
+            with self._watch.during("forward"):
+                out = self._run(inputs)
         finally:
             self._manager.spread = before
         return self._bound(out, self._manager.at_work)
@@ -652,7 +707,8 @@ class AxisModel:
             self._refuses_own = not alike or parts * shards.ranks != len(shards.members)
             self._refuses = not alike and self._is_alike(loss)
         try:
-            summed_loss(self.model, loss / len(shards.members) if alike else loss).backward()
+            with self._watch.during("backward"):
+                summed_loss(self.model, loss / len(shards.members) if alike else loss).backward()
         finally:
             self._refuses = self._refuses_own = False
             self._manager.end_backward()
@@ -667,7 +723,7 @@ class AxisModel:
             alike: As for :meth:`backward`.
 
         Returns:
-            The loss of all ranks together.
+            The loss of all ranks together, of all replicas.
 
         Raises:
             ModelError: Where every backward since the last sum was given another ``alike``: the
@@ -682,11 +738,13 @@ class AxisModel:
                 wanted=f"alike={not alike}, as its backward was given",
                 hint="what all ranks have alike counts once: run.add_up(loss, alike=True)",
             )
-        whole = loss.detach().clone() / (self.ranks if alike else 1)
+        mates = len(self._manager.at_work.members) if alike and self.ranks > 1 else 1
+        whole = loss.detach().clone() / mates
         if self._groups is not None:
-            dist.all_reduce(whole)
-            if not is_wrapped(self.model):
-                add_up(self.model.parameters())
+            with self._watch.during("adding up gradients"):
+                Transfer(dist.all_reduce(whole, async_op=True), None, whole).wait()
+                if not is_wrapped(self.model):
+                    add_up(self.model.parameters())
         return whole
 
     def join(self, groups: Groups, *, label_name: str) -> None:
@@ -740,6 +798,8 @@ class AxisModel:
         given = {name: value for name, value in grown.items() if name in self._takes}
         self._look_once(given, may_wait=True)
         self._untried = None  # it is called by others
+        if self._first_step and self.most_ranks(given, self.ranks) == self.ranks:
+            self.shard(given)
         installed = self.install()
 
         def end() -> None:
@@ -813,6 +873,7 @@ class AxisModel:
 
     def detach(self) -> None:
         """Remove all hooks from the model; it cannot be spread any more."""
+        self._watch.close()
         self._manager.close()
 
     def _tensors(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -822,7 +883,7 @@ class AxisModel:
         """The places of every name in the inputs. Raises DataError where they differ."""
         found: dict[str, int] = {}
         for name, x in tensors.items():
-            dims = self.inputs[name]
+            dims = self._dims_of(name, x)
             if x.dim() != len(dims.names):
                 raise DataError(f"input {name}", got=list(x.shape), wanted=f"dims {dims}")
             for names, size in zip(dims.names, x.shape, strict=True):
@@ -837,6 +898,12 @@ class AxisModel:
             raise DataError("inputs", got=", ".join(tensors) or "none", wanted="those with axes")
         wanted = {*self._manager.axes, self.batch}
         return {name: n for name, n in found.items() if name in wanted}
+
+    def _dims_of(self, name: str, x: torch.Tensor) -> Dims:
+        """The dims of an input, of two that it may have those of as many as it has."""
+        other = self._other_dims.get(name)
+        fits = other is not None and x.dim() == len(other.names)
+        return other if other is not None and fits else self.inputs[name]
 
     def _require_declared(self, batch: Mapping[str, Any], samples: int) -> None:
         """Raise DataError for tensors without declared dims that may have a dim of samples, where

@@ -22,6 +22,7 @@ from headrace.adopt.placement import Placement
 from headrace.errors import ModelError
 from headrace.layouts.partition import Rows
 from headrace.layouts.token_plan import TokenPlan
+from headrace.methods.switched import split_heads
 from headrace.spec.axes import AxisMove
 
 __all__ = ["JointAttention", "JointMethod"]
@@ -97,12 +98,30 @@ class JointAttention(TorchFunctionMode):
             )
         rows = query.shape[:-3].numel()
         method = self._method or ("ulysses" if self.heads >= len(sizes) else "ring")
-        axis = self._shards.axis
-        self._shards.moves.append(AxisMove(before=axis, after=axis, method=method))
+        axis, kv = self._shards.axis, key.shape[-3]
+        sent = _sent_elements(sizes, self._shards.rank, self.heads, kv, method)
+        sent_bytes = rows * query.shape[-1] * query.element_size() * sent
+        self._shards.moves.append(
+            AxisMove(before=axis, after=axis, method=method, sent_bytes=sent_bytes)
+        )
         self._slot.take(_placement(self._shards, sizes, rows, method))
         q, k, v = (x.reshape(rows, *x.shape[-3:]) for x in (query, key, value))
         out = attention(q, k, v, self._slot.handle, causal=False, scale=scale)
         return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _sent_elements(
+    sizes: tuple[int, ...], rank: int, heads: int, kv_heads: int, method: JointMethod
+) -> int:
+    """Heads of places that a rank sends in a forward: to Ulysses queries, keys and values of the
+    heads of others and the results of their places; to a ring the keys and values of all ranks but
+    the next."""
+    total, own = sum(sizes), sizes[rank]
+    if method == "ring":
+        return 2 * kv_heads * (total - sizes[(rank + 1) % len(sizes)])
+    split = split_heads(heads, kv_heads, len(sizes))
+    to_others = sum(len(columns) for at, columns in enumerate(split.columns.of) if at != rank)
+    return own * to_others + (total - own) * len(split.queries.of[rank])
 
 
 def _placement(

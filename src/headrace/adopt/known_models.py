@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from headrace.adopt.axis_model import AxisModel, Sizes
 from headrace.adopt.axis_shards import Dims
 from headrace.adopt.axis_stages import AxisStage
+from headrace.adopt.first_step import FirstStep
 from headrace.comm.mesh import Groups
 from headrace.errors import ModelError
 
@@ -18,6 +19,7 @@ __all__ = [
     "KNOWN",
     "adapt",
     "adapt_latte",
+    "adapt_ltx",
     "adapt_timesformer",
     "adapt_transformer_2d",
     "adapt_wan",
@@ -33,7 +35,13 @@ _LATTE_STAGES = (
 _LATTE_INPUTS = {"hidden_states": "b c t y x", "timestep": "b", "encoder_hidden_states": "b n e"}
 
 
-def adapt_latte(model: Any, *, groups: Groups | None = None, check: bool = True) -> AxisModel:
+def adapt_latte(
+    model: Any,
+    *,
+    groups: Groups | None = None,
+    check: bool | FirstStep = True,
+    compare: bool = True,
+) -> AxisModel:
     """Adapt a Latte; inputs must be given by name."""
     inner: Any = getattr(model, "module", model)
     side = inner.config.patch_size
@@ -51,6 +59,7 @@ def adapt_latte(model: Any, *, groups: Groups | None = None, check: bool = True)
         sizes=sizes,
         groups=groups,
         check=check,
+        compare=compare,
     )
     kept = list[torch.Tensor]()
 
@@ -78,7 +87,13 @@ _PATCHES, _CLIP = Dims.parse("(b t) (h w) d"), Dims.parse("(b t) k d")
 _EMBEDDED = Dims.parse("b (h w t) d")
 
 
-def adapt_timesformer(model: Any, *, groups: Groups | None = None, check: bool = True) -> AxisModel:
+def adapt_timesformer(
+    model: Any,
+    *,
+    groups: Groups | None = None,
+    check: bool | FirstStep = True,
+    compare: bool = True,
+) -> AxisModel:
     """TimeSformer on shards; its result [B, 1 + patches of this rank, d] begins with the clip's
     token, which all ranks have alike. Raises ModelError for attention that is not divided."""
     inner = getattr(model, "module", model)
@@ -106,6 +121,7 @@ def adapt_timesformer(model: Any, *, groups: Groups | None = None, check: bool =
         sizes=sizes,
         groups=groups,
         check=check,
+        compare=compare,
     )
 
     def embedded(_: Any, out: torch.Tensor) -> torch.Tensor:
@@ -146,7 +162,11 @@ _TRANSFORMER_2D_INPUTS = {"x": "b t s c", "timestep": "b", "frames": "t", "patch
 
 
 def adapt_transformer_2d(
-    model: torch.nn.Module, *, groups: Groups | None = None, check: bool = True
+    model: torch.nn.Module,
+    *,
+    groups: Groups | None = None,
+    check: bool | FirstStep = True,
+    compare: bool = True,
 ) -> AxisModel:
     """Transformer-2D on shards, frames first."""
     return AxisModel(
@@ -157,6 +177,7 @@ def adapt_transformer_2d(
         batch="b",
         groups=groups,
         check=check,
+        compare=compare,
     )
 
 
@@ -170,9 +191,15 @@ _WAN_INPUTS = {
 _ROTARY = Dims.parse("k (t s) j d")
 
 
-def adapt_wan(model: Any, *, groups: Groups | None = None, check: bool = True) -> AxisModel:
-    """Adapt a Wan; inputs must be given by name. Raises ModelError for patches of several
-    frames."""
+def adapt_wan(
+    model: Any,
+    *,
+    groups: Groups | None = None,
+    check: bool | FirstStep = True,
+    compare: bool = True,
+) -> AxisModel:
+    """Adapt a Wan; inputs must be given by name. A timestep may be one of each sample, or of each
+    place (TI2V). Raises ModelError for patches of several frames."""
     inner = getattr(model, "module", model)
     deep, high, wide = inner.config.patch_size
     if deep != 1:
@@ -191,6 +218,8 @@ def adapt_wan(model: Any, *, groups: Groups | None = None, check: bool = True) -
         sizes=sizes,
         groups=groups,
         check=check,
+        compare=compare,
+        other_dims={"timestep": "b (t s)"},
     )
 
     def all_frames(args: Any, named: dict[str, Any]) -> Any:
@@ -207,7 +236,47 @@ def adapt_wan(model: Any, *, groups: Groups | None = None, check: bool = True) -
     return run
 
 
+_LTX_ATTENTION = AxisStage(modules="transformer_blocks.*.attn1", mixes="s", dims="b s d")
+_LTX_INPUTS = {
+    "hidden_states": "b s c",
+    "timestep": "b",
+    "encoder_hidden_states": "b n e",
+    "encoder_attention_mask": "b n",
+}
+_LTX_ROTARY = Dims.parse("k s d")
+
+
+def adapt_ltx(
+    model: Any,
+    *,
+    groups: Groups | None = None,
+    check: bool | FirstStep = True,
+    compare: bool = True,
+) -> AxisModel:
+    """Adapt an LTX-Video; inputs must be given by name, and their sizes are those of the whole."""
+    inner = getattr(model, "module", model)
+    run = AxisModel(
+        model,
+        stages=[_LTX_ATTENTION],
+        inputs=_LTX_INPUTS,
+        axis="s",
+        batch="b",
+        groups=groups,
+        check=check,
+        compare=compare,
+        other_dims={"timestep": "b s"},
+    )
+
+    def own_places(_: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        assert run.shards is not None, "sharded"
+        return tuple(run.shards.local(x, _LTX_ROTARY) for x in out)
+
+    run.on(inner.rope, after=own_places)
+    return run
+
+
 KNOWN: Mapping[str, Callable[..., AxisModel]] = {
+    "LTXVideoTransformer3DModel": adapt_ltx,
     "LatteTransformer3DModel": adapt_latte,
     "TimesformerForVideoClassification": adapt_timesformer,
     "TimesformerModel": adapt_timesformer,
@@ -227,13 +296,14 @@ def adapt(
     sizes: Sizes = None,
     groups: Groups | None = None,
     counts: Mapping[str, str] | None = None,
-    check: bool = True,
+    check: bool | FirstStep = True,
+    compare: bool = True,
 ) -> AxisModel:
     """Run a multi-dimensional model on shards of its axes, unchanged (DSP).
 
     Args:
-        model: diffusers' Latte or Wan, or transformers' TimeSformer, which need nothing else, or
-            one whose stages are named; alone, under DDP or FSDP2.
+        model: diffusers' Latte, Wan or LTX-Video, or transformers' TimeSformer, which need nothing
+            else, or one whose stages are named; alone, under DDP or FSDP2.
         stages: The modules in which places of an axis see each other.
         inputs: The dims of the inputs with places of axes, by name: ``{"x": "b t s c"}``.
         axis: The axis that is in shards where no stage says otherwise.
@@ -244,7 +314,10 @@ def adapt(
             ``{"num_frames": "t"}``.
         groups: The groups of this rank; those of the world when left out.
         check: Whether the first batch is tried on shards in one process, and the model refused
-            where they give another result than the whole.
+            where they give another result than the whole; ``"first step"`` compares gradients of
+            all ranks with those of the plain model, too, where the memory of a rank suffices.
+        compare: Whether ranks compare the inputs of each batch, by a hash of their bits that is
+            made where they are.
 
     Returns:
         The spread model: call it with what its ``shard`` gives.
@@ -262,7 +335,7 @@ def adapt(
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     known = KNOWN.get(type(inner).__name__.removeprefix("FSDP"))
     if known is not None and not stages:
-        return known(model, groups=groups, check=check)
+        return known(model, groups=groups, check=check, compare=compare)
     if not stages or inputs is None or axis is None:
         raise ModelError(
             f"axes of {type(inner).__name__}",
@@ -281,4 +354,5 @@ def adapt(
         groups=groups,
         counts=counts,
         check=check,
+        compare=compare,
     )

@@ -6,7 +6,7 @@ A graph knows a model by one integer, its *handle*; where the tokens are is look
 operator runs. So one graph serves all lengths, group sizes and exchanges: results are of the shape
 of the local queries, and what the backward keeps has a size that is known only then.
 
-    attend(q, k, v, handle, causal, window, joins) -> out, kept, lse, serial
+    attend(q, k, v, handle, causal, window, joins, sinks) -> out, kept, lse, serial
     positions(like, handle)     [s] int64   the places of the local tokens in their rows
     targets(like, handle)       []          tokens of the step that have a loss
 
@@ -40,7 +40,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from headrace.adopt.placement import Placement
 from headrace.errors import ModelError
 from headrace.methods.switched import SwitchedCore
-from headrace.ops.core import Core, Heads, wide_dtype
+from headrace.ops.core import Core, Heads, sink_gradient, sunk, wide_dtype
 
 __all__ = [
     "ModelSlot",
@@ -176,14 +176,23 @@ def _is_traced() -> bool:
 
 @torch.library.custom_op("headrace::attend", mutates_args=())
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, window: int, joins: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: int,
+    causal: bool,
+    window: int,
+    joins: bool,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """softmax(q k^T / sqrt(D)) v over all tokens of the group that a query sees.
 
         q          [t, N, D]   rows of the local tokens, in the order of the placement
         k, v       [t, G, D]
-        window     tokens that a query sees with itself, 0 for all
+        window     tokens that a query sees with itself, 0 for all; below 0 it sees those of its
+                   chunk, of so many tokens of its document
         joins      keep q, k and v where no exchange brought others
+        sinks      [N] a score of each head that takes its share and gives nothing
         returns    [t, N, D], what was kept, its log-sum-exp, the serial number
 
     Raises ModelError where the tokens are others than those of the placement.
@@ -200,7 +209,12 @@ def attend(
         )
     core = now.core(_heads(q, k), causal, window, q.device)
     qkv = torch.cat([q, k, v], dim=1)
-    out, saved = core.forward(qkv)
+    if isinstance(core, SwitchedCore):
+        out, saved = core.forward(qkv, sinks)
+    else:
+        out, saved = core.forward(qkv)
+        if sinks is not None:
+            out, saved = sunk(out, saved, sinks)
     *parts, lse = (qkv, *saved) if joins and not isinstance(core, SwitchedCore) else saved
     kept = torch.cat([part.reshape(-1) for part in parts]) if parts else q.new_empty(0)
     return out.contiguous(), kept, lse.reshape(-1).clone(), torch.tensor([now.serial])
@@ -208,7 +222,14 @@ def attend(
 
 @attend.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, window: int, joins: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: int,
+    causal: bool,
+    window: int,
+    joins: bool,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kept, lse = _kept_sizes(q, k, handle, causal=causal, window=window, joins=joins)
     return (
@@ -248,7 +269,8 @@ def _attend_backward(
     keys: int,
     causal: bool,
     window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     now = _placements.get(int(serial))
     if now is None:
         raise ModelError(
@@ -260,14 +282,21 @@ def _attend_backward(
     if not isinstance(core, SwitchedCore) and not kept.numel():
         kept = torch.cat(inputs, dim=1)
     qkv, saved = _unpacked(core, heads, kept, lse, grad.shape[0], features)
-    grads = core.backward(grad.contiguous(), qkv, out, saved)
+    grad, dsinks = grad.contiguous(), grad.new_empty(0)
+    if isinstance(core, SwitchedCore):
+        grads = core.backward(grad, qkv, out, saved, sinks)
+        dsinks = dsinks if grads.sinks is None else grads.sinks
+    else:
+        grads = core.backward(grad, qkv, out, saved)
+        dsinks = dsinks if sinks is None else sink_gradient(grad, out, saved[-1], sinks)
     whole = torch.contiguous_format
     if grads.joint is None:
-        return grads.q.contiguous(), grads.k.contiguous(), grads.v.contiguous()
+        return grads.q.contiguous(), grads.k.contiguous(), grads.v.contiguous(), dsinks
     return (  # results of an operator share no memory
         grads.q.clone(memory_format=whole),
         grads.k.clone(memory_format=whole),
         grads.v.clone(memory_format=whole),
+        dsinks,
     )
 
 
@@ -299,19 +328,21 @@ def _(
     keys: int,
     causal: bool,
     window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, heads, features = grad.shape
     return (
         grad.new_empty(tokens, heads, features),
         grad.new_empty(tokens, keys, features),
         grad.new_empty(tokens, keys, features),
+        grad.new_empty(0 if sinks is None else heads, dtype=lse.dtype),
     )
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, _, causal, window, _ = inputs
+    q, k, v, _, causal, window, _, sinks = inputs
     kept = output[1]
-    ctx.save_for_backward(*output, *(() if _holds(kept) else (q, k, v)))
+    ctx.save_for_backward(*output, sinks, *(() if _holds(kept) else (q, k, v)))
     ctx.rest = k.shape[1], causal, window
     if not torch.compiler.is_compiling() and not isinstance(output[3], FakeTensor):
         ctx.placement = _placements.get(int(output[3]))
@@ -326,10 +357,11 @@ def _holds(kept: Tensor) -> bool:
 
 def _adjoint(ctx: Any, grad: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 7
-    out, kept, lse, serial, *qkv = ctx.saved_tensors
-    grads = _attend_backward(grad, qkv, out, kept, lse, serial, *ctx.rest)
-    return (*grads, None, None, None, None)
+        return (None,) * 8
+    out, kept, lse, serial, sinks, *qkv = ctx.saved_tensors
+    *grads, dsinks = _attend_backward(grad, qkv, out, kept, lse, serial, *ctx.rest, sinks)
+    given = None if sinks is None else dsinks.to(sinks.dtype)
+    return (*grads, None, None, None, None, given)
 
 
 attend.register_autograd(_adjoint, setup_context=_keep)

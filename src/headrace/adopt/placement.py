@@ -32,6 +32,7 @@ from headrace.methods.switched import SwitchedCore
 from headrace.ops.core import Core, Heads, PackCore
 from headrace.ops.gathered import GatheredCore
 from headrace.ops.ring import Ring, RingCore
+from headrace.ops.switch import gather
 from headrace.spec.blocks import Block
 from headrace.spec.method_facts import Members, RankBlocks, largest_divisor
 from headrace.spec.plan import TokenOrder
@@ -40,12 +41,14 @@ __all__ = [
     "EXCHANGES",
     "Exchange",
     "Placement",
+    "bit_sums",
     "declared_places",
     "documents_of",
     "fingerprint",
     "group_parts",
     "local_inputs",
     "placed_rows",
+    "replica_blocks",
     "require_tokens",
 ]
 
@@ -84,6 +87,14 @@ def group_parts(ranks: Members) -> list[Members]:
         mesh = RankBlocks(ranks=len(ranks), inner=inner)
         found += [tuple(ranks[m] for m in some) for some in (*mesh.blocks, *mesh.rings)]
     return found
+
+
+def replica_blocks(ranks: int, replicas: int) -> list[Members]:
+    """The ranks of each replica, neighbours all. Raises SpecError where they cannot be divided."""
+    if replicas < 1 or ranks % replicas:
+        raise SpecError("replicas", got=replicas, wanted=f"a divisor of the {ranks} ranks")
+    each = ranks // replicas
+    return [tuple(range(at, at + each)) for at in range(0, ranks, each)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,19 +142,41 @@ class Placement:
         found[torch.from_numpy(np.concatenate(order)).to(x.device)] = gathered
         return found.transpose(0, 1).contiguous()
 
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """:meth:`whole` with its adjoint: the sum of all ranks' gradients of this rank's tokens."""
+        ranks = range(self.tokens.ranks)
+        widths = [self.tokens.sizes[rank] // self.rows for rank in ranks]
+        order = np.concatenate(
+            [self.tokens.index(r)[:n] for r, n in zip(ranks, widths, strict=True)]
+        )
+        back = torch.from_numpy(np.argsort(order, kind="stable")).to(x.device)
+        return gather(x, 1, self.group, sizes=tuple(widths)).index_select(1, back)
+
     def core(self, heads: Heads, causal: bool, window: int, device: torch.device) -> Core:
-        """The attention core of this rank for ``heads``; a ``window`` of 0 is no window."""
+        """The attention core of this rank for ``heads``; a ``window`` of 0 is no window, one below
+        0 are chunks of so many tokens."""
         key = (heads, causal, window, device)
         if key not in self._cores:
-            self._cores[key] = self._core(heads, causal, window or None, device)
+            self._cores[key] = self._core(heads, causal, window, device)
         return self._cores[key]
 
-    def _core(self, heads: Heads, causal: bool, window: int | None, device: torch.device) -> Core:
+    def _in_chunks(self, size: int) -> TokenPlan:
+        """The same tokens on the same ranks, each document cut into chunks."""
+        cut = tuple(
+            min(size, length - start)
+            for length in self.tokens.lengths
+            for start in range(0, length, size)
+        )
+        return TokenPlan(lengths=cut, ranks=self.tokens.ranks, given=self.tokens.parts)
+
+    def _core(self, heads: Heads, causal: bool, window: int, device: torch.device) -> Core:
         tokens, ranks = self.tokens, self.tokens.ranks
         everyone = tuple(range(ranks))
+        documents = self._in_chunks(-window) if window < 0 else tokens
+        band = window if window > 0 else None
 
         def seen(queries: Members, keys: Members) -> tuple[Block, ...]:
-            return tokens.blocks(queries, keys, causal, window)
+            return documents.blocks(queries, keys, causal, band)
 
         if ranks == 1:
             return PackCore(heads=heads, blocks=seen(everyone, everyone))
@@ -310,10 +343,36 @@ def local_inputs(
 
 
 def fingerprint(batch: Mapping[str, torch.Tensor], extra: Sequence[object]) -> str:
-    """A hash of all that the ranks of a group must have in common."""
+    """A hash of all that the ranks of a group must have in common. What is on a device stays there:
+    two sums of its bits are read, once for all tensors."""
     digest = hashlib.blake2b(repr([sorted(batch), *extra]).encode(), digest_size=16)
+    on_device = list[torch.Tensor]()
     for name in sorted(batch):
         digest.update(f"{list(batch[name].shape)} {batch[name].dtype}".encode())
-        flat = batch[name].detach().cpu().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
+        value = batch[name].detach()
+        if value.device.type == "cpu":
+            digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+        else:
+            on_device.append(bit_sums(value))
+    if on_device:
+        digest.update(torch.stack(on_device).cpu().numpy().data)
     return digest.hexdigest()
+
+
+_SUMMED = 1 << 22
+"""Bytes that are widened at once."""
+
+
+def bit_sums(x: torch.Tensor) -> torch.Tensor:
+    """[2] int64, made on the device of ``x``: two numbers that differ where its bits or their order
+    do, but for a chance of about 1 in 2^60."""
+    words = x.contiguous().reshape(-1).view(torch.uint8)
+    found = torch.zeros(2, dtype=torch.int64, device=x.device)
+    for start in range(0, len(words), _SUMMED):
+        part = words[start : start + _SUMMED].to(torch.int64) + 1
+        at = torch.arange(start, start + len(part), device=x.device)
+        for row, factor in enumerate((0x9E3779B97F4A7C1, 0xBF58476D1CE4E5B)):
+            mixed = (at + 1) * factor
+            mixed = (mixed ^ (mixed >> 29)) * factor
+            found[row] += (part * (mixed ^ (mixed >> 32))).sum()
+    return found

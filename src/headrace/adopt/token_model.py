@@ -13,6 +13,8 @@ of its results the model is the user's plain model.
 from __future__ import annotations
 
 import inspect
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -28,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from headrace.adopt.attention_registry import attention
 from headrace.adopt.block_recompute import Kept
 from headrace.adopt.entry_points import ChosenLevels, EntryPointName, entry_point_of
+from headrace.adopt.first_step import FirstStep, compare_first_step, ranks_that_add_up
 from headrace.adopt.gradients import add_plainly, add_up, is_wrapped, summed_loss
 from headrace.adopt.labels import (
     Labels,
@@ -53,24 +56,33 @@ from headrace.adopt.placement import (
     group_parts,
     local_inputs,
     placed_rows,
+    replica_blocks,
     require_tokens,
 )
 from headrace.adopt.samples import LabelPlace, TokenReader, packed
 from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
 from headrace.adopt.token_probe import (
     Probed,
+    counts_by_ids,
     counts_by_mask,
+    few_of,
     first_places,
     look_again,
+    looked_at,
     own_loss,
     probe,
     run_few,
     tried_tokens,
+    without_padding,
 )
-from headrace.comm.collectives import agree
+from headrace.adopt.whole_head import WholeHead, base_of, sees_hidden_states_alone
+from headrace.comm.collectives import agree, gather_floats
+from headrace.comm.loop_watch import CallWatch
 from headrace.comm.mesh import Groups, device_of, groups_here
-from headrace.errors import ModelError, SpecError
+from headrace.comm.waiting import Transfer
+from headrace.errors import DataError, ModelError, SpecError
 from headrace.ops.loss import IGNORED
+from headrace.ops.switch import gather
 from headrace.spec.method_facts import Members
 from headrace.spec.plan import TokenOrder
 
@@ -88,6 +100,7 @@ def compile(
     recompute: Kept | None = None,
     label_name: str = "labels",
     logits: bool = True,
+    check: FirstStep | None = None,
 ) -> TokenModel:
     """Spread a model over ranks by its tokens.
 
@@ -108,6 +121,8 @@ def compile(
         label_name: The argument with labels.
         logits: Where False, results of inputs with labels have no logits, of which only some are
             alive at a time; for models of transformers.
+        check: ``"first step"`` compares loss and gradients of the first batch with those of the
+            plain model on each rank alone, where its memory suffices.
 
     Returns:
         The spread model: call it with what its ``shard`` gives.
@@ -132,6 +147,7 @@ def compile(
         recompute=recompute,
         label_name=label_name,
         logits=logits,
+        check=check,
     )
 
 
@@ -159,7 +175,10 @@ class TokenModel:
         recompute: Kept | None,
         label_name: str,
         logits: bool,
+        check: FirstStep | None = None,
     ) -> None:
+        if check not in (None, "first step"):
+            raise SpecError("check", got=repr(check), wanted="'first step' or None")
         if exchange is not None and exchange not in EXCHANGES:
             raise SpecError("exchange", got=repr(exchange), wanted=", ".join(EXCHANGES))
         self.model = model
@@ -180,6 +199,7 @@ class TokenModel:
         self._always = {"use_cache": False} if hasattr(config, "use_cache") else {}
         self._firsts = first_places(inner)
         self._counts_by_mask = False
+        self._passes_over: int | None = None  # tokens of this number have no place of their own
         self._groups = groups or groups_here(device_of(inner))
         self.labels: Labels = labels or (convention_of(inner) if self._hugging else "same")
         self._probed: Probed | None = None
@@ -191,12 +211,17 @@ class TokenModel:
         self._recompute = None if self.entry_point == "attention registry" else recompute
         self._layers: Layers | None = None
         self._ends = None if logits else LossHead(inner)
+        self._whole_head: WholeHead | None = None
+        self._check = check
+        self._wholes: MutableMapping[torch.Tensor, dict[str, torch.Tensor]] = WeakIdKeyDictionary()
         self._called_last: Placement | None = None
         self._part: BatchPart | None = None
         self._adds = self._leaving = False
         self._reader: TokenReader | None = None
         self.label_place: LabelPlace | None = None
         self._stop_refusing = hook_before(inner, self._refuse_sharded, named=True)
+        self._watch, self._watched = CallWatch(), True
+        weakref.finalize(self, self._watch.close)
 
     @property
     def entry_point(self) -> EntryPointName:
@@ -224,6 +249,14 @@ class TokenModel:
         return 0 if self._entry.compiler is None else self._entry.compiler.times
 
     @property
+    def _world(self) -> int:
+        return 1 if self._groups is None else self._groups.ranks
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._groups is None else self._groups.rank
+
+    @property
     def has_blocks(self) -> bool:
         """Whether the blocks of a probed model are known, so that levels can be chosen for each."""
         knows = getattr(self.inner, "supports_gradient_checkpointing", False)
@@ -238,6 +271,8 @@ class TokenModel:
             groups: The ranks of each group.
         """
         if self._groups is not None:
+            if self._watched:
+                self._watch.begin(self._groups)
             wanted = list(groups)
             self._groups.prepare([some for ranks in wanted for some in group_parts(ranks)])
 
@@ -246,6 +281,7 @@ class TokenModel:
         batch: Mapping[str, torch.Tensor],
         *,
         ranks: Members | None = None,
+        replicas: int = 1,
         targets: int | None = None,
         exchange: Exchange | None = None,
     ) -> BatchPart:
@@ -257,8 +293,12 @@ class TokenModel:
                 ``attention_mask`` [b, S] tells padding, ``position_ids`` that begin again at 0 tell
                 documents.
             ranks: The ranks that share the batch, all of the world where it is None.
-            targets: Tokens of the whole step that have a loss, those of this batch where it is
-                None: give it where a step has several batches, as it has where ``ranks`` are some.
+            replicas: How many batches are worked on at once, each by so many neighbouring ranks,
+                which have it alike, in the place of ``ranks``: with 2 on four ranks the batch of
+                ranks 0 and 1, and that of ranks 2 and 3.
+            targets: Tokens of the whole step that have a loss, those of this batch, or of all
+                replicas', where it is None: give it where a step has several batches, as it has
+                where ``ranks`` are some.
             exchange: How attention meets the other ranks' tokens, in the place of the model's own.
 
         Returns:
@@ -266,7 +306,8 @@ class TokenModel:
 
         Raises:
             DataError: For inputs that are not of tokens.
-            SpecError: For a batch with labels of some ranks, without ``targets``.
+            SpecError: For a batch with labels of some ranks, without ``targets``, and for replicas
+                that the ranks cannot be divided into.
             PlanMismatch: Where ranks have other batches.
             ModelError: Where the model cannot be run on parts of its tokens.
         """
@@ -274,7 +315,13 @@ class TokenModel:
         self._refuse_fields(batch)
         require_tokens(batch, self.tokens)
         world = dist.get_world_size() if self._groups is not None else 1
-        members = tuple(range(world)) if ranks is None else tuple(ranks)
+        blocks = replica_blocks(world, replicas)
+        members, rank = blocks[0] if ranks is None else tuple(ranks), self._rank
+        if replicas > 1 and ranks is None:
+            members = next(block for block in blocks if rank in block)
+            targets = self._of_replicas(batch, blocks) if targets is None else targets
+        elif replicas > 1:
+            raise SpecError("shard", got="ranks and replicas", wanted="one of them")
         if targets is None and "labels" in batch and len(members) < world:
             raise SpecError(
                 f"targets of a batch for ranks {members}",
@@ -284,18 +331,28 @@ class TokenModel:
                 "of all tokens; give shard(..., targets=the sum over all batches of the step)",
             )
         if ranks is None:
-            self.prepare([members])
+            self.prepare(blocks)
+        self._watch.count()
         documents = documents_of(batch, self.tokens)
-        agree(
-            f"batch of ranks {members}",
-            fingerprint(batch, (documents, members)),
-            self._group(self._groups, members)[0],
-        )
-        self.probe(batch)
+        with self._watch.during("sharding"):
+            agree(
+                f"batch of ranks {members}",
+                fingerprint(batch, (documents, members)),
+                self._group(self._groups, members)[0],
+            )
+            self.probe(batch)
         count = count_targets(batch, self.labels) if targets is None else targets
+        whole = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
         if "labels" in batch:
             batch["labels"] = predicted(batch["labels"], self.labels)
-        return self.place(batch, members, targets=count, exchange=exchange)
+        part = self.place(batch, members, targets=count, exchange=exchange)
+        self._wholes[part.inputs[self.tokens]] = {
+            name: x for name, x in whole.items() if name in self._takes
+        }
+        if self._check is not None and len(members) == world:
+            self._check = None
+            self._compare(part, batch)
+        return part
 
     def place(
         self,
@@ -343,6 +400,8 @@ class TokenModel:
             seen = values["attention_mask"].long()
             counted = (seen.cumsum(dim=1) - 1).clamp(min=0) + (first or 0)
             values = {**values, "position_ids": counted}
+        if self._passes_over is not None:
+            values = self._passed_over(values, self._passes_over)
         inputs, labels = local_inputs(values, self.tokens, placement, first=first)
         self._placed[inputs[self.tokens]] = placement
         rest = {name: inputs.pop(name) for name in [*inputs] if not self._takes_field(name)}
@@ -357,6 +416,25 @@ class TokenModel:
             targets=targets or 0,
             tokens=placement.width * placement.rows,
             placed=placement,
+        )
+
+    def _passed_over(
+        self, values: Mapping[str, torch.Tensor], padding: int
+    ) -> Mapping[str, torch.Tensor]:
+        """A batch with the places that the plain model would count. Raises DataError for tokens of
+        the padding's number beside given places, which it would count otherwise."""
+        ids = values[self.tokens]
+        kept = ids != padding
+        if "position_ids" not in values:
+            places = kept.long().cumsum(dim=1) * kept + padding
+            return {**values, "position_ids": places}
+        if bool(kept.all()):
+            return values
+        raise DataError(
+            f"{self.tokens} of {type(self.inner).__name__}",
+            got=f"the padding's number {padding} in a sample",
+            wanted="other numbers, as the model passes over it when it counts places",
+            hint="leave padding out, or give rows with an attention_mask and no position_ids",
         )
 
     def take(self, part: BatchPart) -> None:
@@ -397,8 +475,12 @@ class TokenModel:
         self._slot.take(placement)
         try:
             labels = inputs.pop(self._label_name, None) if self._hugging else None
-            self._expect(labels)
-            outputs = self._with_loss(self._called(self._entry.call, **inputs), labels)
+            with self._watch.during("forward"):
+                if labels is not None and self._whole_head is not None:
+                    outputs = self._with_own_head(self._whole_head, placement, inputs)
+                else:
+                    self._expect(labels)
+                    outputs = self._with_loss(self._called(self._entry.call, **inputs), labels)
         finally:
             self._slot.take(before)
         return self._bound(outputs, placement)
@@ -437,9 +519,12 @@ class TokenModel:
         """Restore the model as it was: no hook or replaced function stays."""
         self.release()
         self._stop_refusing()
+        self._watch.close()
         self._entry.remove()
         if self._ends is not None:
             self._ends.remove()
+        if self._whole_head is not None:
+            self._whole_head.remove()
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The cross entropy of this rank's tokens, summed, over the targets of the step.
@@ -482,6 +567,45 @@ class TokenModel:
             )
         return now.whole(results)
 
+    @property
+    def share(self) -> float:
+        """What a term that all ranks of the last batch have alike counts on each of them: one over
+        their number, as in ``loss + run.share * penalty``. Raises ModelError before a call."""
+        return 1 / self._last("share").tokens.ranks
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean over all tokens of the last batch, alike on its ranks, with its adjoint: for
+        losses of such means, as those that balance experts, times :attr:`share`. Collective.
+
+        Args:
+            values: [b, s_r, ...] of the local tokens.
+
+        Returns:
+            [...], the mean over rows and tokens.
+
+        Raises:
+            ModelError: Before a call, and for values of other tokens.
+
+        Example:
+            >>> used = run.mean(chosen)  # [b, s_r, experts] to [experts]
+            >>> run.backward(loss + run.share * (used * run.mean(scores)).sum())
+        """
+        now = self._last("mean")
+        if tuple(values.shape[:2]) != (now.rows, now.width):
+            raise ModelError(
+                "values of tokens",
+                got=list(values.shape),
+                wanted=f"[{now.rows}, {now.width}, ...] of the last call of run(**shard.inputs)",
+            )
+        own = values.sum(dim=(0, 1))[None]
+        return gather(own, 0, now.group).sum(dim=0) / sum(now.tokens.sizes)
+
+    def _last(self, what: str) -> Placement:
+        now = self._slot.held or self._called_last
+        if not isinstance(now, Placement):
+            raise ModelError(what, got="no batch", wanted="a call of run(**shard.inputs) before")
+        return now
+
     def attention(
         self,
         q: torch.Tensor,
@@ -514,7 +638,8 @@ class TokenModel:
         Args:
             loss: This rank's part, a single number.
         """
-        summed_loss(self.model, loss).backward()
+        with self._watch.during("backward"):
+            summed_loss(self.model, loss).backward()
 
     def add_up(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of all ranks together, once gradients are there: call it after the last
@@ -529,9 +654,10 @@ class TokenModel:
         """
         whole = loss.detach().clone()
         if self._groups is not None:
-            dist.all_reduce(whole)
-            if not is_wrapped(self.model):
-                add_up(self.model.parameters())
+            with self._watch.during("adding up gradients"):
+                Transfer(dist.all_reduce(whole, async_op=True), None, whole).wait()
+                if not is_wrapped(self.model):
+                    add_up(self.model.parameters())
         return whole
 
     def probe(self, batch: Mapping[str, torch.Tensor]) -> None:
@@ -556,6 +682,7 @@ class TokenModel:
             if self._hugging and self._takes_places and "attention_mask" in self._takes:
                 known, always = self._known(batch), self._always
                 self._counts_by_mask = counts_by_mask(self.model, known, self.tokens, **always)
+                self._passes_over = counts_by_ids(self.model, known, self.tokens, **always)
         if self.inner.training not in self._looked:
             self._look(batch, training=self.inner.training)
 
@@ -595,10 +722,13 @@ class TokenModel:
     def begin(self, sample: Item, device: str) -> Callable[[], None]:
         """Probe the model with a sample, and :meth:`install`; returns a function that undoes
         both."""
+        self._watched = False  # the loop watches
         row = {name: value.to(device) for name, value in packed([sample]).items()}
         self.probe(row)
         for training in {False, True} - self._looked:
             self._look(row, training=training)
+        if self._check is not None and row[self.tokens].shape[1] >= self._world:
+            self.shard(self._unshifted(row))
         installed = self.install()
 
         def end() -> None:
@@ -607,6 +737,17 @@ class TokenModel:
             self.detach()
 
         return end
+
+    def _unshifted(self, row: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A row of one sample as a batch, with labels as a user has them."""
+        found = {k: v for k, v in row.items() if k != "position_ids" and self._takes_field(k)}
+        if (self._hugging or self._takes_labels) and "labels" in row:
+            labels = row["labels"]
+            if self.labels == "next":
+                first = labels.new_full((len(labels), 1), IGNORED)
+                labels = torch.cat([first, labels[:, :-1]], dim=1)
+            found[self._label_name] = labels
+        return found
 
     def read(self, item: Any, what: str) -> Item:
         """The tokens and labels of an item, labels moved to the places that predict them."""
@@ -796,9 +937,83 @@ class TokenModel:
             outputs.logits = None
         return outputs
 
+    def _compare(self, part: BatchPart, batch: Mapping[str, torch.Tensor]) -> None:
+        """Compare a batch of all ranks with the plain model. Rows of several documents are left
+        out: plain models may not part them."""
+        whole = dict(self._wholes[part.inputs[self.tokens]])
+        local = dict(part.inputs)
+        if any(len(row) > 1 for row in documents_of(batch, self.tokens)):
+            text = "the first step is not compared with one process: rows have documents or padding"
+            warnings.warn(text, stacklevel=4)
+            return
+        scale = 1.0
+        if self._hugging and self._label_name in whole:
+            own = count_targets({"labels": whole[self._label_name]}, self.labels) or 1
+            scale = own / (part.targets or own)
+
+        def spread() -> torch.Tensor:
+            loss = self.number(self(**local))
+            self.backward(loss)
+            return self.add_up(loss)
+
+        def plain() -> torch.Tensor:
+            self._slot.take(None)
+            loss = self.number(self.model(**{**whole, **self._always})) * scale
+            (loss / ranks_that_add_up(self.model, self._groups)).backward()
+            return loss.detach()
+
+        compare_first_step(self.model, self._groups, spread=spread, plain=plain)
+
+    def _with_own_head(
+        self, head: WholeHead, placement: Placement, inputs: Mapping[str, torch.Tensor]
+    ) -> Any:
+        """The results of a model whose own head and loss are run whole. Raises ModelError for a
+        step of several batches: its loss is that of one."""
+        whole = self._wholes.get(inputs[self.tokens])
+        assert self._own_loss is not None, "it has one"
+        if whole is None:
+            raise self._own_loss
+        labels = {"labels": whole[self._label_name]}
+        if placement.targets != (count := count_targets(labels, self.labels)):
+            raise ModelError(
+                f"loss of {type(self.inner).__name__}",
+                got=f"a step of {placement.targets} targets, of which the batch has {count}",
+                wanted="one batch for each step",
+                hint="its own loss is that of one batch: call run(**inputs) without labels, and "
+                "sum a loss of your own over part.labels, divided by part.targets",
+            )
+        return head(partial(self._called, self._entry.call), placement, inputs, whole, self.tokens)
+
+    def _find_own_head(self, known: Mapping[str, torch.Tensor], run: Any, training: bool) -> None:
+        """Have a model run its own head and loss whole, where these see nothing of its layers but
+        the last hidden states."""
+        base = base_of(self.inner)
+        registry = self.entry_point == "attention registry"
+        if base is None or not registry or self.compiled or self._ends is not None:
+            return
+        outside = set(self.inner.modules()) - set(base.modules())
+        flags = (getattr(m, "gradient_checkpointing", False) for m in self.inner.modules())
+        again = self._recompute or any(flags)
+        if again and any("attention" in type(m).__name__.lower() for m in outside):
+            return  # what computes attention of the head again would take it for spread
+        with looked_at(self.model, self._slot, training=training):
+            few = few_of({k: v for k, v in known.items() if k != "labels"}, self.tokens)
+            given = {**few, self._label_name: few[self.tokens].clone()}
+            self._slot.take(None)
+            if sees_hidden_states_alone(base, run, given, self.tokens):
+                self._whole_head = WholeHead(self.inner, base, self._slot)
+
     def _called(self, call: Callable[..., Any], /, **inputs: Any) -> Any:
         _mark_dynamic(inputs)
         return call(**{**inputs, **self._always})
+
+    def _of_replicas(self, batch: Mapping[str, Any], blocks: Sequence[Members]) -> int | None:
+        """The tokens of the batches of all replicas that have a loss. Collective."""
+        count = count_targets(batch, self.labels)
+        if self._groups is None:
+            return count
+        counts = gather_floats([float(count or 0)], self._groups.world)
+        return None if count is None else round(sum(counts[block[0]][0] for block in blocks))
 
     def _group(
         self, groups: Groups | None, members: Members
@@ -865,6 +1080,8 @@ class TokenModel:
                 kind=self.labels,
                 training=training,
             )
+            if self._own_loss is not None:
+                self._find_own_head(known, run, training)
         self._looked.add(training)
 
     def _known(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -872,6 +1089,7 @@ class TokenModel:
         named = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
         if self._hugging:
             named.pop(self._label_name, None)
+            named[self.tokens] = without_padding(self.inner, named[self.tokens])
         return {name: value for name, value in named.items() if self._takes_field(name)}
 
     def _takes_field(self, name: str) -> bool:
@@ -917,8 +1135,9 @@ def _far_place(config: Any) -> int | None:
 
 
 def _arguments(model: Any) -> dict[str, inspect.Parameter]:
-    """What the forward of ``model`` takes. One that hands on whatever it is given (``*args``) takes
-    what that of its parent takes, or that of the model inside an adapter (peft)."""
+    """What the forward of ``model`` takes. One that hands on whatever it is given (``*args``,
+    ``**named``) takes what that of its parent takes, or that of the model inside an adapter
+    (peft)."""
     found = dict(inspect.signature(model.forward).parameters)
     base = getattr(model, "get_base_model", None)
     if not _hands_on(found):
@@ -936,7 +1155,8 @@ def _arguments(model: Any) -> dict[str, inspect.Parameter]:
 
 
 def _hands_on(arguments: Mapping[str, inspect.Parameter]) -> bool:
-    return any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in arguments.values())
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.kind in rest for p in arguments.values())
 
 
 def _is_same(x: torch.Tensor, own: torch.Tensor) -> bool:

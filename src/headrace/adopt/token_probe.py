@@ -32,13 +32,17 @@ from headrace.ops.loss import IGNORED
 
 __all__ = [
     "Probed",
+    "counts_by_ids",
     "counts_by_mask",
+    "few_of",
     "first_places",
     "look_again",
+    "looked_at",
     "own_loss",
     "probe",
     "run_few",
     "tried_tokens",
+    "without_padding",
 ]
 
 _TOKENS = 13
@@ -89,8 +93,8 @@ def probe(
                 wanted="norms of single tokens",
                 hint="its statistics are those of one rank's tokens",
             )
-    few, wrong = _few(batch, tokens), ModelError("places of tokens", got="none to try")
-    with _looked_at(model, slot, training=False):
+    few, wrong = few_of(batch, tokens), ModelError("places of tokens", got="none to try")
+    with looked_at(model, slot, training=False):
         runs = _Runs(model=model, run=run, slot=slot, count=_TOKENS)
         whole = runs.of(few)
         if not whole.calls:
@@ -118,9 +122,9 @@ def look_again(
 ) -> None:
     """Run a model that was probed on a few tokens and on ``longest`` of them, in training or in
     evaluation. Raises ModelError when it cannot be run on parts of them."""
-    with _looked_at(model, slot, training=training):
+    with looked_at(model, slot, training=training):
         for count in (_TOKENS, longest):
-            given = _placed(_few(batch, tokens, count), tokens, places, first)
+            given = _placed(few_of(batch, tokens, count), tokens, places, first)
             runs = _Runs(model=model, run=run, slot=slot, count=count)
             whole = runs.of(given)
             found = runs.difference(whole, given)
@@ -144,12 +148,12 @@ def own_loss(
 ) -> ModelError | None:
     """What is wrong with taking the cross entropy of the logits of a model of transformers for its
     loss: that of the model is another number. ``batch`` has no labels, or some that are ignored."""
-    few = _few({k: v for k, v in batch.items() if k != "labels"}, tokens)
+    few = few_of({k: v for k, v in batch.items() if k != "labels"}, tokens)
     labels = few[tokens].clone()
     if "labels" in batch and bool((batch["labels"] < 0).any()):
         labels[:, _TOKENS // 3] = IGNORED
     aims = predicted(labels, kind)
-    with _looked_at(model, slot, training=training), _disturbed(model):
+    with looked_at(model, slot, training=training), _disturbed(model):
         slot.take(StandIn(places=np.arange(_TOKENS), targets=_TOKENS))
         outputs = run(**few, **{label_name: labels})
         own, logits = loss_of(outputs), getattr(outputs, "logits", None)
@@ -165,6 +169,19 @@ def own_loss(
         hint="what else is in it cannot be summed over ranks: call run(**inputs) without labels "
         "and use run.loss(logits, part.labels), or sum a loss of your own over part.labels and "
         "divide it by part.targets",
+    )
+
+
+_OWN_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
+
+
+def _failed(model: torch.nn.Module, count: int, error: Exception) -> ModelError:
+    """What to say of a model whose own forward fails on some tokens."""
+    return ModelError(
+        f"forward of {type(model).__name__} on {count} tokens",
+        got=" ".join(f"{type(error).__name__}: {error}".split())[:300],
+        wanted="results",
+        hint="call the plain model: it may not know the type of its weights, or need other inputs",
     )
 
 
@@ -186,7 +203,7 @@ def counts_by_mask(
 ) -> bool:
     """Whether a plain model that is given no places counts them from the first token that is not
     padding, as OPT does: it looks up the first rows of its table for tokens after padding."""
-    few, padding = _few(batch, tokens)[tokens], _TOKENS // 3
+    few, padding = few_of(batch, tokens)[tokens], _TOKENS // 3
     mask = torch.ones_like(few)
     mask[:, :padding] = 0
     with held_still(model, training=False), _Lookups() as lookups:
@@ -200,6 +217,45 @@ def counts_by_mask(
         if torch.equal(places - places[0], counted):
             return not torch.equal(flat.cpu() - flat[0].cpu(), torch.arange(_TOKENS))
     return False
+
+
+def _padding_of(model: torch.nn.Module) -> tuple[int, int] | None:
+    """The padding's number and how many numbers a model of transformers knows, if it has both."""
+    config = getattr(getattr(model, "module", model), "config", None)
+    padding, known = (getattr(config, name, None) for name in ("pad_token_id", "vocab_size"))
+    fits = isinstance(padding, int) and isinstance(known, int) and 0 <= padding < known
+    return (padding, known) if fits else None  # type: ignore[return-value]
+
+
+def without_padding(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Tokens with another number in the place of the padding's, which some models pass over."""
+    found = None if isinstance(ids, FakeTensor) else _padding_of(model)
+    return ids if found is None else torch.where(ids == found[0], (ids + 1) % found[1], ids)
+
+
+@torch.no_grad()
+def counts_by_ids(
+    model: torch.nn.Module, batch: Mapping[str, torch.Tensor], tokens: str, **always: Any
+) -> int | None:
+    """The padding's number in a model that is given no places and passes over tokens of this number
+    when it counts them, as RoBERTa does; None in others."""
+    found = _padding_of(model)
+    if found is None:
+        return None
+    padding, at = found[0], _TOKENS // 3
+    few = without_padding(model, few_of(batch, tokens)[tokens]).clone()
+    few[:, at] = padding
+    with held_still(model, training=False), _Lookups() as lookups:
+        model(**{tokens: few, **always})
+    for rows in lookups.rows:
+        flat = rows.reshape(-1)[-_TOKENS:]
+        if isinstance(flat, FakeTensor) or len(flat) != _TOKENS or torch.equal(flat, few[0]):
+            continue
+        places = flat.cpu()
+        rest = torch.cat([places[:at], places[at + 1 :]])
+        if torch.equal(rest - rest[0], torch.arange(_TOKENS - 1)) and int(places[at]) == padding:
+            return int(padding)
+    return None
 
 
 @contextmanager
@@ -236,7 +292,7 @@ def _no_attention(model: torch.nn.Module) -> ModelError:
 
 
 @contextmanager
-def _looked_at(model: torch.nn.Module, slot: ModelSlot, *, training: bool) -> Iterator[None]:
+def looked_at(model: torch.nn.Module, slot: ModelSlot, *, training: bool) -> Iterator[None]:
     """A model that is run to look at it, and what it works on afterwards."""
     before = slot.held
     try:
@@ -255,8 +311,8 @@ def run_few(
     tokens: str,
 ) -> None:
     """Run a model once by ``run(**inputs)``, on a few tokens and with the stand-in."""
-    with _looked_at(model, slot, training=False):
-        _Runs(model=model, run=run, slot=slot, count=_TOKENS).of(_few(batch, tokens))
+    with looked_at(model, slot, training=False):
+        _Runs(model=model, run=run, slot=slot, count=_TOKENS).of(few_of(batch, tokens))
 
 
 def tried_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> int:
@@ -265,7 +321,7 @@ def tried_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> int:
     return min(_LONGEST, max(_TOKENS, longest))
 
 
-def _few(
+def few_of(
     batch: Mapping[str, torch.Tensor], tokens: str, count: int = _TOKENS
 ) -> dict[str, torch.Tensor]:
     """Some tokens of the first row, repeated where it has not as many; padding aside."""
@@ -328,7 +384,12 @@ class _Runs:
         stand_in = StandIn(places=np.arange(part.start, part.stop), targets=aims * self.count)
         self.slot.take(stand_in)
         inputs, before = {k: v[:, part] for k, v in few.items()}, Draws.now(self.model)
-        outputs = self.run(**inputs)
+        try:
+            outputs = self.run(**inputs)
+        except _OWN_ERRORS as error:
+            if isinstance(error, torch.OutOfMemoryError) or "gloo" in str(error):
+                raise  # of the machine, or of another rank
+            raise _failed(self.model, part.stop - part.start, error) from error
         if not before.same(Draws.now(self.model)):
             raise ModelError(
                 f"module {who_draws(self.model, lambda: self.run(**inputs))}",

@@ -19,6 +19,7 @@ _PLAIN = {"experts_implementation": "eager"}
 """Kernels of experts know no fp64."""
 
 _TINY = {
+    "attention_chunk_size": 7,
     "d_model": 48,
     "decoder_attention_heads": 6,
     "decoder_ffn_dim": 80,

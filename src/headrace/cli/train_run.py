@@ -10,6 +10,7 @@ from pathlib import Path
 from headrace.cli.display import Terminal, tell
 from headrace.cli.foreign_models import made
 from headrace.comm.launch import World
+from headrace.comm.variables import number, under_torchrun
 from headrace.comm.watcher import STOPPED
 from headrace.config import Config
 from headrace.config.clips_config import ClipsConfig
@@ -49,14 +50,24 @@ def train(
         return 0
 
     code = launch(config, main)
-    if code >= STOPPED:  # not by a mistake that would be made again
+    first = ranks_here in ([], [0])  # under torchrun this is a rank
+    if code >= STOPPED and first:  # not by a mistake that would be made again
         why = "interrupted" if code == 128 + signal.SIGINT else "stopped"
         out_again = shlex.quote(str(folder))
-        tell(f"{why}{_kept(folder)}; continue with: {again} --out {out_again} --resume")
-    # The ranks have parted: nobody waits while the report is drawn. Under torchrun this is a rank.
-    if code == 0 and ranks_here in ([], [0]):
+        tell(f"{why}{_kept(folder)}; continue with: {_launched(again)} --out {out_again} --resume")
+    # The ranks have parted: nobody waits while the report is drawn.
+    if code == 0 and first:
         _finish(TrainingRun(folder), config)
     return code
+
+
+def _launched(again: str) -> str:
+    """A command as it is launched here: by torchrun, where it was."""
+    if not under_torchrun():
+        return again
+    here, ranks = number("LOCAL_WORLD_SIZE", 1), number("WORLD_SIZE")
+    where = "" if here == ranks else "(on each node, with the options of before) "
+    return f"{where}torchrun --nproc-per-node {here} -m {again}"
 
 
 def _kept(folder: Path) -> str:

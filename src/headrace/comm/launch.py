@@ -249,8 +249,11 @@ def join(
     hang_s: float = 30.0,
     deterministic: bool = False,
     connect_s: float = 120.0,
+    stop_s: float = 0.0,
 ) -> int:
-    """Run ``main`` as the rank that the environment describes, as set by torchrun; returns 0.
+    """Run ``main`` as the rank that the environment describes, as set by torchrun; returns 0, or
+    128 and the signal's number where ranks stopped in order, within ``stop_s`` as for
+    :func:`start`.
 
     When ``main`` fails, the other ranks are notified, and the process ends itself with the code
     that :func:`start` would return for this rank. Signals end it too, as with :func:`start`, with a
@@ -276,8 +279,10 @@ def join(
     store = reach_store(place.host, place.port, serve=serve, limit_s=connect_s)
     lifeline = Lifeline()
     place = _meet(place, store, lifeline, limit_s=timeout_s)
-    code = run_rank(main, place, settings, store, obey=stopping(), lifeline=lifeline)
-    if code:
+    code = run_rank(
+        main, place, settings, store, obey=stopping(), grace_s=stop_s, lifeline=lifeline
+    )
+    if code and not (code > 128 and not dist.is_initialized()):  # 128: a signal, and all is ended
         end(code)
     return code
 

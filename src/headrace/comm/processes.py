@@ -30,6 +30,7 @@ __all__ = [
     "live",
     "say",
     "say_traceback",
+    "stop_text",
     "stopping",
     "supervise",
 ]
@@ -165,11 +166,8 @@ def supervise(
             say(f"stopped by {signal.Signals(heard[0]).name}: {board.everyone(ranks)}")
             if stop_s and board.stoppable():
                 end_at = time.monotonic() + stop_s
-                board.ask_stop()
-                say(
-                    "the step under way is ended and a checkpoint written, in at most "
-                    f"{seconds_text(stop_s)}; a second signal ends all at once"
-                )
+                board.ask_stop(heard[0], "launcher")
+                say(stop_text(stop_s))
         if asked and not told and time.monotonic() > end_at:
             told, kill_at = True, time.monotonic() + _GRACE_S
             if end_at:
@@ -184,6 +182,14 @@ def supervise(
         return 128 + heard[0]
     death = board.death()
     return death.code if death else 0
+
+
+def stop_text(grace_s: float) -> str:
+    """What becomes of a run that was asked to stop."""
+    return (
+        "the step under way is ended and a checkpoint written, in at most "
+        f"{seconds_text(grace_s)}; a second signal ends all at once"
+    )
 
 
 def bury(children: dict[int, int]) -> None:

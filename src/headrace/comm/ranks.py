@@ -89,6 +89,7 @@ def run_rank(
     store: dist.Store,
     *,
     obey: tuple[signal.Signals, ...] = (),
+    grace_s: float = 0.0,
     lifeline: Lifeline | None = None,
 ) -> int:
     """Run ``main`` as one rank and return its exit code, having notified the other ranks of a
@@ -97,14 +98,15 @@ def run_rank(
     ``store`` is a client for the process groups; the watcher gets its own. Signals in ``obey`` end
     the rank with a line that says where it was; a broken ``lifeline`` tells that the rank before
     has ended, where no launcher does. After any code but 0 the caller must end the
-    process with ``os._exit``: transfers may be under way that nothing can cancel.
+    process with ``os._exit``, unless torch.distributed has ended: transfers may be under way that
+    nothing can cancel. Ranks that stopped in order within ``grace_s`` give 128 + signal.
     """
     watcher = _watcher(place, settings, lifeline)
     try:
         device = _device(place, settings)
         watcher.start()
         if obey:
-            watcher.obey(*obey)
+            watcher.obey(*obey, grace_s=grace_s)
         code = main(_join(place, settings, store, watcher, device))
     except SystemExit as error:
         code = _code(error)
@@ -115,8 +117,9 @@ def run_rank(
         return code
     watcher.part()
     dist.destroy_process_group()
+    number = watcher.stopped_by() if obey else 0
     watcher.close()
-    return 0
+    return 128 + number if number else 0
 
 
 @contextmanager

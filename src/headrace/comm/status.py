@@ -149,13 +149,19 @@ class StatusBoard:
         """Whether ranks look now, between two steps, if they are to stop."""
         return self._store.check(["stoppable"]) and self._store.get("stoppable") == b"1"
 
-    def ask_stop(self) -> None:
-        """Ask all ranks to stop after the step under way."""
-        self._store.set("stop", "1")
+    def ask_stop(self, number: int, who: str) -> bool:
+        """Ask all ranks to stop after the step under way, because of a signal by its number;
+        whether ``who`` is the first to ask."""
+        mine = f"{number} {who}"
+        return self._store.compare_set("stop", "", mine).decode() == mine
 
     def stop_asked(self) -> bool:
         """Whether some process asked all ranks to stop."""
         return self._store.check(["stop"])
+
+    def stopped_by(self) -> int:
+        """The number of the signal that asked all ranks to stop; 0 where none has."""
+        return int(self._store.get("stop").split()[0]) if self.stop_asked() else 0
 
     def declare(self, death: Death) -> Death:
         """Declare a failure; returns the one that counts, which is the first."""

@@ -18,8 +18,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 
@@ -32,6 +32,7 @@ __all__ = [
     "begin",
     "check",
     "explain",
+    "explained",
     "free",
     "freed",
     "heed",
@@ -136,6 +137,7 @@ class _State:
     def __init__(self) -> None:
         self.sliced = False
         self.under_way: set[Transfer] = set()
+        self.others = 0  # what may wait for transfers that are not of headrace
         self.freed = threading.Event()
         self.asked: Callable[[], bool] = self.freed.is_set
         self.cause: Callable[[], Exception | None] | None = None
@@ -178,9 +180,34 @@ def explain(cause: Callable[[], Exception | None]) -> Callable[[], None]:
     return forget
 
 
+@contextmanager
+def explained() -> Iterator[None]:
+    """Within it a connection that breaks in a transfer of others (a wrapper's, torch's own) raises
+    the cause too, where that becomes known."""
+    _state.others += 1
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, Freed) or not _is_broken(error):
+            raise
+        if (cause := _cause_of_break()) is None:
+            raise
+        raise cause from error
+    finally:
+        _state.others -= 1
+
+
+_BROKEN = ("gloo", "onnection closed by peer", "onnection reset", "Broken pipe")
+"""Parts of what is raised where another rank has ended."""
+
+
+def _is_broken(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in _BROKEN)
+
+
 def under_way() -> bool:
-    """Whether a transfer was begun and has not been waited for to its end."""
-    return bool(_state.under_way)
+    """Whether a transfer was begun and has not been waited for to its end, or may have been."""
+    return bool(_state.under_way) or _state.others > 0
 
 
 def _cause_of_break() -> Exception | None:

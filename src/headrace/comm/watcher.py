@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from headrace.comm.processes import end, say
+from headrace.comm.processes import end, say, stop_text
 from headrace.comm.sockets import make_impatient
 from headrace.comm.status import Beat, Death, StatusBoard
 from headrace.errors import LaunchError
@@ -188,6 +188,8 @@ class Watcher:
         self._ending = False
         self._stoppable = self._stop_asked = False
         self._obeyed: dict[signal.Signals, Any] = {}  # signals to obey, and their former handlers
+        self._grace_s = 0.0
+        self._stopping: tuple[signal.Signals, float] | None = None  # by what, and until when
         self._again: tuple[int, Callable[[], object]] | None = None
         self._again_lock = threading.Lock()
         self._wake, self._waker = os.pipe()
@@ -242,10 +244,14 @@ class Watcher:
         """Whether the ranks are to stop now, as the last round of the first rank has heard."""
         return self._stop_asked
 
-    def obey(self, *signals: signal.Signals) -> None:
+    def obey(self, *signals: signal.Signals, grace_s: float = 0.0) -> None:
         """Let these signals end the process from the thread, with a line that says where it was: a
         handler in Python never runs while the main thread waits in a collective. Main thread only.
+
+        Where ranks are :meth:`stoppable` a first signal asks all of them to stop in order, and only
+        those that have not after ``grace_s`` end so.
         """
+        self._grace_s = grace_s
         os.set_blocking(self._waker, False)
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         for number in signals:
@@ -339,11 +345,33 @@ class Watcher:
             return False
         heard = os.read(self._wake, 64)
         for number in self._obeyed:
-            if number in heard:  # torchrun's when another rank failed, which may have said how
-                if death := self.board.death():
-                    self._obey_death(death, code=128 + number)
-                self._stop(number.name, code=128 + number)
+            if number in heard:
+                self._hear(number)
         return 0 in heard
+
+    def _hear(self, number: signal.Signals) -> None:
+        """Stop in order after a first signal, where that can be; else end this process."""
+        if death := self.board.death():  # it is torchrun's, as another rank failed
+            self._obey_death(death, code=128 + number)
+        in_order = self._grace_s and (self.board.stoppable() or self.board.stop_asked())
+        if not in_order or self._stopping is not None:
+            self._stop(number.name, code=128 + number)
+        self._check_lifeline()
+        self._stopping = (number, self._clock.seconds() + self._grace_s)
+        if self.board.ask_stop(number, f"rank {self._rank}"):
+            say(f"stopped by {number.name}: {self.board.everyone(self._ranks)}")
+            say(stop_text(self._grace_s))
+
+    def _check_grace(self) -> None:
+        if self._stopping is None or self._clock.seconds() < self._stopping[1]:
+            return
+        number = self._stopping[0]
+        late = f"not stopped within {seconds_text(self._grace_s)} of {number.name}"
+        self._stop(late, code=128 + number)
+
+    def stopped_by(self) -> int:
+        """The number of the signal after which all ranks stop in order; 0 where none has come."""
+        return self.board.stopped_by()
 
     def _round(self) -> None:
         self._publish()
@@ -360,6 +388,7 @@ class Watcher:
         self._check_lifeline()
         self._check_before()
         self._check_limit()
+        self._check_grace()
 
     def _obey_death(self, death: Death, *, code: int = STOPPED) -> None:
         """End this process because of a failure, with a line about it unless it was printed."""

@@ -88,9 +88,9 @@ class DataConfig(Section):
     """Field of jsonl and parquet: ``text`` or ``input_ids``; found out when left out."""
 
     ignore: tuple[str, ...] = ()
-    """Fields of jsonl and parquet that are left out on purpose: ``labels`` and masks of the loss
-    (``completion_mask``, ``loss_mask``, ``assistant_masks``) are refused elsewhere, as every token
-    is predicted; others are told once."""
+    """Fields of jsonl and parquet that are left out on purpose. Elsewhere ``labels`` of -100 and
+    masks of the loss (``completion_mask``, ``loss_mask``, ``assistant_masks``) leave tokens out of
+    it, and others that are not read are told once."""
 
     end_id: Natural | None = None
     """Id that ends a document in a token memmap without index."""

@@ -1,10 +1,11 @@
 """Tokens on disk, so that a corpus is tokenized once.
 
 A folder per key: ``documents.npy [documents, 3]`` (array, first token, tokens), ``tokens.bin``
-with the checksums of its blocks in ``blocks.npy``, unless the tokens lie elsewhere already, and
-``meta.json`` with the checksums of all but the tokens. It is written aside and renamed, under a
-lock, so that several processes that open the same corpus build it once. Tables are checked when
-the folder is opened, tokens when they are first read.
+with the checksums of its blocks in ``blocks.npy``, unless the tokens lie elsewhere already,
+``learned.bin`` and ``mask_blocks.npy`` likewise where some tokens have no loss, and ``meta.json``
+with the checksums of all but the tokens. It is written aside and renamed, under a lock, so that
+several processes that open the same corpus build it once. Tables are checked when the folder is
+opened, tokens when they are first read.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Stored:
     lengths: NDArray[np.int64]
     skipped: tuple[Skipped, ...]
     notes: tuple[str, ...]
+    masks: TokenFile | None = None
 
 
 def read(folder: Path) -> Stored | None:
@@ -68,6 +70,7 @@ def read(folder: Path) -> Stored | None:
             lengths=lengths,
             skipped=tuple(Skipped(**item) for item in meta["skipped"]),
             notes=tuple(meta["notes"]),
+            masks=_masks(folder, meta) if meta.get("masked") else None,
         )
     except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
         raise Damaged(f"{type(error).__name__}: {error}")
@@ -91,14 +94,24 @@ def _meta_sum(meta: dict[str, Any]) -> int:
 
 
 def _tokens(folder: Path, meta: dict[str, Any]) -> TokenFile:
-    dtype = np.dtype(meta["dtype"])
-    stream = open(folder / "tokens.bin", "rb", buffering=0)  # noqa: SIM115 (held while tokens are)
-    size, sums = os.fstat(stream.fileno()).st_size, _array(folder, "blocks.npy", meta)
+    return _held(folder, meta, "tokens.bin", "blocks.npy", np.dtype(meta["dtype"]))
+
+
+def _masks(folder: Path, meta: dict[str, Any]) -> TokenFile:
+    return _held(folder, meta, "learned.bin", "mask_blocks.npy", np.dtype(np.uint8))
+
+
+def _held(
+    folder: Path, meta: dict[str, Any], name: str, blocks: str, dtype: np.dtype[Any]
+) -> TokenFile:
+    """A file with a value for each token, held open."""
+    stream = open(folder / name, "rb", buffering=0)  # noqa: SIM115 (held while tokens are)
+    size, sums = os.fstat(stream.fileno()).st_size, _array(folder, blocks, meta)
     if size != meta["tokens"] * dtype.itemsize or len(sums) != -(-size // BLOCK_BYTES):
         stream.close()
-        raise Damaged("tokens.bin is of another size")
+        raise Damaged(f"{name} is of another size")
     return TokenFile(
-        path=folder / "tokens.bin",
+        path=folder / name,
         dtype=dtype,
         tokens=meta["tokens"],
         stream=stream,
@@ -113,15 +126,18 @@ def write_table(
     *,
     fingerprint: str,
     blocks: NDArray[np.uint32] | None = None,
+    mask_blocks: NDArray[np.uint32] | None = None,
     dtype: str | None = None,
     skipped: tuple[Skipped, ...],
     notes: tuple[str, ...],
 ) -> None:
     """Write ``documents.npy`` and ``meta.json``; the tokens are there when their ``dtype`` and the
-    checksums of their ``blocks`` are given."""
+    checksums of their ``blocks`` are given, and the masks of the loss when those of theirs are."""
     arrays: dict[str, NDArray[Any]] = {"documents.npy": table}
     if blocks is not None:
         arrays["blocks.npy"] = blocks
+    if mask_blocks is not None:
+        arrays["mask_blocks.npy"] = mask_blocks
     sums = {name: _write_array(folder / name, array) for name, array in arrays.items()}
     meta = {
         "format": FORMAT,
@@ -129,6 +145,7 @@ def write_table(
         "documents": len(table),
         "tokens": int(table[:, 2].sum()),
         "dtype": dtype,
+        "masked": mask_blocks is not None,
         "sums": sums,
         "skipped": [item.to_json() for item in skipped],
         "notes": list(notes),

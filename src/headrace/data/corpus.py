@@ -82,6 +82,17 @@ class Corpus(Protocol):
         """Ids of one document, ``[lengths[index]]``, or of its tokens from start to stop."""
         ...
 
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens have no loss."""
+        ...
+
+    def learned(
+        self, index: int, start: int = 0, stop: int | None = None
+    ) -> NDArray[np.bool_] | None:
+        """Which tokens of a document, or of a part of it, have a loss; None where all have."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredCorpus:
@@ -98,6 +109,24 @@ class StoredCorpus:
     lengths: NDArray[np.int64]
     skipped: tuple[Skipped, ...] = ()
     notes: tuple[str, ...] = ()
+    masks: Tokens | None = None
+    """A 1 for each token of the only array that has a loss, else 0; None where all have."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens have no loss."""
+        return self.masks is not None
+
+    def learned(
+        self, index: int, start: int = 0, stop: int | None = None
+    ) -> NDArray[np.bool_] | None:
+        """Which tokens of a document, or of a part of it, have a loss; None where all have."""
+        if self.masks is None:
+            return None
+        _, first, count = (int(number) for number in self.table[index])
+        part = range(first, first + count)[start:stop]
+        found = np.asarray(self.masks[part.start : part.stop]) != 0
+        return None if found.all() else found
 
     def __len__(self) -> int:
         return len(self.lengths)

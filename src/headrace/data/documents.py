@@ -16,11 +16,13 @@ __all__ = ["Document", "Skips", "check_ids", "no_memory", "usable"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Document:
-    """Text, or ids that are tokens already; ``read_bytes`` of its file have been read by then."""
+    """Text, or ids that are tokens already; ``read_bytes`` of its file have been read by then.
+    ``learned`` [ids] says which ids have a loss, None for all."""
 
     label: str
     content: str | NDArray[np.int64]
     read_bytes: int
+    learned: NDArray[np.bool_] | None = None
 
 
 @dataclass(slots=True)

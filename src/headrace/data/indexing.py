@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from headrace.data.cache import write_table
 from headrace.data.documents import Document, Skips, check_ids, no_memory
 from headrace.data.files import Found
+from headrace.data.loss_masks import MaskFile
 from headrace.data.readers import Reading, read_documents
 from headrace.data.source import Source
 from headrace.data.token_reading import BlockSums
@@ -29,7 +30,7 @@ Progress = Callable[[str, int, int], None]
 GROUP_DOCUMENTS, GROUP_CHARACTERS = 256, 1 << 20
 THREADS, WAITING = 2, 4
 
-Encoded = tuple[list[tuple[str, NDArray[np.int32]]], int]
+Encoded = tuple[list[tuple[str, NDArray[np.int32], NDArray[np.bool_] | None]], int]
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -48,19 +49,19 @@ def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _encode(group: list[Document], tokenizer: Tokenizer) -> Encoded:
-    """Label and ids of each document of a group, and the bytes read by its end."""
+    """Label, ids and loss mask of each document of a group, and the bytes read by its end."""
     texts = [item.content for item in group if isinstance(item.content, str)]
     try:
         encoded = iter(tokenizer.encode_batch(texts) if texts else [])
     except MemoryError:
         raise no_memory(max(group, key=lambda item: len(item.content)).label)
-    ids = []
+    ids = list[tuple[str, NDArray[np.int32], NDArray[np.bool_] | None]]()
     for item in group:
         if isinstance(item.content, str):
-            ids.append((item.label, next(encoded)))
+            ids.append((item.label, next(encoded), None))
         else:
             check_ids(item.content, label=item.label, vocabulary=tokenizer.vocabulary)
-            ids.append((item.label, item.content.astype(np.int32)))
+            ids.append((item.label, item.content.astype(np.int32), item.learned))
     return ids, group[-1].read_bytes
 
 
@@ -89,7 +90,7 @@ def index_documents(
     """
     dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
     digest = hashlib.sha256(f"headrace tokens 1 {tokenizer.vocabulary} {dtype.name}".encode())
-    skips, blocks = Skips(), BlockSums()
+    skips, blocks, masks = Skips(), BlockSums(), MaskFile(folder / "learned.bin")
     lengths: list[int] = []
     skips.items.extend(found.skipped)
     total = sum(file.size for file in found.files)
@@ -98,9 +99,17 @@ def index_documents(
     documents = read_documents(found.files, reading)
     with open(folder / "tokens.bin", "wb") as stream:
         for group, done in tokenize(documents, tokenizer):
-            full = [ids for label, ids in group if len(ids) or skips.add(label, "no tokens")]
-            lengths += [len(ids) for ids in full]
-            packed = np.concatenate([np.empty(0, np.int32), *full]).astype(dtype)
+            full = [np.empty(0, np.int32)]
+            for label, ids, mask in group:
+                if reason := _empty(ids, mask):
+                    skips.add(label, reason)
+                    continue
+                full.append(ids)
+                lengths.append(len(ids))
+                masks.add(len(ids), mask)
+                if mask is not None:
+                    digest.update(mask.data)
+            packed = np.concatenate(full).astype(dtype)
             digest.update(packed.data)
             blocks.update(packed.data)
             stream.write(packed.data)
@@ -116,16 +125,25 @@ def index_documents(
     digest.update(counts.data)
     fingerprint = digest.hexdigest()
     (folder / "records.fai").unlink(missing_ok=True)
-    notes = (*found.notes, *reading.notes)
+    mask_blocks = masks.close()
+    notes = (*found.notes, *reading.notes, *masks.note)
     write_table(
         folder,
         table,
         fingerprint=fingerprint,
         blocks=blocks.array(),
+        mask_blocks=mask_blocks,
         dtype=dtype.str,
         skipped=skipped,
         notes=notes,
     )
+
+
+def _empty(ids: NDArray[np.int32], mask: NDArray[np.bool_] | None) -> str:
+    """Why nothing is learned of a document; empty where something is."""
+    if not len(ids):
+        return "no tokens"
+    return "" if mask is None or mask[1:].any() else "no token with a loss"
 
 
 def _nothing(source: Source, skipped: tuple[object, ...]) -> DataError:

@@ -62,6 +62,7 @@ def open_corpus(
         lengths=stored.lengths,
         skipped=stored.skipped,
         notes=(*stored.notes, *rebuilt),
+        masks=stored.masks,
     )
 
 

@@ -47,7 +47,13 @@ class Reader:
             self._corpus.tokens(sample.document, sample.start, sample.start + sample.length)
             for sample in batch.samples
         )
-        return replace(batch, tokens=tokens)
+        if not self._corpus.masked:
+            return replace(batch, tokens=tokens)
+        masks = tuple(
+            self._corpus.learned(sample.document, sample.start, sample.start + sample.length)
+            for sample in batch.samples
+        )
+        return replace(batch, tokens=tokens, masks=masks)
 
     def _work(self) -> None:
         item: Batch | Exception

@@ -7,20 +7,26 @@ import json
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.data.documents import Document, Skips, no_memory, usable
 from headrace.data.files import FoundFile
+from headrace.data.loss_masks import IGNORED
 from headrace.data.source import Source
 from headrace.errors import DataError, MissingExtra
 
 __all__ = ["READERS", "Reading", "read_documents"]
 
 _LABELS = "labels"
-_MASKS = ("completion_mask", "loss_mask", "assistant_masks", "attention_mask")
+_MASKS = ("completion_mask", "loss_mask", "assistant_masks")
 """Columns that leave tokens out of the loss where they are 0."""
+
+_PADDING = "attention_mask"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,7 @@ class Reading:
     def pass_over(self, names: Iterable[str], read: str) -> None:
         """Remember the fields of a row that are not read."""
         self.unused.update(names)
-        self.unused.difference_update((read, _LABELS, *_MASKS, *self.source.ignore))
+        self.unused.difference_update((read, _LABELS, *_MASKS, _PADDING, *self.source.ignore))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -79,37 +85,47 @@ def _lines(file: FoundFile, reading: Reading) -> Iterator[Document]:
             elif (name := _field(row, reading.source)) is None:
                 reading.skips.add(label, f"has {_some(row)}, not {_wanted(reading.source)}")
             else:
-                _refuse_partial(row, name, label, reading.source.ignore)
                 reading.pass_over(row, name)
-                yield Document(label, row[name], raw.tell())
+                learned = _learned(row, name, label, reading.source.ignore)
+                yield Document(label, row[name], raw.tell(), learned)
 
 
-def _refuse_partial(row: Mapping[str, Any], name: str, label: str, ignored: Iterable[str]) -> None:
-    """Raise DataError for a row with labels or a mask of its own: to predict every token instead
-    would train on what they leave out."""
-    ids, labels = row[name], None if _LABELS in ignored else row.get(_LABELS)
-    if isinstance(ids, list) and labels is not None and labels != ids:
-        raise _partial(label, _LABELS, "labels that differ from its ids")
-    for mask in _MASKS:
-        values = None if mask in ignored else row.get(mask)
-        if values is not None and not _is_whole(values, ids):
-            raise _partial(label, mask, f"a {mask} that leaves tokens out")
+def _learned(
+    row: Mapping[str, Any], name: str, label: str, ignored: Iterable[str]
+) -> NDArray[np.bool_] | None:
+    """Which tokens of a row [n] have a loss, by its labels and masks; None where all have. Raises
+    DataError for labels and masks that say something else."""
+    ids, left_out = row[name], list[NDArray[np.bool_]]()
+    given = {k: row[k] for k in (_LABELS, *_MASKS, _PADDING) if row.get(k) is not None}
+    for field_name, values in given.items():
+        if field_name in ignored or (field_name == _LABELS and not isinstance(ids, list)):
+            continue
+        if not isinstance(ids, list):
+            if not isinstance(values, list) or any(value != 1 for value in values):
+                raise _unfit(label, field_name, "a text", "ids, as a mask is of tokens")
+        elif not isinstance(values, list) or len(values) != len(ids):
+            count = len(values) if isinstance(values, list) else type(values).__name__
+            raise _unfit(label, field_name, f"{count} for {len(ids)} ids", "a value for each id")
+        elif field_name == _LABELS:
+            if any(value not in (own, IGNORED) for value, own in zip(values, ids, strict=True)):
+                raise _unfit(label, field_name, "labels that differ", f"the ids, or {IGNORED}")
+            left_out.append(np.array([value == IGNORED for value in values]))
+        elif any(value not in (0, 1) for value in values):
+            raise _unfit(label, field_name, "other numbers", "0 where there is no loss, else 1")
+        elif field_name != _PADDING:
+            left_out.append(np.array([value == 0 for value in values]))
+        elif not all(values):
+            raise _unfit(label, field_name, "padding", "ids without padding")
+    without = np.any(left_out, axis=0) if left_out else np.zeros(0, bool)
+    return ~without if without.any() else None
 
 
-def _is_whole(values: Any, ids: Any) -> bool:
-    """Whether a mask has a one for each token."""
-    if not isinstance(values, list) or any(value != 1 for value in values):
-        return False
-    return not isinstance(ids, list) or len(values) == len(ids)
-
-
-def _partial(label: str, field: str, got: str) -> DataError:
+def _unfit(label: str, field_name: str, got: str, wanted: str) -> DataError:
     return DataError(
-        label,
+        f"{field_name} of {label}",
         got=got,
-        wanted="ids alone: all are predicted",
-        hint=f"to train on every token of such rows take the field {field!r} away, or name it: "
-        f'data.ignore = ["{field}"]',
+        wanted=wanted,
+        hint=f'data.ignore = ["{field_name}"] trains on every token of such rows',
     )
 
 
@@ -143,12 +159,12 @@ def _rows(file: FoundFile, reading: Reading) -> Iterator[Document]:
                 return
             done, rows = 0, max(1, table.metadata.num_rows)
             reading.pass_over(table.schema_arrow.names, name)
-            columns = {name, *table.schema_arrow.names} & {name, _LABELS, *_MASKS}
+            columns = {name, *table.schema_arrow.names} & {name, _LABELS, *_MASKS, _PADDING}
             for batch in table.iter_batches(batch_size=256, columns=sorted(columns)):
                 for row in batch.to_pylist():
                     label, done = f"{file.label}:{done}", done + 1
-                    _refuse_partial(row, name, label, reading.source.ignore)
-                    yield Document(label, row[name], file.size * done // rows)
+                    learned = _learned(row, name, label, reading.source.ignore)
+                    yield Document(label, row[name], file.size * done // rows, learned)
     except ArrowException as error:
         reading.skips.add(file.label, f"not a parquet file: {str(error).partition(chr(10))[0]}")
 
@@ -191,7 +207,8 @@ def read_documents(files: list[FoundFile], reading: Reading) -> Iterator[Documen
             for document in reader(file, reading):
                 content = usable(document, reading.skips)
                 if content is not None:
-                    yield Document(document.label, content, before + document.read_bytes)
+                    read_bytes = before + document.read_bytes
+                    yield replace(document, content=content, read_bytes=read_bytes)
         except MemoryError:
             raise no_memory(file.label)
         except UnicodeDecodeError:

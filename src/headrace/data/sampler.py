@@ -272,7 +272,8 @@ class Batch:
 
     ``lengths.ids`` are the samples' numbers in the sampler's table. ``state_after`` is the state
     of the sampler once this batch is trained: what a checkpoint keeps, however far ahead batches
-    were drawn. ``tokens[i] [length]`` int32 are the ids, empty until a reader has read them.
+    were drawn. ``tokens[i] [length]`` int32 are the ids, empty until a reader has read them, and
+    ``masks`` those of the loss, empty where all tokens have one.
     """
 
     step: int
@@ -281,6 +282,7 @@ class Batch:
     samples: tuple[Sample, ...]
     state_after: dict[str, Any] = field(repr=False)
     tokens: tuple[NDArray[np.int32], ...] = field(default=(), repr=False, compare=False)
+    masks: tuple[NDArray[np.bool_] | None, ...] = field(default=(), repr=False, compare=False)
 
 
 class MeasuredDocuments(Protocol):

@@ -40,6 +40,7 @@ from headrace.engine.setup import open_sampler
 from headrace.engine.training_run import lock_wait_s, locked
 from headrace.errors import CheckpointError, ConfigError, MissingExtra, SpecError
 from headrace.native.optimizers import Schedule
+from headrace.ops.loss import IGNORED
 from headrace.spec.lengths import Lengths
 from headrace.units import bytes_text, count_text, counted
 
@@ -232,8 +233,8 @@ class CorpusOrder:
 
         def read(index: int) -> Item:
             sample = batch.samples[index]
-            ids = self._corpus.tokens(sample.document, sample.start, sample.start + sample.length)
-            return self._read(ids, f"document {sample.document}")
+            stop = sample.start + sample.length
+            return self._read(sample.document, sample.start, stop, f"document {sample.document}")
 
         return LoopBatch(
             lengths=batch.lengths, epoch=batch.epoch, state_after=batch.state_after, read=read
@@ -247,8 +248,8 @@ class CorpusOrder:
 
     def first(self) -> Item:
         """The longest sample of the corpus."""
-        ids = self._corpus.tokens(int(self._corpus.lengths.argmax()), 0, self.longest)
-        return self._read(ids, "the longest document")
+        longest = int(self._corpus.lengths.argmax())
+        return self._read(longest, 0, self.longest, "the longest document")
 
     def facts(self) -> dict[str, Any]:
         """How long the documents are."""
@@ -266,9 +267,17 @@ class CorpusOrder:
         """Go on where a state was taken. Raises DataError for that of another corpus."""
         self._sampler.restore(state)
 
-    def _read(self, ids: Any, what: str) -> Item:
-        """Token numbers as a sample of the model, whose labels are the next tokens."""
-        return self._reader.read(torch.from_numpy(ids).long(), what)
+    def close(self) -> None:
+        """Do nothing: samples are read when they are needed."""
+
+    def _read(self, document: int, start: int, stop: int, what: str) -> Item:
+        """Tokens of a document as a sample of the model, whose labels are the next tokens."""
+        ids = torch.from_numpy(self._corpus.tokens(document, start, stop)).long()
+        mask = self._corpus.learned(document, start, stop)
+        if mask is None:
+            return self._reader.read(ids, what)
+        labels = ids.masked_fill(~torch.from_numpy(mask), IGNORED)
+        return self._reader.read((ids, labels), what)
 
 
 def _require_known(config: Config) -> None:

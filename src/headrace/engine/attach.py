@@ -14,14 +14,15 @@ those of one process over the same samples, and optimizer and scheduler take one
 
 from __future__ import annotations
 
+import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from headrace.adopt.spread_model import BatchPart, SampleReader, SpreadModel
 from headrace.adopt.token_model import compile as adopt
 from headrace.comm.collectives import agree
 from headrace.comm.launch import join_world
+from headrace.comm.loop_watch import LoopWatch
 from headrace.comm.mesh import Groups
 from headrace.config.model import PlannerConfig, cache_folder
 from headrace.costs import CostModel
@@ -64,10 +66,10 @@ from headrace.engine.listener import ProgressLines, tell
 from headrace.engine.loop_checkpoint import LoopCheckpoints
 from headrace.engine.loop_runner import LoopMicroBatch, LoopRunner
 from headrace.engine.loop_start import optimizer_text, require_trainable, share_weights
-from headrace.engine.loop_watch import LoopWatch
+from headrace.engine.loop_stop import LoopStop
 from headrace.engine.record import DrawnSteps, EarlyAndRare, RunRecord, run_facts
 from headrace.engine.recovery import LeaveGroups, Recovery
-from headrace.engine.run_planner import RunPlanner
+from headrace.engine.run_planner import RunPlanner, Stopped
 from headrace.engine.sample_order import (
     DrawnOrder,
     LoopBatch,
@@ -319,6 +321,7 @@ class Attached:
         self._open: LoopStep | None = None
         self._adopted, self._others = adopted, dict[int, tuple[SpreadModel, HeldWeights]]()
         self._writer: BackgroundWriter | None = None
+        self._stop_asked: Callable[[], bool] = lambda: False
         self._restore = setup.model.begin(sample, setup.device)
         try:
             self.found = measured(setup, sample)
@@ -543,6 +546,69 @@ class Attached:
         finally:
             self._setup.model.release()
 
+    @contextmanager
+    def stoppable(
+        self, folder: str | Path, *, keep: int = 3, grace_s: float = 25.0
+    ) -> Iterator[None]:
+        """Within it a signal that ends a job (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1), to whichever rank,
+        ends the loop after the step under way, with a checkpoint: ``with run.stoppable("saved"):``
+        around the loop. Collective at its end; in the main thread.
+
+        Args:
+            folder: As for :meth:`save`; ``run.load(folder)`` goes on from there.
+            keep: How many of the last checkpoints stay there.
+            grace_s: Seconds after which the process is ended all the same, as by a second signal;
+                torchrun and many schedulers kill 30 s after their signal.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            KeyboardInterrupt: On every rank after Ctrl-C, once the checkpoint is written.
+            SystemExit: On every rank after another signal, with 128 and its number.
+            SpecError: Outside of the main thread.
+
+        Example:
+            >>> with run.stoppable("checkpoint"):
+            ...     for step in run:
+            ...         for micro in step:
+            ...             micro.backward(model(**micro.inputs).loss)
+        """
+        watch = self._watch
+        stop = LoopStop(
+            rank=self.rank,
+            grace_s=grace_s,
+            ask=(lambda number: True) if watch is None else watch.ask_stop,
+            where=partial(_whereabouts, weakref.ref(self)),
+        )
+        self._stop_when(lambda: bool(stop.number) or (watch is not None and watch.stop_asked()))
+        try:
+            with suppress(Stopped):
+                yield
+            number = max(map(int, self._checkpoints().gather(b"%d" % stop.number)))
+            if number:
+                self._leave(number, folder, keep)
+        finally:
+            stop.close()
+            self._stop_when(lambda: False)
+
+    def _stop_when(self, asked: Callable[[], bool]) -> None:
+        self._stop_asked = asked
+        self._planner.stop_when(asked)
+
+    def _leave(self, number: int, folder: str | Path, keep: int) -> NoReturn:
+        """Write a checkpoint and end the loop as a signal does. Collective."""
+        saved = self.save(folder, keep=keep)
+        if self._watch is not None:
+            self._watch.rest()
+        self._setup.say(
+            f"stopped after step {self.number}; checkpoint {saved}; continue with "
+            f"run.load({str(folder)!r})"
+        )
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
+
     def save(self, folder: str | Path, *, keep: int = 3, background: bool = False) -> Path:
         """Write a checkpoint: weights, optimizer, scheduler, the place in the data, and what plans
         follow from. Collective.
@@ -646,6 +712,7 @@ class Attached:
                 "the last checkpoint is not published: run.finish_saving() was not called"
             )
         self._planner.close()
+        self._order.close()
         if self._record is not None:
             self._record.close()
 
@@ -773,7 +840,7 @@ class Attached:
     def _planner_of(self, costs: CostModel) -> RunPlanner:
         """A planner for this run with these costs."""
         setup = self._setup
-        return RunPlanner(
+        planner = RunPlanner(
             costs=costs,
             options=setup.options,
             groups=setup.groups,
@@ -783,6 +850,8 @@ class Attached:
             stages=False,
             tell=setup.say,
         )
+        planner.stop_when(self._stop_asked)
+        return planner
 
     def _plan_as(self, state: Mapping[str, Any]) -> None:
         """Plan with the costs and the calibration of a checkpoint."""
@@ -891,6 +960,7 @@ def _spread(
         label_name=options.label_name,
         exchange=spread.exchange,
         logits=spread.logits,
+        check=spread.check,
     )
     adopted.label_place = options.label_place
     return adopted
@@ -914,7 +984,15 @@ def _order(
             seed=seed,
             shuffle=options.shuffle,
         )
-        return DrawnOrder(Samples.of(dataset, options.lengths, reader), drawn)
+        samples = Samples.of(dataset, options.lengths, reader)
+        return DrawnOrder(samples, drawn, workers=options.workers)
+    if options.workers:
+        raise SpecError(
+            "SampleOptions(workers=...)",
+            got="a stream of samples",
+            wanted="a data set by number",
+            hint="give a DataLoader(dataset, batch_size=None, num_workers=...) as the data set",
+        )
     if not hasattr(dataset, "__iter__"):
         raise DataError(
             "data set", got=type(dataset).__name__, wanted="items by number, or a stream"

@@ -14,6 +14,7 @@ from headrace.costs import CostModel
 from headrace.errors import SpecError
 
 if TYPE_CHECKING:
+    from headrace.adopt.first_step import FirstStep
     from headrace.adopt.labels import Labels
     from headrace.adopt.placement import Exchange
     from headrace.adopt.samples import LabelPlace
@@ -42,6 +43,8 @@ class SampleOptions:
             its ``last``. Where it is None, every token has a label.
         longest: Tokens of the longest sample of a stream (``"128Ki"``); those of its first one
             where it is None.
+        workers: Processes of each rank that read the samples of the coming steps, of a data set by
+            number; a stream may be a ``DataLoader`` with workers of its own.
     """
 
     lengths: LengthSource = None
@@ -51,6 +54,7 @@ class SampleOptions:
     label_name: str = "labels"
     label_place: LabelPlace | None = None
     longest: int | str | None = None
+    workers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +66,14 @@ class SpreadOptions:
         exchange: How attention meets other ranks' tokens; the quickest measured where it is None.
         logits: Where False, models of transformers give a loss and no logits, which take more
             memory than layers that are computed again.
+        check: ``"first step"`` compares loss and gradients of the longest sample on all ranks with
+            those of the plain model on each alone, before the loop.
     """
 
     backend: str | None = None
     exchange: Exchange | None = None
     logits: bool = True
+    check: FirstStep | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,6 +96,9 @@ class GivenOrder:
         if "given" not in state:
             raise DataError("state of the data", got=dict(state), wanted="that of given batches")
 
+    def close(self) -> None:
+        """Do nothing: samples are given."""
+
     def batch(
         self,
         asks: str,

@@ -38,6 +38,11 @@ class TrainingBatch(Protocol):
         ...
 
     @property
+    def masks(self) -> tuple[np.ndarray | None, ...]:
+        """Which tokens of each sequence have a loss, bool [length]; empty where all have."""
+        ...
+
+    @property
     def state_after(self) -> Mapping[str, Any]:
         """The sampler's state once the batch is trained."""
         ...
@@ -67,7 +72,9 @@ class NativeRunner:
         """Run the program of a plan, from the pulls to the update; yields nothing."""
         self._result = None
         rate = self.schedule.rate(number)
-        self._result = self.executor.run(plan, batch.tokens, step=number, lr=rate)
+        self._result = self.executor.run(
+            plan, batch.tokens, step=number, lr=rate, masks=batch.masks
+        )
         yield from ()
 
     @property

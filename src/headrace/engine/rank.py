@@ -87,7 +87,7 @@ def launch(
         "deterministic": config.run.deterministic,
     }
     if under_torchrun():
-        return join(main, **settings)
+        return join(main, stop_s=config.checkpoint.grace_s, **settings)
     return start(
         main,
         ranks=options.ranks,

@@ -19,6 +19,7 @@ from headrace.adopt.spread_model import Item, SampleReader
 from headrace.data.length_summary import summarise_lengths
 from headrace.data.sampler import Sampler, SamplerOptions
 from headrace.engine.attach_options import LengthSource
+from headrace.engine.read_ahead import ReadAhead, Unread
 from headrace.errors import DataError
 from headrace.spec.lengths import Lengths
 
@@ -197,13 +198,19 @@ class SampleOrder(Protocol):
         """Go on where a state was taken. Raises DataError for that of other data."""
         ...
 
+    def close(self) -> None:
+        """End what reads samples beside the loop."""
+        ...
+
 
 class DrawnOrder:
-    """Batches of a map-style data set, drawn without replacement."""
+    """Batches of a map-style data set, drawn without replacement; read ahead by ``workers``
+    processes where there are any."""
 
-    def __init__(self, samples: Samples, options: SamplerOptions) -> None:
+    def __init__(self, samples: Samples, options: SamplerOptions, *, workers: int = 0) -> None:
         self.samples = samples
-        self._sampler = Sampler(samples, options)
+        self._sampler, self._workers = Sampler(samples, options), workers
+        self._ahead: ReadAhead | None = None
 
     @property
     def epoch(self) -> int:
@@ -227,14 +234,30 @@ class DrawnOrder:
 
     def next_batch(self) -> LoopBatch:
         """The samples of the next step."""
+        if self._workers and self._ahead is None:
+            self._ahead = self._reading_ahead()
         batch = self._sampler.next_batch()
         items = [sample.document for sample in batch.samples]
+        ready = None if self._ahead is None else self._ahead.take(len(items))
+
+        def read(i: int) -> Item:
+            found = self.samples.read(items[i]) if ready is None else ready[i]
+            if isinstance(found, Unread):
+                raise found.error()
+            return found
+
         return LoopBatch(
-            lengths=batch.lengths,
-            epoch=batch.epoch,
-            state_after=batch.state_after,
-            read=lambda i: self.samples.read(items[i]),
+            lengths=batch.lengths, epoch=batch.epoch, state_after=batch.state_after, read=read
         )
+
+    def _reading_ahead(self) -> ReadAhead:
+        options, lengths = self._sampler.options, self.samples.lengths
+        each = options.batch_sequences or (options.batch_tokens or 1) / float(lengths.mean())
+        return ReadAhead(self.samples, self._sampler, workers=self._workers, per_batch=each)
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        self._ahead = None
 
     def coming(self, epochs: int | None) -> Iterator[Lengths]:
         """The lengths of the batches that follow, from a second sampler."""
@@ -258,6 +281,7 @@ class DrawnOrder:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position."""
         self._sampler.restore(state)
+        self._ahead = None
 
 
 class StreamOrder:
@@ -346,6 +370,9 @@ class StreamOrder:
                     wanted=f"more than {at}",
                     hint="it gave more when the state was taken",
                 )
+
+    def close(self) -> None:
+        """Do nothing: who made the stream ends it."""
 
     def _look(self) -> None:
         """Read the next item and hold it, unless one is held."""

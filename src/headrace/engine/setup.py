@@ -15,7 +15,7 @@ from headrace.data.opening import open_corpus
 from headrace.data.sampler import Sampler, SamplerOptions
 from headrace.data.source import Source
 from headrace.data.tokens import Tokenizer, make_tokenizer, tokenizer_sizes
-from headrace.errors import SpecError
+from headrace.errors import DataError, SpecError
 from headrace.spec.architecture import Architecture
 from headrace.spec.hardware import MEASURED, Hardware
 from headrace.spec.hf_config import read_architecture
@@ -50,6 +50,13 @@ def open_data(
     tokenizer = make_tokenizer(config.data.tokenizer)
     architecture = _architecture(config, folder, tokenizer.vocabulary, tokenizer.mask_id)
     corpus, sampler = open_sampler(config, tokenizer, progress)
+    if architecture.masked and corpus.masked:
+        raise DataError(
+            f"corpus {corpus.name}",
+            got="rows whose masks leave tokens out of the loss",
+            wanted="whole rows: a model of masked tokens hides them itself",
+            hint="data.ignore names the masks to train on every token",
+        )
     return TrainingData(corpus=corpus, sampler=sampler, architecture=architecture)
 
 

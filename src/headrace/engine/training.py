@@ -187,10 +187,7 @@ def on_ranks(config: Config, body: Callable[[World, Listener], Found], listener:
                 end.close()
     if heard.error is not None:
         raise heard.error
-    if code == _INTERRUPTED:
-        raise KeyboardInterrupt
-    if code - 128 in stopping():
-        raise SystemExit(code)  # a signal that ends a job ends the whole program
+    _raise_stopped(code)
     if code:
         raise LaunchError(
             "ranks",
@@ -199,6 +196,14 @@ def on_ranks(config: Config, body: Callable[[World, Listener], Found], listener:
             hint="stderr says which rank failed and where; resume=True goes on from a checkpoint",
         )
     return heard.found[0]
+
+
+def _raise_stopped(code: int) -> None:
+    """Raise what a signal that ends a job does: it ends the whole program."""
+    if code == _INTERRUPTED:
+        raise KeyboardInterrupt
+    if code - 128 in stopping():
+        raise SystemExit(code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +232,7 @@ def _in_this_process(
         return 0
 
     if under_torchrun():
-        launch(config, main)
+        _raise_stopped(launch(config, main))
     else:
         run_here(config, main)
     return found[0]

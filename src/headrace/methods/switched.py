@@ -13,14 +13,14 @@ so the backward sends nothing twice.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 
 from headrace.layouts.partition import split_rows
-from headrace.ops.core import Core, Gradients, Heads, Saved
+from headrace.ops.core import Core, Gradients, Heads, Saved, sink_gradient, sunk
 from headrace.ops.fused import index_tensor
 from headrace.ops.switch import Columns, to_columns, to_tokens
 
@@ -122,22 +122,42 @@ class SwitchedCore:
         """T, the tokens of all ranks of the block."""
         return sum(self.sizes)
 
-    def forward(self, qkv: torch.Tensor) -> tuple[torch.Tensor, Saved]:
-        """(out [t, N, D], (switched qkv [T, n + 2 g, D], its out [T, n, D], the core's...))."""
+    def forward(
+        self, qkv: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Saved]:
+        """(out [t, N, D], (switched qkv [T, n + 2 g, D], its out [T, n, D], the core's...)), with
+        the ``sinks`` [N] of all heads where there are any."""
         own = self._sorted(self._columns(qkv, self.split.columns))
         own, _ = local_heads(own, self.split, self.member)
         out, saved = self.core.forward(own)
+        if sinks is not None:
+            out, saved = sunk(out, saved, sinks[self._own(sinks.device)])
         return self._tokens(self._unsorted(out), self.split.queries), (own, out, *saved)
 
     def backward(
-        self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
+        self,
+        grad: torch.Tensor,
+        qkv: torch.Tensor,
+        out: torch.Tensor,
+        saved: Saved,
+        sinks: torch.Tensor | None = None,
     ) -> Gradients:
-        """The gradients of qkv; ``qkv`` and ``out`` of the local tokens are not used."""
+        """The gradients of qkv, and of ``sinks`` by this rank's heads; ``qkv`` and ``out`` of the
+        local tokens are not used."""
         own, own_out, *rest = saved
         switched = self._sorted(self._columns(grad, self.split.queries))
+        dsinks = None
+        if sinks is not None:
+            heads = self._own(sinks.device)
+            dsinks = sinks.new_zeros(sinks.shape, dtype=rest[-1].dtype)
+            dsinks[heads] = sink_gradient(switched, own_out, rest[-1], sinks[heads])
         dqkv = self._folded(self.core.backward(switched, own, own_out, tuple(rest)).whole)
         dqkv = self._tokens(self._unsorted(dqkv), self.split.columns)
-        return Gradients.of(dqkv, self.heads)
+        return replace(Gradients.of(dqkv, self.heads), sinks=dsinks)
+
+    def _own(self, device: torch.device) -> torch.Tensor:
+        """The numbers of this rank's query heads."""
+        return index_tensor(self.split.queries.of[self.member], device)
 
     def _columns(self, x: torch.Tensor, columns: Columns) -> torch.Tensor:
         return x if self.group is None else to_columns(x, self.sizes, columns, self.group)

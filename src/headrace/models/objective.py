@@ -1,12 +1,13 @@
 """Objectives: the input that a model reads of a document, and the labels that it predicts.
 
-    next token  reads the document                         predicts at each token the next one
+    next token  reads the document                         predicts at each token the next one,
+                                                           unless the document's mask leaves it out
     masked      reads it with picked tokens hidden         predicts the hidden tokens
 
 [Note: the batch's count] A batch's loss is the sum of its token losses over the number of tokens
 that have one. Every rank knows that number for the whole batch without asking the others: it
-follows from the lengths, or from the lengths and the hash that picks. So any plan gives the loss
-and the gradients of one process.
+follows from the lengths and masks, or from the lengths and the hash that picks. So any plan gives
+the loss and the gradients of one process.
 
 [Note: picking] Whether a token is picked, and what is read in its place, is a function of (seed,
 step, sample, position) only: a 64-bit finaliser (splitmix) of these four. Each step hides other
@@ -15,6 +16,7 @@ tokens of the same sample.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -22,11 +24,17 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.errors import DataError
 from headrace.ops.loss import IGNORED
 from headrace.spec.architecture import Architecture
 from headrace.spec.lengths import Lengths
 
 __all__ = ["Masked", "NextToken", "Objective", "objective_of"]
+
+Mask = NDArray[np.bool_] | None
+
+LossMasks = Sequence[Mask]
+"""The mask of each sequence of a batch, None where all tokens are learned; empty for no masks."""
 
 Example = tuple[NDArray[np.int32], NDArray[np.int32]]
 """Ids and labels of one document, [L] each; IGNORED is the label of a token without a loss."""
@@ -35,10 +43,11 @@ Example = tuple[NDArray[np.int32], NDArray[np.int32]]
 class Objective(Protocol):
     """The objective of one step."""
 
-    def example(self, document: NDArray[np.int32], sample: int) -> Example:
-        """What is read of a document [L] that is ``sample`` of the corpus, and its labels."""
+    def example(self, document: NDArray[np.int32], sample: int, mask: Mask = None) -> Example:
+        """What is read of a document [L] that is ``sample`` of the corpus, and its labels; ``mask``
+        [L] is False for tokens that nobody predicts."""
 
-    def count(self, lengths: Lengths) -> int:
+    def count(self, lengths: Lengths, masks: LossMasks = ()) -> int:
         """Tokens with a loss in a whole batch, at least 1."""
 
 
@@ -56,14 +65,19 @@ def objective_of(architecture: Architecture, *, seed: int, step: int) -> Objecti
 class NextToken:
     """Each token but the last of its document predicts the next."""
 
-    def example(self, document: NDArray[np.int32], sample: int) -> Example:
+    def example(self, document: NDArray[np.int32], sample: int, mask: Mask = None) -> Example:
         """Labels are the document shifted by one, before tokens are split over ranks: no rank
         needs its neighbour's first token."""
-        return document, np.append(document[1:], np.int32(IGNORED))
+        said = document if mask is None else np.where(mask, document, np.int32(IGNORED))
+        return document, np.append(said[1:], np.int32(IGNORED))
 
-    def count(self, lengths: Lengths) -> int:
-        """All tokens but one per document."""
-        return max(1, lengths.predicted)
+    def count(self, lengths: Lengths, masks: LossMasks = ()) -> int:
+        """All tokens but one per document that no mask leaves out."""
+        if not masks:
+            return max(1, lengths.predicted)
+        counts = zip(lengths.tokens, masks, strict=True)
+        learned = (n - 1 if m is None else int(np.count_nonzero(m[1:])) for n, m in counts)
+        return max(1, sum(learned))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +91,11 @@ class Masked:
     mask_id: int
     vocabulary: int
 
-    def example(self, document: NDArray[np.int32], sample: int) -> Example:
-        """Labels are the picked tokens as they were."""
+    def example(self, document: NDArray[np.int32], sample: int, mask: Mask = None) -> Example:
+        """Labels are the picked tokens as they were. Raises DataError for a mask."""
+        if mask is not None:
+            wanted = "none, as the model hides its tokens itself"
+            raise DataError("mask of the loss", got="one", wanted=wanted)
         samples, positions = np.full(len(document), sample), np.arange(len(document))
         bits = _bits(self.seed, self.step, samples, positions)
         picked, fate = _below(bits >> _HALF, self.share), bits & _LOW
@@ -89,7 +106,7 @@ class Masked:
         ids[changed] = _mix(bits[changed]) % np.uint64(self.vocabulary)
         return ids, np.where(picked, document, np.int32(IGNORED)).astype(np.int32)
 
-    def count(self, lengths: Lengths) -> int:
+    def count(self, lengths: Lengths, masks: LossMasks = ()) -> int:
         """The picked tokens of all documents."""
         return max(1, _picked(lengths, self.seed, self.step, self.share))
 

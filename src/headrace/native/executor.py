@@ -130,6 +130,7 @@ class StepState:
 
     plan: Plan
     tokens: tuple[np.ndarray, ...]
+    masks: tuple[np.ndarray | None, ...]
     number: int
     lr: float
     working: WorkingWeights
@@ -248,9 +249,16 @@ class Executor:
         return program
 
     def run(
-        self, plan: Plan, tokens: tuple[np.ndarray, ...], *, step: int, lr: float
+        self,
+        plan: Plan,
+        tokens: tuple[np.ndarray, ...],
+        *,
+        step: int,
+        lr: float,
+        masks: tuple[np.ndarray | None, ...] = (),
     ) -> StepResult:
-        """One optimizer step of ``plan`` at rate ``lr``; ``tokens[i]`` are sequence i's ids.
+        """One optimizer step of ``plan`` at rate ``lr``; ``tokens[i]`` are sequence i's ids, and
+        ``masks[i]`` says which of them have a loss (None, or no masks at all: all).
 
         Raises what :meth:`prepare` does, and PlanMismatch when the sequences are not as long as
         the plan says: their packs would be cut elsewhere, and the loss divided by another count.
@@ -267,6 +275,7 @@ class Executor:
         state = StepState(
             plan=plan,
             tokens=tokens,
+            masks=masks,
             number=step,
             lr=lr,
             working=working,
@@ -387,6 +396,7 @@ class Executor:
             state.tokens,
             state.views[micro.pipeline],
             self.groups,
+            masks=state.masks,
             seed=self._seed,
             step=state.number,
             dtype=self.storage.working_dtype,

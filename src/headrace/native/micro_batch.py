@@ -129,9 +129,11 @@ class MicroBatchRun:
         device: str = "cpu",
         training: bool = True,
         checked: bool = False,
+        masks: tuple[np.ndarray | None, ...] = (),
     ) -> MicroBatchRun:
         """The run of ``micro`` in this rank's stage; ``tokens[i]`` are the ids of the batch's
-        sequence i (int32), cut here to this rank's part of the pack."""
+        sequence i (int32), ``masks[i]`` which of them have a loss, cut here to this rank's part of
+        the pack."""
         pipeline = plan.pipelines[micro.pipeline]
         stage = pipeline.stage_of(groups.rank, model.architecture.layers)
         ranks, member = stage.ranks, _member(groups.rank, stage.ranks)
@@ -139,7 +141,7 @@ class MicroBatchRun:
         samples = np.array([plan.lengths.ids[i] for i in micro.sequences], dtype=np.int64)
         objective = objective_of(model.architecture, seed=seed, step=step)
         examples = [
-            objective.example(tokens[i], int(sample))
+            objective.example(tokens[i], int(sample), masks[i] if masks else None)
             for i, sample in zip(micro.sequences, samples, strict=True)
         ]
 
@@ -175,7 +177,7 @@ class MicroBatchRun:
             context=Context(place=place, dropout=dropout, training=training),
             ids=local(pack.take(member, ids)),
             labels=local(pack.take(member, labels)),
-            scale=1.0 / objective.count(plan.lengths),
+            scale=1.0 / objective.count(plan.lengths, masks),
             checked=checked,
         )
 

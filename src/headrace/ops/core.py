@@ -28,7 +28,9 @@ __all__ = [
     "PackCore",
     "attended",
     "attended_again",
+    "sink_gradient",
     "sum_dtype",
+    "sunk",
     "wide_dtype",
 ]
 
@@ -50,12 +52,13 @@ class Core(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
     """Gradients of q [t, N, D], k and v [t, G, D]; ``joint`` [t, N + 2 G, D] holds all three where
-    they were computed in one tensor."""
+    they were computed in one tensor. ``sinks`` [N] of a core that has them: this rank's part."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     joint: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
     @classmethod
     def of(cls, dqkv: torch.Tensor, heads: Heads) -> Gradients:
@@ -128,6 +131,30 @@ def sum_dtype(x: torch.Tensor) -> torch.dtype:
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type of sums over many terms."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def sunk(out: torch.Tensor, saved: Saved, sinks: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+    """Results of attention with one more score for each row, that of a sink without a value: all
+    shares shrink. The backward of a core is right for these results as it is, since it needs of
+    the scores' sum the log alone.
+
+        out     [t, N, D]
+        saved   (lse [N, t],)
+        sinks   [N]             of these heads
+    """
+    (lse,) = saved
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    share = (lse - total).exp().t()[..., None]
+    return (out.to(share.dtype) * share).to(out.dtype), (total,)
+
+
+def sink_gradient(
+    grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of ``sinks`` [N] by these rows: grad and out [t, N, D], lse [N, t]."""
+    share = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    inner = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t()
+    return -(share * inner).sum(1)
 
 
 def attended(core: Core, qkv: torch.Tensor | Turned) -> torch.Tensor:

@@ -46,7 +46,7 @@ class AxisChoice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisMove:
     """What one rank did between two modules or within one: it switched the axis in shards, or met
-    the others' places by a ``method`` and kept it. ``sent_bytes`` of a switch."""
+    the others' places by a ``method`` and kept it; the rank sent ``sent_bytes``."""
 
     before: str
     after: str

@@ -89,6 +89,26 @@ def test_the_guide_runs() -> None:
     assert max(run_ranks(2, shown, 1, timeout_s=100)) <= 1e-12
 
 
+def replicated() -> tuple[float, float]:
+    """The loss that the guide's lines on replicas end with, and that of one process."""
+    torch.manual_seed(3)
+    model, replica = Model().double(), torch.distributed.get_rank()
+    names: dict[str, Any] = {"hr": hr, "model": model}
+    exec(BLOCKS[1], names)
+    names["run"].detach()
+    videos = [torch.randn(2, frames, 3, 8, dtype=torch.float64) for frames in (5, 4)]
+    wanted = sum(float(model(x).square().sum()) for x in videos) / (2 * 9 * 3)
+    names["video"] = videos[replica]
+    exec(BLOCKS[-1], names)
+    return float(names["loss"]), wanted
+
+
+def test_the_replicas_of_the_guide_run() -> None:
+    """Catches a mean over one replica, and names that have changed since the page was written."""
+    for loss, wanted in run_ranks(2, replicated):
+        assert loss == pytest.approx(wanted, rel=1e-12)
+
+
 def looped(folder: Path) -> float:
     """The loss of the only step of the guide's loop."""
     from headrace.engine.synthetic_clips import SyntheticClips

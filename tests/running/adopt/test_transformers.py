@@ -19,7 +19,7 @@ from headrace.adopt.gradients import gradient_error
 from headrace.adopt.token_model import TokenModel
 from headrace.cli import main, verify_model
 from headrace.cli.foreign_models import foreign_model
-from headrace.errors import ModelError
+from headrace.errors import DataError, ModelError
 from headrace.native.counted import ByteCounter
 from ranks import run_ranks
 from running.adopt.foreign import gpt
@@ -284,6 +284,8 @@ def test_two_forwards_before_a_backward() -> None:
         "phi3",
         "olmo2",
         "mixtral",
+        "llama4_text",
+        "gpt_oss",
     ],
 )
 def test_more_are_verified(kind: str) -> None:
@@ -329,11 +331,80 @@ def test_inductor() -> None:
     )
 
 
+def with_padding_inside() -> float:
+    """How far logits are from one process' where rows have the padding's number among tokens and at
+    their ends, which RoBERTa passes over when it counts places."""
+    model, plain = foreign_model("roberta", 0).eval(), foreign_model("roberta", 0).eval()
+    padding = int(model.config.pad_token_id)  # type: ignore[union-attr]
+    ids = drawn(2, 21, 3)["input_ids"]
+    mask = torch.ones_like(ids)
+    ids[0, 5], ids[1, 17:], mask[1, 17:] = padding, padding, 0
+    run = hr.compile(model)
+    batch = {"input_ids": ids, "attention_mask": mask}
+    with torch.no_grad():
+        found = run.gather(run(**run.shard(batch).inputs).logits)
+        wanted = plain(**batch).logits
+    off = (found - wanted).abs() * mask[..., None]
+    with pytest.raises(DataError, match="the padding's number"):
+        run.shard({"input_ids": ids, "position_ids": torch.arange(21)[None].repeat(2, 1)})
+    return float(off.max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("ranks", [2, whole(3)])
+def test_places_pass_over_padding(ranks: int) -> None:
+    """Catches places that count tokens which the model itself passes over."""
+    assert max(run_ranks(ranks, with_padding_inside)) < EXACT
+
+
+def test_a_model_that_fails_by_itself_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a traceback of torch where the plain model cannot run."""
+    assert main(["verify", "xglm", "--ranks", "1"]) == 2
+    assert "forward of XGLMForCausalLM on 13 tokens: got RuntimeError" in capsys.readouterr().err
+
+
+def errors_of(kind: str, exchange: str) -> dict[str, float]:
+    """How far each gradient is from that of one process, relative to the largest of its kind."""
+    model, plain = foreign_model(kind, 0), foreign_model(kind, 0)
+    batch = drawn(2, 29, 1)  # longer than windows and chunks of small models
+    run = hr.compile(model, exchange=exchange)  # type: ignore[arg-type]
+    loss = run(**run.shard(batch).inputs).loss
+    run.backward(loss)
+    run.add_up(loss)
+    plain(**batch).loss.backward()
+    pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
+    grads = [(name, p.grad, other.grad) for (name, p), other in pairs if other.grad is not None]
+    return {
+        name: float((mine - wanted).abs().max() / wanted.abs().max().clamp(min=1e-9))
+        for name, mine, wanted in grads
+        if mine is not None and float(wanted.abs().max()) > 1e-9
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "exchange", "ranks"),
+    [
+        ("gpt_oss", "ulysses", 3),
+        ("gpt_oss", "ring", 2),
+        whole("gpt_oss", "gather", 4),
+        whole("gpt_oss", "2d", 4),
+        ("llama4_text", "ring", 2),
+        whole("llama4_text", "ulysses", 4),
+        whole("llama4_text", "gather", 3),
+    ],
+)
+def test_sinks_and_chunks(kind: str, exchange: str, ranks: int) -> None:
+    """Catches sinks that take no share, those of other ranks' heads, gradients of sinks that count
+    for one rank's rows, and chunks that begin at a rank's first token."""
+    for errors in run_ranks(ranks, errors_of, kind, exchange, timeout_s=100):
+        assert max(errors.values()) < 1e-5  # softmax and norms of theirs are single precision
+        if kind == "gpt_oss":
+            assert sum("sinks" in name for name in errors) == 2
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
         ("gemma2", "softcap"),
-        ("llama4_text", "chunked_attention"),
         ("qwen3_next", "linear_attention"),
         ("bloom", "no attention that was replaced"),
     ],

@@ -12,8 +12,10 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -301,6 +303,73 @@ def test_torchrun_starts_and_resumes(whole, tmp_path):
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run") == losses(folder)
     assert "raise run.steps" in done.stderr
+
+
+def _under_torchrun(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "headrace", "train", *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, pipesize=1 << 20
+    )
+
+
+def _wait_for_step(process: subprocess.Popen[str], folder: Path) -> None:
+    deadline = time.monotonic() + 60
+    while len(metrics(folder)) < 3:
+        assert process.poll() is None
+        assert time.monotonic() < deadline, "too slow"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("number", "who"),
+    [
+        (signal.SIGTERM, "torchrun"),
+        spread.whole(signal.SIGINT, "torchrun"),
+        spread.whole(signal.SIGHUP, "torchrun"),
+        spread.whole(signal.SIGUSR1, "rank 1"),
+    ],
+)
+def test_signals_under_torchrun_keep_what_was_trained(whole, tmp_path, number, who):
+    """Would catch ranks of torchrun that end without a checkpoint, that stop after different steps,
+    or of which only the one that heard the signal stops, several last lines, and one that begins
+    other ranks."""
+    config, folder = whole[0], tmp_path / "run"
+    more = ("--set", "checkpoint.every=0", "--set", "run.steps=2000")
+    process = _under_torchrun(config, "--out", folder, *more)
+    _wait_for_step(process, folder)
+    ranks = children(process)[:2]
+    heard = process.pid if who == "torchrun" else ranks[1].pid
+    os.kill(heard, number)
+    _, err = process.communicate(timeout=40)
+    assert process.returncode != 0
+    assert err.count("a second signal ends all at once") == 1
+    assert f"stopped by {number.name}: rank 0 in" in err
+    found = re.findall(r"after step (\d+); checkpoint (.+); continue with: (.+)", err)
+    assert len(found) == 1, err
+    step = int(found[0][0])
+    assert (folder / "checkpoints" / f"step-{step:06d}" / "index.json").exists()
+    assert len(metrics(folder)) == step
+    again = ["torchrun", "--nproc-per-node", "2", "-m", "headrace", "train", str(config), *more]
+    assert found[0][2] == f"{' '.join(again)} --out {folder} --resume"
+    assert not any(rank.is_running() and rank.status() != "zombie" for rank in ranks)
+
+
+@pytest.mark.slow
+def test_a_rank_of_torchrun_that_cannot_stop_ends_after_the_grace(whole, tmp_path):
+    """Would catch a signal that waits for ever for a rank that is stopped."""
+    folder = tmp_path / "run"
+    more = ("--set", "run.steps=2000", "--set", "checkpoint.grace_s=1")
+    process = _under_torchrun(whole[0], "--out", folder, *more)
+    _wait_for_step(process, folder)
+    first, frozen = children(process)[:2]
+    frozen.send_signal(signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGTERM)
+    _, running = psutil.wait_procs([first], timeout=20)
+    assert not running
+    frozen.send_signal(signal.SIGKILL)
+    _, err = process.communicate(timeout=40)
+    assert "rank 0 stops: not stopped within 1 s of SIGTERM" in err
 
 
 OTHER = {

@@ -110,13 +110,18 @@ def alone(config: hr.Config, model: Any) -> list[float]:
     losses = []
     for _ in range(config.run.steps):
         batch = sampler.next_batch()
-        count = sum(sample.length - 1 for sample in batch.samples)
+        parts = [(s.document, s.start, s.start + s.length) for s in batch.samples]
+        learned = [corpus.learned(*part) for part in parts]
+        count = sum(
+            sample.length - 1 if mask is None else int(mask[1:].sum())
+            for sample, mask in zip(batch.samples, learned, strict=True)
+        )
         total = 0.0
-        for sample in batch.samples:
-            stop = sample.start + sample.length
-            ids = torch.from_numpy(corpus.tokens(sample.document, sample.start, stop)).long()
-            logits = model(input_ids=ids[None]).logits[0, :-1]
-            loss = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum") / count
+        for part, mask in zip(parts, learned, strict=True):
+            ids = torch.from_numpy(corpus.tokens(*part)).long()
+            said = slice(None) if mask is None else torch.from_numpy(mask)[1:]
+            logits = model(input_ids=ids[None]).logits[0, :-1][said]
+            loss = torch.nn.functional.cross_entropy(logits, ids[1:][said], reduction="sum") / count
             loss.backward()
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
@@ -153,6 +158,28 @@ def test_folders_of_other_types_train(kind: str, planner: str, tmp_path: Path) -
     exact = 1e-9 if kind == "qwen3" else 1e-6
     assert hr.TrainingRun(tmp_path / "run").losses == pytest.approx(wanted, rel=exact)
     assert wanted[-1] < wanted[0]
+
+
+def test_masks_of_the_loss_are_honoured(tmp_path: Path) -> None:
+    """Catches prompts that an adopted model is trained on, and a mean over all tokens."""
+    path = job(tmp_path, "qwen3")
+    rows = [list(text.encode()) for text in TEXTS]
+    masks = [[int(i > len(ids) // 3) for i in range(len(ids))] for ids in rows]
+    lines = [
+        json.dumps({"input_ids": ids, "completion_mask": mask})
+        for ids, mask in zip(rows, masks, strict=True)
+    ]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    changes = ("run.steps=3", "checkpoint.every=0", "report.html=false")
+    more = [word for change in changes for word in ("--set", change)]
+    done = train(path, tmp_path / "run", *more)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "tokens have no loss: the rows' masks" in done.stderr
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float64
+    )
+    wanted = alone(hr.Config.load(path, *changes), model)
+    assert hr.TrainingRun(tmp_path / "run").losses == pytest.approx(wanted, rel=1e-9)
 
 
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -477,6 +481,121 @@ def test_a_loop_that_is_left_loses_no_batch(tmp_path: Path) -> None:
     for found, plain, count in run_ranks(2, left_and_skipped, tmp_path, timeout_s=100):
         assert found == plain[:2] + plain[3:]
         assert count == len(plain) > 4
+
+
+def may_have_children() -> None:
+    """Let a rank of a test start processes, which multiprocessing keeps its daemons from."""
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False
+
+
+class Slow(list[Any]):
+    """Items that are read by number, by whichever process, which notes its number in ``readers``;
+    one may not be readable."""
+
+    broken: int | None = None
+    readers: Path | None = None
+
+    def __getitem__(self, at: Any) -> Any:
+        if self.readers is not None:
+            (self.readers / str(os.getpid())).touch()
+        if at == self.broken and torch.utils.data.get_worker_info() is not None:
+            raise OSError("the disk is gone")
+        return super().__getitem__(at)
+
+
+def read_by_workers(folder: Path, workers: int) -> tuple[list[float], list[int]]:
+    """Losses of a loop that is left and resumed; the processes beside it that read its samples."""
+    may_have_children()
+    model, items = llama(), Slow(dataset())
+    items.readers = folder / f"{workers} {dist.get_rank()}"
+    items.readers.mkdir()
+    drops = torch.nn.Dropout(0.3)
+    run = attached(model, sgd(model), items, folder, costs=costs(2), workers=workers, steps=6)
+    torch.manual_seed(5)
+    found = list[float]()
+    for stop in (2, None):
+        for step in run:
+            if step.number == stop:
+                run.save(folder / f"saved {workers}")
+                break
+            for micro in step:
+                inputs = {k: v for k, v in micro.inputs.items() if k != "labels"}
+                micro.backward(micro.loss(drops(model(**inputs).logits)))
+            found.append(step.loss)
+        if stop is not None:
+            assert run.load(folder / f"saved {workers}")
+    run.detach()
+    return found, [
+        int(path.name) for path in items.readers.iterdir() if int(path.name) != os.getpid()
+    ]
+
+
+def test_workers_read_the_same_samples(tmp_path: Path) -> None:
+    """Catches workers that read other samples or in another order, that go on from elsewhere after
+    a break and a load, that draw from dropout's numbers, and that outlive the loop."""
+    plain = run_ranks(2, read_by_workers, tmp_path, 0, timeout_s=100)
+    read = run_ranks(2, read_by_workers, tmp_path, 2, timeout_s=100)
+    for (wanted, none), (found, workers) in zip(plain, read, strict=True):
+        assert found == wanted
+        assert len(found) == 6
+        assert not none
+        assert workers
+        deadline = time.monotonic() + 20
+        while any(map(psutil.pid_exists, workers)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(psutil.pid_exists, workers))
+
+
+def unreadable(folder: Path) -> str:
+    may_have_children()
+    model, items = llama(), Slow(dataset())
+    items.broken = 3
+    run = attached(model, sgd(model), items, folder, costs=costs(2), workers=1)
+    try:
+        for step in run:
+            trained_step(step, model)
+    except HeadraceError as error:
+        return str(error)
+    return ""
+
+
+def test_what_a_worker_cannot_read_is_named_on_every_rank(tmp_path: Path) -> None:
+    """Catches a worker's error that ends one rank and leaves the others waiting."""
+    for text in run_ranks(2, unreadable, tmp_path, timeout_s=60):
+        assert "OSError: the disk is gone" in text
+
+
+def of_a_loader(folder: Path, workers: int) -> list[tuple[int, ...]]:
+    """Lengths of the steps of a loop over a DataLoader of torch, twice through."""
+    may_have_children()
+    model = llama()
+    loader = torch.utils.data.DataLoader(dataset(), batch_size=None, num_workers=workers)  # type: ignore[arg-type]
+    run = attached(model, sgd(model), loader, folder, costs=costs(2), epochs=2, longest=70)
+    with pytest.raises(TypeError, match="a stream of samples has no length"):
+        len(run)
+    found = [step.plan.lengths.tokens for step in run if trained_step(step, model)]
+    run.detach()
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, whole(2)])
+def test_a_loader_is_a_source(workers: int, tmp_path: Path) -> None:
+    """Catches a DataLoader that is taken for a data set by number, or of which samples are lost."""
+    for found in run_ranks(2, of_a_loader, tmp_path, workers, timeout_s=60):
+        half = len(found) // 2
+        assert found[:half] == found[half:]
+        assert sum(map(len, found)) == 2 * len(dataset())
+
+
+def workers_of_a_stream(folder: Path) -> None:
+    model, wanted = llama(), r"DataLoader\(dataset, batch_size=None, num_workers=...\)"
+    with pytest.raises(SpecError, match=wanted):
+        attached(model, sgd(model), iter(dataset()), folder, workers=2)
+
+
+def test_a_stream_has_its_own_workers(tmp_path: Path) -> None:
+    """Catches workers that are asked for and that nobody starts."""
+    run_ranks(1, workers_of_a_stream, tmp_path)
 
 
 def dropped(folder: Path, stop: int | None) -> list[float]:

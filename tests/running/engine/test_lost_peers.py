@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import headrace as hr
 from ranks import run_ranks
+from running.adopt import axial
 from running.engine.loops import attached, costs, dataset, llama
 from spread import whole
 
@@ -48,12 +50,61 @@ def loop(folder: Path, rank: int, ends: Callable[[], None], *, sharing: bool) ->
             micro.backward(model(**micro.inputs).loss)
 
 
-def told(folder: Path, ranks: int, *args: object, **options: object) -> tuple[str, float]:
+def compiled_loop(
+    folder: Path, rank: int, ends: Callable[[], None], *, where: str, wrapped: bool = False
+) -> None:
+    """Four batches of a loop over ``hr.compile``; batch 2 ends ``rank`` before its ``where``."""
+    model: torch.nn.Module = llama()
+    run = hr.compile(torch.nn.parallel.DistributedDataParallel(model) if wrapped else model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(0))
+
+    def may_end(number: int, now: str) -> None:
+        if (number, now, torch.distributed.get_rank()) == (2, where, rank):
+            (folder / "ended").write_text(str(time.time()))
+            ends()
+
+    for number in range(1, 5):
+        may_end(number, "shard")
+        part = run.shard({"input_ids": ids, "labels": ids})
+        may_end(number, "forward")
+        loss = run(**part.inputs).loss
+        may_end(number, "backward")
+        run.backward(loss)
+        may_end(number, "sum")
+        run.add_up(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def adapted_loop(folder: Path, rank: int, ends: Callable[[], None]) -> None:
+    """The same over ``hr.adapt``; batch 2 ends ``rank`` before its forward."""
+    made = axial.example()
+    assert made.adapted is not None
+    run, inputs = made.adapted(made.model), made.inputs
+    for number in range(1, 5):
+        part = run.shard(inputs)
+        if (number, torch.distributed.get_rank()) == (2, rank):
+            (folder / "ended").write_text(str(time.time()))
+            ends()
+        out = run(**part)
+        loss = out.square().sum()
+        run.backward(loss)
+        run.add_up(loss)
+
+
+def told(
+    folder: Path,
+    ranks: int,
+    *args: object,
+    body: Callable[..., None] = loop,
+    **options: object,
+) -> tuple[str, float]:
     """(What all ranks raised, seconds since one of them ended)."""
 
     def work() -> None:
         try:
-            loop(folder, *args, **options)  # type: ignore[arg-type]
+            body(folder, *args, **options)
         finally:
             (folder / f"{os.getpid()}").write_text(str(time.time()))
 
@@ -75,6 +126,42 @@ def test_the_others_name_the_rank_and_the_step(
     others = re.findall(r"PeerLost: rank 1: got (.*)", text)
     assert len(others) == ranks - 1, text
     assert all("step 1" in how for how in others)
+    assert seconds < 30
+
+
+@pytest.mark.parametrize("ends", [killed, raising])
+@pytest.mark.parametrize(
+    ("ranks", "where", "wrapped"),
+    [
+        (2, "forward", False),
+        whole(2, "shard", False),
+        whole(2, "backward", False),
+        whole(2, "sum", False),
+        whole(4, "forward", False),
+        whole(2, "forward", True),
+        whole(2, "backward", True),
+    ],
+)
+def test_a_loop_over_calls_names_the_rank_and_the_batch(
+    ranks: int, where: str, wrapped: bool, ends: Callable[[], None], tmp_path: Path
+) -> None:
+    """Catches gloo's own error where another rank of a loop over hr.compile is gone, and ranks that
+    wait for it for half an hour."""
+    text, seconds = told(tmp_path, ranks, 1, ends, body=compiled_loop, where=where, wrapped=wrapped)
+    others = re.findall(r"PeerLost: rank 1: got (.*)", text)
+    assert len(others) == ranks - 1, text
+    assert all("batch 2" in how or "batch 1" in how for how in others)
+    assert "this is rank 0, in batch 2" in text
+    assert seconds < 30
+
+
+@pytest.mark.parametrize("ends", [killed, whole(raising)])
+def test_a_loop_over_axes_names_the_rank_and_the_batch(
+    ends: Callable[[], None], tmp_path: Path
+) -> None:
+    """Catches the same in a loop over hr.adapt."""
+    text, seconds = told(tmp_path, 2, 1, ends, body=adapted_loop)
+    assert len(re.findall(r"PeerLost: rank 1: got .*batch 2", text)) == 1, text
     assert seconds < 30
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.comm.mesh import Groups
+from headrace.errors import DataError
 from headrace.models.objective import Masked, NextToken, objective_of
 from headrace.native.executor import Executor
 from headrace.native.storage import Storage
@@ -58,6 +59,16 @@ def test_next_tokens() -> None:
     ids, labels = NextToken().example(np.array([5], np.int32), 0)
     assert (ids.tolist(), labels.tolist()) == ([5], [IGNORED])
     assert NextToken().count(Lengths(tokens=(3, 1, 5))) == 6
+
+
+def test_masked_next_tokens() -> None:
+    """Would catch a mask at the place that predicts, and first tokens that are counted."""
+    mask = np.array([True, False, True])
+    ids, labels = NextToken().example(np.array([5, 6, 7], np.int32), 0, mask)
+    assert (ids.tolist(), labels.tolist()) == ([5, 6, 7], [IGNORED, 7, IGNORED])
+    assert NextToken().count(Lengths(tokens=(3, 4)), [mask, None]) == 4
+    with pytest.raises(DataError, match="hides its tokens itself"):
+        _masked().example(np.array([5, 6, 7], np.int32), 0, mask)
     assert NextToken().count(Lengths(tokens=(1, 1))) == 1
 
 

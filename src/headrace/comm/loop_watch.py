@@ -14,8 +14,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from headrace.comm.status import Beat, Death, StatusBoard
 from headrace.comm.watcher import STOPPED, Lifeline
 from headrace.errors import LaunchError, PeerLost
 
-__all__ = ["LoopWatch"]
+__all__ = ["CallWatch", "LoopWatch"]
 
 _ROUND_S = 0.2
 _NOTICE_S = 0.6  # for a rank that raised an error to say which
@@ -45,6 +45,7 @@ class LoopWatch:
         self._known_s = 0.0
         self._count, self._published = 0, ""
         self._resting, self._told = True, False
+        self._stop_asked = False
         self._forget: Callable[[], None] = lambda: None
         self._publishing = threading.Lock()
         self._closed = threading.Event()
@@ -86,6 +87,15 @@ class LoopWatch:
             hint=f"this is rank {self._rank}, in {self._where()}; go on from the last checkpoint",
         )
 
+    def ask_stop(self, number: int) -> bool:
+        """Ask the first rank to stop all, because of a signal; whether this rank is the first to
+        ask."""
+        return self._board.ask_stop(number, f"rank {self._rank}")
+
+    def stop_asked(self) -> bool:
+        """Whether some rank has asked, as the last round of the first rank has heard."""
+        return self._stop_asked
+
     def close(self) -> None:
         """Stop watching. A rank that has not come to rest counts as lost once this is gone."""
         self._closed.set()
@@ -122,6 +132,8 @@ class LoopWatch:
                 self._board.put(self._rank, beat)
 
     def _look(self) -> None:
+        if not self._rank and not self._stop_asked:
+            self._stop_asked = self._board.stop_asked()
         if self._death is None and (death := self._board.death()) is not None:
             self._hear(death)
         before = (self._rank - 1) % self._ranks
@@ -142,6 +154,45 @@ class LoopWatch:
         """Whether this rank still waits for another, long after it should have been woken."""
         late = time.monotonic() - self._known_s > _GRACE_S
         return late and not (self._resting or self._told) and waiting.under_way()
+
+
+class CallWatch:
+    """Watches the other ranks for a spread model that a loop calls as it likes: from its first
+    batch on, each has a number and the action that this rank is in."""
+
+    def __init__(self) -> None:
+        self._watch: LoopWatch | None = None
+        self._batches, self._action = 0, ""
+
+    def begin(self, groups: Groups) -> None:
+        """Watch from now on, where there are other ranks; it may be called again. Collective."""
+        if self._watch is None and groups.ranks > 1:
+            self._watch = LoopWatch(groups, self._where)
+            self._watch.enter()
+
+    def count(self) -> None:
+        """Another batch begins."""
+        self._batches += 1
+
+    @contextmanager
+    def during(self, action: str) -> Iterator[None]:
+        """This rank is in ``action``. Raises PeerLost where another has failed meanwhile."""
+        before, self._action = self._action, action
+        try:
+            with waiting.explained():
+                yield
+        finally:
+            self._action = before
+
+    def close(self) -> None:
+        """Stop watching: this rank may end when it likes."""
+        if self._watch is not None:
+            self._watch.rest()
+            self._watch.close()
+            self._watch = None
+
+    def _where(self) -> str:
+        return f"batch {self._batches}" + (f", {self._action}" if self._action else "")
 
 
 def _own_store() -> dist.Store:

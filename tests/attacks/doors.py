@@ -1,0 +1,538 @@
+"""Front doors: models, losses, labels, columns and stages that nobody here wrote equal one process,
+or are refused by name, on every rank."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as f
+
+import headrace as hr
+from attacks.attack import Attack, Case, Outcome
+from attacks.crew import Crews
+from headrace.adopt.gradients import gradient_error
+from headrace.cli.foreign_models import foreign_model
+from headrace.comm.mesh import Groups
+from headrace.errors import HeadraceError
+from running.engine.loops import Drawn, attached, costs
+
+__all__ = ["AXES", "CALLS", "LOOPS"]
+
+_TOLERANCE = 1e-5
+"""Norms and rotary positions of transformers are single precision."""
+
+_KINDS = (
+    "llama",
+    "gpt2",
+    "opt",
+    "bert",
+    "roberta",
+    "qwen3",
+    "mistral",
+    "gemma3_text",
+    "gpt_oss",
+    "llama4_text",
+    "mixtral",
+    "phi3",
+)
+
+Answer = tuple[str, float, str]
+"""Of a rank: ``exact`` or ``refused``, the largest relative error, and what it was refused for."""
+
+
+def _attack(
+    name: str, about: str, run: Callable[..., Answer], draw: Callable[..., Any], few: int
+) -> Attack:
+    @contextmanager
+    def begin(folder: Path) -> Iterator[Case]:
+        crews = Crews()
+        try:
+            yield lambda rng: _case(rng, crews, run, draw, folder)
+        finally:
+            crews.close()
+
+    return Attack(name=name, about=about, begin=begin, limit_s=120, few=few, weight=2.0)
+
+
+def _case(rng: np.random.Generator, crews: Crews, run: Any, draw: Any, folder: Path) -> Outcome:
+    ranks = int(rng.integers(1, 5))
+    drawn = draw(rng, ranks)
+    _, answers = crews.run(ranks, _answered, run, drawn, str(folder), beside=lambda: None)
+    words = f"{answers} of {drawn} on {ranks} ranks"
+    verdicts = {verdict for verdict, _, _ in answers}
+    if len(verdicts) > 1:
+        return Outcome(verdict="apart", survived=False, words=words)
+    (verdict,) = verdicts
+    if verdict == "refused":
+        return Outcome(verdict="refused", words=words)
+    error = max(error for _, error, _ in answers)
+    good = error <= _TOLERANCE  # a NaN is not
+    return Outcome(
+        verdict="exact" if good else "wrong",
+        survived=good,
+        error=error,
+        words="" if good else words,
+    )
+
+
+def _answered(groups: Groups, run: Callable[..., float], drawn: Any, folder: str) -> Answer:
+    """What a case says on this rank; errors that are not the library's are raised."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return "exact", run(groups, drawn, Path(folder)), ""
+        except HeadraceError as error:
+            return "refused", 0.0, f"{type(error).__name__}: {error}"[:300]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A model of transformers, a batch, a loss, and how ranks meet."""
+
+    kind: str
+    seed: int
+    rows: int
+    tokens: int
+    loss: str
+    exchange: str
+    padded: str = ""
+    packed: bool = False
+    replicas: int = 1
+    recompute: str = ""
+
+
+def _drawn_call(rng: np.random.Generator, ranks: int) -> Call:
+    padded = str(rng.choice(["", "left", "right"], p=[0.6, 0.2, 0.2]))
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    call = Call(
+        kind=str(rng.choice(_KINDS)),
+        seed=int(rng.integers(1 << 20)),
+        rows=int(rng.integers(1, 4)),
+        tokens=int(rng.integers(ranks + 3, 48)),
+        loss=str(rng.choice(["its own", "smoothed", "z-loss", "function", "by hand", "mean"])),
+        exchange=str(rng.choice(["ulysses", "ring", "gather", "2d"])),
+        padded=padded,
+        replicas=int(rng.choice(divisors)) if rng.random() < 0.3 else 1,
+        recompute=str(rng.choice(["", "attention", "full"], p=[0.6, 0.2, 0.2])),
+    )
+    if call.loss == "mean":  # over all tokens, padding too
+        return replace(call, padded="")
+    return replace(call, packed=not padded and call.rows == 1 and rng.random() < 0.4)
+
+
+def _smoothed(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return f.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1
+    )
+
+
+def _made(call: Call) -> Any:
+    """The model, with its loss."""
+    model: Any = foreign_model(call.kind, call.seed % 7)
+    if call.loss == "function":
+        model.loss_function = _smoothed
+    if call.loss in ("smoothed", "z-loss"):
+        model.__class__ = _with_loss(type(model), call.loss)
+    return model
+
+
+def _with_loss(kind: Any, loss: str) -> Any:
+    """A class of one's own, with a loss in its forward."""
+
+    def forward(self: Any, input_ids: Any = None, labels: Any = None, **named: Any) -> Any:
+        out = kind.forward(self, input_ids, labels=labels, **named)
+        if labels is None:
+            return out
+        kept = labels[:, 1:] != -100
+        if loss == "smoothed":
+            out.loss = _smoothed(out.logits, labels)
+        else:
+            sizes = out.logits[:, :-1].logsumexp(-1).square() * kept
+            out.loss = out.loss + 1e-3 * sizes.sum() / kept.sum().clamp(min=1)
+        return out
+
+    return type(f"Own{kind.__name__}", (kind,), {"forward": forward})
+
+
+def _batch(call: Call, number: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(call.seed + number)
+    ids = torch.randint(3, 97, (call.rows, call.tokens), generator=draw)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.3, -100)
+    batch = {"input_ids": ids, "labels": labels}
+    if call.padded:
+        mask = torch.ones_like(ids)
+        few = call.tokens // 3
+        at = slice(0, few) if call.padded == "left" else slice(call.tokens - few, call.tokens)
+        mask[0, at], labels[0, at] = 0, -100
+        if call.padded == "left":
+            labels[0, few] = -100  # what padding predicts is nobody's business
+        batch["attention_mask"] = mask
+    if call.packed:
+        cut = call.tokens // 2 + 1
+        places = torch.cat([torch.arange(cut), torch.arange(call.tokens - cut)])[None]
+        batch["position_ids"] = places
+        labels[:, cut] = -100  # nobody says the first token of the next document
+    return batch
+
+
+def _called(groups: Groups, call: Call, folder: Path) -> float:
+    """The error of loss and gradients of a call over ``hr.compile``."""
+    model, plain = _made(call), _made(call)
+    more: dict[str, Any] = {"recompute": call.recompute} if call.recompute else {}
+    run = hr.compile(model, exchange=call.exchange, groups=groups, **more)  # type: ignore[arg-type]
+    batches = [_batch(call, at) for at in range(call.replicas)]
+    mine = groups.rank * call.replicas // groups.ranks
+    part = run.shard(batches[mine], replicas=call.replicas)
+    loss = _loss_of(run, call, part)
+    run.backward(loss)
+    total = float(run.add_up(loss))
+    wanted = _alone(plain, call, batches, run.labels)
+    run.detach()
+    grads = ([p.grad for p in one.parameters()] for one in (model, plain))
+    return max(abs(total - wanted) / max(abs(wanted), 1e-3), gradient_error(*grads))
+
+
+def _loss_of(run: Any, call: Call, part: Any) -> torch.Tensor:
+    if call.loss not in ("by hand", "mean"):
+        return run(**part.inputs).loss  # type: ignore[no-any-return]
+    logits = run(**{k: v for k, v in part.inputs.items() if k != "labels"}).logits
+    flat = logits.flatten(0, 1), part.labels.flatten()
+    total = f.cross_entropy(*flat, reduction="sum", ignore_index=-100) / max(1, part.targets)
+    if call.loss == "mean":
+        return total + run.share * run.mean(logits.softmax(-1)).square().sum()  # type: ignore[no-any-return]
+    return total
+
+
+def _alone(plain: Any, call: Call, batches: Sequence[Any], kind: str) -> float:
+    """The loss of one process, document by document where rows have several, whose gradients it
+    adds up."""
+    ahead = 1 if kind == "next" else 0
+    everything = sum(int((b["labels"][:, ahead:] != -100).sum()) for b in batches)
+    total = 0.0
+    for given in (one for batch in batches for one in _documents(batch)):
+        labels = given["labels"]
+        count = int((labels[:, ahead:] != -100).sum())
+        if call.loss in ("by hand", "its own", "mean"):
+            logits = plain(**{k: v for k, v in given.items() if k != "labels"}).logits
+            shifted = logits[:, : logits.shape[1] - ahead].flatten(0, 1)
+            loss = f.cross_entropy(shifted, labels[:, ahead:].flatten(), reduction="sum")
+            loss = loss / max(1, everything)
+            if call.loss == "mean":
+                loss = loss + logits.softmax(-1).mean((0, 1)).square().sum()
+        elif not count:
+            continue
+        else:
+            loss = plain(**given).loss * count / everything
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def _documents(batch: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """A batch, or the documents of its only row."""
+    places = batch.get("position_ids")
+    if places is None:
+        yield dict(batch)
+        return
+    begins = [*torch.nonzero(places[0] == 0).flatten().tolist(), places.shape[1]]
+    for start, stop in pairwise(begins):
+        yield {name: batch[name][:, start:stop] for name in ("input_ids", "labels")}
+
+
+CALLS = _attack(
+    "calls",
+    "models of transformers with any loss, over hr.compile on 1 to 4 ranks, equal one process",
+    _called,
+    _drawn_call,
+    few=6,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """A loop: its samples, its loss, its columns, and plans drawn at random."""
+
+    seed: int
+    lengths: tuple[int, ...]
+    loss: str
+    labels: str
+    column: str
+    steps: int
+
+
+def _drawn_loop(rng: np.random.Generator, ranks: int) -> Loop:
+    count = int(rng.integers(6, 14))
+    return Loop(
+        seed=int(rng.integers(1 << 20)),
+        lengths=tuple(int(n) for n in rng.integers(1, 60, size=count)),
+        loss=str(
+            rng.choice(["own", "micro", "weighted", "penalty", "mean", "bce", "sequence", "bare"])
+        ),
+        labels=str(rng.choice(["given", "ignored", "one", "shifted"], p=[0.4, 0.4, 0.1, 0.1])),
+        column=str(rng.choice(["", "weights", "sample", "short"], p=[0.4, 0.3, 0.2, 0.1])),
+        steps=int(rng.integers(1, 4)),
+    )
+
+
+def _items(loop: Loop) -> list[dict[str, Any]]:
+    draw = torch.Generator().manual_seed(loop.seed)
+    items = []
+    for at, count in enumerate(loop.lengths):
+        ids = torch.randint(3, 97, (count,), generator=draw)
+        labels = ids.clone()
+        if loop.labels == "ignored":
+            labels[torch.rand(count, generator=draw) < 0.4] = -100
+        if loop.labels == "one":
+            labels = labels[:1]
+        if loop.labels == "shifted":
+            labels = labels[1:]
+        item: dict[str, Any] = {"input_ids": ids, "labels": labels}
+        if loop.column == "weights":
+            item["weights"] = torch.rand(count, generator=draw, dtype=torch.float64)
+        if loop.column == "sample":
+            item["weights"] = float(at)
+        if loop.column == "short":
+            item["weights"] = torch.rand(max(1, count - 1), generator=draw)
+        items.append(item)
+    return items
+
+
+def _loop_loss(model: Any, micro: Any, loop: Loop) -> torch.Tensor:
+    if loop.loss == "own":
+        return model(**micro.inputs).loss  # type: ignore[no-any-return]
+    inputs = {k: v for k, v in micro.inputs.items() if k != "labels"}
+    logits = model(**inputs).logits
+    kept = micro.labels != -100
+    each = f.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), reduction="none")
+    each = each.view(micro.labels.shape)
+    weights = micro.rest.get("weights", torch.ones_like(each))
+    if loop.loss == "weighted":
+        return (each * weights * kept).sum() / micro.targets
+    if loop.loss == "penalty":
+        squares = sum(p.square().sum() for p in model.parameters())
+        return micro.loss(logits) + 1e-3 * micro.share * squares
+    if loop.loss == "bare":
+        squares = sum(p.square().sum() for p in model.parameters())
+        return micro.loss(logits) + 1e-3 * squares
+    if loop.loss == "mean":
+        return each.sum() / kept.sum().clamp(min=1)
+    if loop.loss == "bce":
+        said = logits.gather(2, micro.labels.clamp(min=0)[..., None])[..., 0]
+        return (f.softplus(-said) * kept).sum() / micro.targets
+    if loop.loss == "sequence":
+        return (micro.per_sequence(each * kept).tanh() * micro.sequence_share).sum()
+    return micro.loss(logits)
+
+
+def _looped(groups: Groups, loop: Loop, folder: Path) -> float:
+    """The error of weights after a loop of random plans."""
+    model, plain = (foreign_model("llama", 1) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    layers = len(model.model.layers)  # type: ignore[union-attr, arg-type]
+    run = attached(
+        model,
+        optimizer,
+        _items(loop),
+        folder,
+        steps=loop.steps,
+        costs=costs(groups.ranks, layers),
+        batch_tokens=120,
+    )
+    run.engine.planner = Drawn(  # type: ignore[assignment]
+        ranks=groups.ranks, layers=layers, seed=loop.seed, levels=("none",)
+    )
+    batches = []
+    try:
+        for step in run:
+            batches.append([step.batch.read(i) for i in range(len(step.batch.lengths))])
+            for micro in step:
+                micro.backward(_loop_loss(model, micro, loop))
+    finally:
+        run.detach()
+    _train_alone(plain, batches, loop)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    found = [(p - q).abs().max() / q.abs().max().clamp(min=1e-3) for p, q in pairs]
+    return float(torch.stack(found).max())
+
+
+class _Whole:
+    """A sample of a batch, as a micro-batch is to a loss."""
+
+    def __init__(self, item: Any, targets: int, count: int, samples: int) -> None:
+        self.labels = item["labels"][None]
+        self.rest = {"weights": item["weights"][None]} if "weights" in item else {}
+        self.inputs = {"input_ids": item["input_ids"][None]}
+        self.targets, self.share = targets, count / targets
+        self.sequence_share = torch.tensor([1 / samples], dtype=torch.float64)
+
+    def loss(self, logits: torch.Tensor) -> torch.Tensor:
+        flat = logits.flatten(0, 1), self.labels.flatten()
+        return f.cross_entropy(*flat, reduction="sum") / self.targets
+
+    def per_sequence(self, values: torch.Tensor) -> torch.Tensor:
+        return values.sum()[None]
+
+
+def _train_alone(plain: Any, batches: list[Any], loop: Loop) -> None:
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    own = replace(loop, loss="micro") if loop.loss == "own" else loop
+    for batch in batches:
+        counts = [int((item["labels"] != -100).sum()) for item in batch]
+        for item, count in zip(batch, counts, strict=True):
+            micro = _Whole(item, sum(counts), count, len(batch))
+            _loop_loss(plain, micro, own).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+LOOPS = _attack(
+    "loops",
+    "loops of hr.attach with any loss, labels and columns, under random plans, equal one process",
+    _looped,
+    _drawn_loop,
+    few=6,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """A model of axes ``i`` and ``j``: what its blocks are, in order, and what is declared."""
+
+    seed: int
+    sizes: tuple[int, int, int]
+    blocks: tuple[str, ...]
+    declared: tuple[str, ...]
+    returns: bool
+    alike: bool
+    replicas: int = 1
+
+
+_BLOCKS = ("mix i", "mix j", "local", "conv i", "norm", "places", "cumsum j", "pool")
+_MIXES = {"mix i": "i", "mix j": "j", "conv i": "i", "cumsum j": "j"}
+
+
+def _drawn_axes(rng: np.random.Generator, ranks: int) -> Axes:
+    odd = 0.08
+    shares = np.array([0.3, 0.3, 0.15, *[odd] * 5])
+    blocks = tuple(
+        str(b) for b in rng.choice(_BLOCKS, size=int(rng.integers(1, 6)), p=shares / shares.sum())
+    )
+    right = [_MIXES.get(block, "") for block in blocks]
+    if rng.random() < 0.15 and right:  # a stage that is forgotten, or named wrongly
+        right[int(rng.integers(len(right)))] = str(rng.choice(["", "i", "j"]))
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    return Axes(
+        seed=int(rng.integers(1 << 20)),
+        sizes=(int(rng.integers(1, 3)), int(rng.integers(4, 9)), int(rng.integers(4, 9))),
+        blocks=blocks,
+        declared=tuple(right),
+        returns=bool(rng.random() < 0.5),
+        alike=bool(rng.random() < 0.3),
+        replicas=int(rng.choice(divisors)) if rng.random() < 0.3 else 1,
+    )
+
+
+class _Block(nn.Module):
+    """Something over a tensor [b, i, j, c]."""
+
+    def __init__(self, what: str, features: int = 4) -> None:
+        super().__init__()
+        self.what = what
+        self.linear = nn.Linear(features, features)
+        self.conv = nn.Conv1d(features, features, 3, padding=1)
+        self.norm = nn.GroupNorm(2, features)
+        self.table = nn.Parameter(torch.randn(16, features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if self.what == "mix i":
+            z = y.transpose(1, 2)
+            return x + f.scaled_dot_product_attention(z, z, z).transpose(1, 2)
+        if self.what == "mix j":
+            return x + f.scaled_dot_product_attention(y, y, y)
+        if self.what == "conv i":
+            b, i, j, c = y.shape
+            z = self.conv(y.permute(0, 2, 3, 1).reshape(b * j, c, i))
+            return x + z.view(b, j, c, i).permute(0, 3, 1, 2)
+        if self.what == "norm":
+            return x + self.norm(y.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        if self.what == "places":
+            return x + self.table[: x.shape[1], None]
+        if self.what == "cumsum j":
+            return x + y.cumsum(2) / x.shape[2]
+        if self.what == "pool":
+            return x + y.mean(dim=(1, 2), keepdim=True)
+        return x + f.gelu(y)
+
+
+class _Stack(nn.Module):
+    def __init__(self, axes: Axes) -> None:
+        super().__init__()
+        torch.manual_seed(axes.seed)
+        self.blocks = nn.ModuleList(_Block(what) for what in axes.blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+_AXES_DIMS = "b i j c"
+
+
+def _of_axes(groups: Groups, axes: Axes, folder: Path) -> float:
+    """The error of loss and gradients over ``hr.adapt``."""
+    model = _Stack(axes).double()
+    plain = copy.deepcopy(model)
+    stages = [
+        hr.AxisStage(modules=f"blocks.{at}", mixes=mixed, dims=_AXES_DIMS, returns=axes.returns)
+        for at, mixed in enumerate(axes.declared)
+        if mixed
+    ]
+    draw = torch.Generator().manual_seed(axes.seed)
+    shape = (*axes.sizes, 4)
+    batches = [
+        torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(axes.replicas)
+    ]
+    run = hr.adapt(
+        model, stages=stages, inputs={"x": _AXES_DIMS}, axis="i", batch="b", groups=groups
+    )
+    mine = groups.rank * axes.replicas // groups.ranks
+    part = run.shard({"x": batches[mine]}, replicas=axes.replicas)
+    for again in range(2):  # the order of stages is learnt in the first
+        model.zero_grad()
+        out = run(**part)
+        if axes.alike:
+            out = run.collect(out, _AXES_DIMS)
+        loss = out.square().sum()
+        run.backward(loss, alike=axes.alike)
+        total = float(run.add_up(loss, alike=axes.alike))
+        assert again in (0, 1)
+    wanted = 0.0
+    for x in batches:
+        one = plain(x).square().sum()
+        one.backward()
+        wanted += float(one.detach())
+    run.detach()
+    grads = ([p.grad for p in one.parameters()] for one in (model, plain))
+    return max(abs(total / wanted - 1), gradient_error(*grads))
+
+
+AXES = _attack(
+    "axes",
+    "models of axes with any blocks, declared rightly or not, over hr.adapt, equal one process",
+    _of_axes,
+    _drawn_axes,
+    few=8,
+)
