@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headrace.planning import Problem
     from headrace.simulator import peak_bytes
     from headrace.spec import Architecture, Cluster, Lengths, Plan, Strategy, Timeline
+    from headrace.trainers.planned_trainer import trainer
 
 __all__ = [
     "Architecture",
@@ -67,6 +68,7 @@ __all__ = [
     "recomputed",
     "simulate",
     "train",
+    "trainer",
 ]
 
 __version__ = "0.1.0"
@@ -88,6 +90,7 @@ _HOMES = {
     "headrace.engine.plans": ("baselines", "draw", "plan", "simulate"),
     "headrace.engine.training_run": ("TrainingRun",),
     "headrace.engine.training": ("profile", "train"),
+    "headrace.trainers.planned_trainer": ("trainer",),
 }
 _MODULES = ("costs", "errors", "lengths")
 
