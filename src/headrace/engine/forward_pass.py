@@ -22,6 +22,7 @@ import torch
 
 from headrace.adopt.held_weights import HeldWeights
 from headrace.adopt.spread_model import BatchPart, SpreadModel
+from headrace.adopt.token_model import arguments_of
 from headrace.comm.collectives import gather_bytes
 from headrace.comm.ranks import is_broken_connection
 from headrace.engine.loop_runner import LoopMicroBatch, LoopRunner, Work
@@ -208,7 +209,7 @@ class ForwardRunner:
 def inputs_of(part: BatchPart, model: SpreadModel) -> dict[str, Any]:
     """The inputs of a part without its labels, where the model can be called so: with labels it may
     give a loss and no logits."""
-    takes = inspect.signature(model.inner.forward).parameters
+    takes = arguments_of(model.inner)
     return {
         name: value
         for name, value in part.inputs.items()
