@@ -41,7 +41,7 @@ from headrace.spec.step import Step
 from headrace.trainers.one_process import as_one_process
 from headrace.trainers.refusals import Kind, kind_of, require_base, require_combinable
 from headrace.trainers.stand_ins import Outcome, PartOfModel, Sums, WholeModel, fused_head
-from headrace.trainers.token_scores import ScoredModel, TokenScores
+from headrace.trainers.token_scores import ScoredModel, TokenScores, without_labels
 from headrace.trainers.train_loader import Collated, longest_of, train_loader
 from headrace.units import parse_count
 
@@ -200,13 +200,17 @@ class _Planned(_Trainer):
         most = longest * samples
         if total is not None:
             most = min(most, max(longest, total * samples // max(1, len(self.train_dataset))))
+        example = None
         if self._kind == "scores":
             model = TokenScores(self.accelerator.unwrap_model(model)).train()
+            first = next(iter(self.train_dataset))
+            example = without_labels(torch.as_tensor(first["chosen_ids"]), {})
         spread = SampleOptions(labels="same" if self._kind == "scores" else None)
         return attach(
             model,
             getattr(self.optimizer, "optimizer", self.optimizer),
             longest=longest,
+            example=example,
             batch_tokens=options.batch_tokens or most,
             update=False,
             check_loss=options.check_loss and self._kind in ("sums", "sft"),

@@ -17,7 +17,7 @@ from headrace.errors import ModelError
 from headrace.trainers.rows import RowSample, samples_of
 from headrace.trainers.stand_ins import Outcome, StandIn
 
-__all__ = ["ScoredModel", "TokenScores"]
+__all__ = ["ScoredModel", "TokenScores", "without_labels"]
 
 
 class TokenScores(torch.nn.Module):
@@ -46,14 +46,17 @@ class TokenScores(torch.nn.Module):
             return getattr(self.model, name)
 
     def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **rest: Any
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **rest: Any,
     ) -> torch.Tensor:
-        """Tokens [b, S] to scores [b, S, 1]."""
+        """Tokens [b, S] to scores [b, S, 1]; labels are not looked at."""
         inner = self.model
         if hasattr(inner, "get_base_model"):
             inner = inner.get_base_model()
         stack = getattr(inner, inner.base_model_prefix)
-        rest.pop("labels", None)
         hidden = stack(input_ids=input_ids, position_ids=position_ids, **rest).last_hidden_state
         scores: torch.Tensor = inner.score(hidden)
         return scores
@@ -107,10 +110,13 @@ class _LastToken(Outcome):
 
 
 def _unlabelled(sample: RowSample) -> dict[str, torch.Tensor]:
-    """The fields of a sample with labels that nobody reads: a run of labels of the same place asks
-    for some."""
-    fields: Mapping[str, torch.Tensor] = sample.fields
-    return {**fields, "labels": fields["input_ids"].clone()}
+    """The fields of a sample with labels that nobody looks at, as a run asks for some."""
+    return without_labels(sample.fields["input_ids"], sample.fields)
+
+
+def without_labels(ids: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """A sample of tokens [n] whose labels are those of a single class."""
+    return {**fields, "input_ids": ids, "labels": torch.zeros_like(ids)}
 
 
 def _scores(outputs: torch.Tensor, micro: Any) -> torch.Tensor:
