@@ -120,6 +120,11 @@ def _of_ranks(trainer: Any) -> list[tuple[str, Any, str]]:
             plugin is not None and getattr(plugin, "fsdp_version", 1) != 2 and "FSDP1",
             'say fsdp_config={"version": 2}',
         ),
+        (
+            "fsdp",
+            bool(args.fsdp) and plugin is None and f"devices of type {accelerator.device.type}",
+            "Accelerate passes it over there, and every rank would hold all weights: leave it out",
+        ),
         ("n_gpu", args.n_gpu > 1 and f"{args.n_gpu} in one process", "start it by torchrun"),
         (
             "model",
