@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from headrace.spec import Architecture, Cluster, Lengths, Plan, Strategy, Timeline
     from headrace.spec.fixed_layout import FixedLayout
     from headrace.spec.implementation import Implementation
+    from headrace.trainers.planned_trainer import trainer
 
 __all__ = [
     "Architecture",
@@ -74,6 +75,7 @@ __all__ = [
     "recomputed",
     "simulate",
     "train",
+    "trainer",
 ]
 
 __version__ = "0.1.0"
@@ -98,6 +100,7 @@ _HOMES = {
     "headrace.engine.plans": ("baselines", "draw", "plan", "simulate"),
     "headrace.engine.training_run": ("TrainingRun",),
     "headrace.engine.training": ("profile", "train"),
+    "headrace.trainers.planned_trainer": ("trainer",),
 }
 _MODULES = ("costs", "errors", "lengths")
 

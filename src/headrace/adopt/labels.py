@@ -44,9 +44,10 @@ _CONVENTIONS: dict[str, Labels] = {
 
 
 def convention_of(model: torch.nn.Module) -> Labels:
-    """Which labels a transformers model predicts. Raises ModelError where its class name does not
-    show it."""
-    name = type(model).__name__
+    """Which labels a transformers model predicts, or the one inside an adapter (peft). Raises
+    ModelError where its class name does not show it."""
+    base = getattr(model, "get_base_model", None)
+    name = type(base() if callable(base) else model).__name__
     for end, kind in _CONVENTIONS.items():
         if name.endswith(end):
             return kind

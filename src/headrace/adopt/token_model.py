@@ -86,7 +86,7 @@ from headrace.ops.switch import gather
 from headrace.spec.method_facts import Members
 from headrace.spec.plan import TokenOrder
 
-__all__ = ["EntryPointName", "TokenModel", "compile"]
+__all__ = ["EntryPointName", "TokenModel", "arguments_of", "compile"]
 
 
 def compile(
@@ -186,7 +186,7 @@ class TokenModel:
         self._exchange, self._label_name = exchange, label_name
         self.exchanges: tuple[str, ...] = (exchange,) if exchange else ("ulysses", "ring")
         self.inner = inner = model.module if isinstance(model, DistributedDataParallel) else model
-        takes = _arguments(inner)
+        takes = arguments_of(inner)
         self._takes, self._order = frozenset(takes), tuple(takes)
         any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
         self._takes_places = "position_ids" in takes
@@ -1134,7 +1134,7 @@ def _far_place(config: Any) -> int | None:
     return min(found, default=None)
 
 
-def _arguments(model: Any) -> dict[str, inspect.Parameter]:
+def arguments_of(model: Any) -> dict[str, inspect.Parameter]:
     """What the forward of ``model`` takes. One that hands on whatever it is given (``*args``,
     ``**named``) takes what that of its parent takes, or that of the model inside an adapter
     (peft)."""
@@ -1143,7 +1143,7 @@ def _arguments(model: Any) -> dict[str, inspect.Parameter]:
     if not _hands_on(found):
         return found
     if callable(base):
-        return _arguments(base()) | found
+        return arguments_of(base()) | found
     for kind in type(model).__mro__[1:]:
         forward = vars(kind).get("forward")
         if forward is not None and kind is not torch.nn.Module:

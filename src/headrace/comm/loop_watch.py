@@ -59,7 +59,8 @@ class LoopWatch:
             self._lifeline.hold(("127.0.0.1" if near else host, int(port)))
         self._forget = waiting.explain(self.cause)
         atexit.register(self._leave)
-        threading.Thread(target=self._run, name="loop watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="loop watch", daemon=True)
+        self._thread.start()
 
     def enter(self) -> None:
         """This rank begins a step: its end is a failure from now on."""
@@ -103,13 +104,15 @@ class LoopWatch:
         atexit.unregister(self._leave)
 
     def _leave(self) -> None:
-        """Say at the end of the process what ended it."""
+        """Say at the end of the process what ended it. The thread ends first: one that asks the
+        store while the interpreter goes would abort the process."""
         error = getattr(sys, "last_value", None)
-        if error is None or self._resting:
-            return
-        text = " ".join(f"raised {type(error).__name__}: {error} (in {self._where()})".split())
-        with suppress(RuntimeError):
-            self._board.declare(Death(rank=self._rank, how=text))
+        if error is not None and not self._resting:
+            text = " ".join(f"raised {type(error).__name__}: {error} (in {self._where()})".split())
+            with suppress(RuntimeError):
+                self._board.declare(Death(rank=self._rank, how=text))
+        self._closed.set()
+        self._thread.join(timeout=2 * _NOTICE_S)
 
     def _run(self) -> None:
         while not self._closed.wait(_ROUND_S):

@@ -50,6 +50,7 @@ from headrace.engine.attach_options import (
 )
 from headrace.engine.forward_pass import (
     ForwardRunner,
+    MoreInputs,
     ValuesOf,
     gradients_of,
     inputs_of,
@@ -113,6 +114,7 @@ def attach(
     steps: int | None = None,
     scheduler: Any = None,
     clip: float | None = None,
+    update: bool = True,
     check_loss: bool = True,
     seed: int = 0,
     planner: Literal["adaptive", "bucket", "packed", "dcp"] | PlannerConfig = "adaptive",
@@ -145,6 +147,9 @@ def attach(
         steps: Steps to take.
         scheduler: Takes one step after each of the optimizer's.
         clip: The largest norm of the gradient.
+        update: Whether a step ends with that of the optimizer. Where False it ends with the
+            gradients of all ranks added up: the loop clips, takes the optimizer's and the
+            scheduler's step, and calls ``zero_grad()``, on all ranks alike.
         check_loss: Whether the loss is checked in the first step, and the first after a ``load``:
             it must be a sum over the labels, divided by ``micro.targets``, as the loss of a model
             of transformers is when it is called with ``micro.inputs``, or over sequences, each
@@ -196,6 +201,7 @@ def attach(
         steps=steps,
         scheduler=scheduler,
         clip=clip,
+        update=update,
         check_loss=check_loss,
         seed=seed,
         planner=planner if isinstance(planner, PlannerConfig) else PlannerConfig(name=planner),
@@ -219,6 +225,7 @@ def begin(
     steps: int | None,
     scheduler: Any,
     clip: float | None,
+    update: bool = True,
     check_loss: bool,
     seed: int,
     planner: PlannerConfig,
@@ -239,14 +246,14 @@ def begin(
         budget: Tokens of one optimizer step, where it has a budget.
     """
     module = model.model if isinstance(model, AxisModel) else model
-    require_trainable(module, optimizer, scheduler, clip=clip)
+    require_trainable(module, optimizer, scheduler, clip=clip, update=update)
     device = _device_of(module)
     join_world(device)
     groups = Groups(device=device)
     held = HeldWeights.of(module, groups.ranks)
     quiet = groups.rank > 0
     agree("optimizer of the loop", optimizer_text(optimizer), groups.world)
-    asked = [budget, epochs, steps, clip, seed, str(planner), str(spread), measure.memory]
+    asked = [budget, epochs, steps, clip, update, seed, str(planner), str(spread), measure.memory]
     agree("arguments of hr.attach", repr(asked), groups.world)
     share_weights(held, groups, (lambda text: None) if quiet else say)
     adopted = partial(_spread, options=samples, spread=spread, groups=groups)
@@ -281,6 +288,7 @@ def begin(
         seed=seed,
         scheduler=scheduler,
         clip=clip,
+        update=update,
         check_loss=check_loss,
         steps=steps,
         epochs=epochs,
@@ -307,6 +315,7 @@ class Attached:
         seed: int,
         scheduler: Any,
         clip: float | None,
+        update: bool,
         check_loss: bool,
         steps: int | None,
         epochs: int,
@@ -330,7 +339,7 @@ class Attached:
                 EarlyAndRare() if steps is None else DrawnSteps(wanted=_DRAWN, steps=steps)
             )
             self._planner = self._planner_of(self.found.costs)
-            self.engine = self._engine(scheduler, clip, check_loss, on_step)
+            self.engine = self._engine(scheduler, clip, on_step, update=update, checks=check_loss)
             if order.longest is not None:
                 self._planner.check(order.longest)
             self._watch = self._watched() if setup.groups.ranks > 1 else None
@@ -342,6 +351,12 @@ class Attached:
     def model(self) -> Module:
         """The user's model, as the user calls it."""
         return self._setup.held.model
+
+    @property
+    def predicts_next(self) -> bool:
+        """Whether labels of samples are of the next token: a run moves them to the places that
+        predict them."""
+        return getattr(self._setup.model, "labels", "same") == "next"
 
     @property
     def rank(self) -> int:
@@ -415,19 +430,21 @@ class Attached:
         fn: ValuesOf,
         *,
         model: Module | None = None,
+        more: MoreInputs | None = None,
     ) -> list[Tensor]:
         """Values of samples by forwards alone, planned as a step is. Collective.
 
         Args:
             samples: Items as those of a data set; nobody needs labels.
             fn: Called with the model's outputs and the micro-batch, without gradients; gives
-                floating numbers of the local tokens [1, s_r], or of the sequences [k]
+                floating numbers of the local tokens [1, s_r, ...], or of the sequences [k]
                 (``micro.per_sequence``). Labels are not given to a model that needs none.
             model: Another model of the same class, such as a frozen reference; that of the run
                 where it is None. It is adopted when it first comes.
+            more: Called with the micro-batch; gives arguments of the model beside its inputs.
 
         Returns:
-            In the order of the samples, on every rank: the values [n] of their tokens, or [].
+            In the order of the samples, on every rank: the values [n, ...] of their tokens, or [].
 
         Raises:
             ModelError: For values of another shape, and for another kind of model.
@@ -439,7 +456,7 @@ class Attached:
         asks = f"a map before step {self.number}"
         batch = self._given_batch(asks, samples, learned=False)
         spread, held = self._model_for(model)
-        runner = ForwardRunner(loop=self._runner, model=spread, held=held, fn=fn)
+        runner = ForwardRunner(loop=self._runner, model=spread, held=held, fn=fn, more=more)
         step = RunningStep(
             engine=replace(self.engine, runner=runner),
             number=self.number,
@@ -451,15 +468,23 @@ class Attached:
             pass
         return runner.gathered(batch)
 
-    def backward(self, samples: Iterable[Any], fn: ValuesOf, gradients: Sequence[Any]) -> LoopStep:
+    def backward(
+        self,
+        samples: Iterable[Any],
+        fn: ValuesOf,
+        gradients: Sequence[Any],
+        *,
+        more: MoreInputs | None = None,
+    ) -> LoopStep:
         """A step with the gradients of values that :meth:`map` gave, of whatever loss: forward and
         backward of the sum of values times gradients, and a step of the optimizer. Collective.
 
         Args:
             samples: Those of :meth:`map`.
             fn: That of :meth:`map`. The model must give the same values again: without dropout.
-            gradients: Of the loss by each value, in the order of the samples: [n] or [] as the
+            gradients: Of the loss by each value, in the order of the samples: [n, ...] or [] as the
                 values are, None for zero.
+            more: As for :meth:`map`.
 
         Returns:
             The step that was taken; its ``loss`` is the sum of values times gradients.
@@ -485,7 +510,8 @@ class Attached:
         try:
             for micro in step:
                 with micro:
-                    outputs = self.model(**inputs_of(runner.part, spread))
+                    beside: Mapping[str, Any] = {} if more is None else more(micro)
+                    outputs = self.model(**inputs_of(runner.part, spread), **beside)
                     if micro.sequences:
                         loss = weighted(fn(outputs, micro), micro, found, batch.tokens)
                     else:
@@ -686,6 +712,29 @@ class Attached:
         self._setup.say(f"going on with step {self.number}, saved by {ranks}")
         return True
 
+    def planner_state(self) -> dict[str, Any]:
+        """What plans follow from, as JSON, for checkpoints that the loop writes by itself.
+
+        Returns:
+            What :meth:`go_on` takes.
+        """
+        ranks = self._setup.groups.ranks
+        return {"step": self.number, "ranks": ranks, "planner": self._planner.state()}
+
+    def go_on(self, step: int, state: Mapping[str, Any] | None = None) -> None:
+        """Count on from a step whose weights the loop has loaded by itself. Collective. On as many
+        ranks as before plans are those of a run without a break.
+
+        Args:
+            step: The number of the step that comes next.
+            state: What :meth:`planner_state` gave.
+        """
+        self._meet_to(f"step {step}, to go on with")
+        self.number = step
+        if state is not None and state["ranks"] == self._setup.groups.ranks:
+            self._plan_as(state["planner"])
+        self._runner.resumed()
+
     def report(self, out: str | Path = "report.html") -> Path | None:
         """Write the report of the steps so far, one HTML file with pictures.
 
@@ -791,8 +840,10 @@ class Attached:
         self,
         scheduler: Any,
         clip: float | None,
-        check_loss: bool,
         on_step: Callable[[Step], object],
+        *,
+        update: bool,
+        checks: bool,
     ) -> Engine[LoopBatch, LoopMicroBatch]:
         setup = self._setup
         groups, held = setup.groups, setup.held
@@ -810,7 +861,8 @@ class Attached:
                 recovery=recovery,
                 scheduler=scheduler,
                 clip=clip,
-                check_losses=check_loss,
+                updates=update,
+                check_losses=checks,
             ),
             planner=self._planner,
             recovery=recovery,

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 
 from headrace.adopt.held_weights import HeldWeights
 from headrace.adopt.spread_model import BatchPart, SpreadModel
+from headrace.adopt.token_model import arguments_of
 from headrace.comm.collectives import gather_bytes
 from headrace.comm.ranks import is_broken_connection
 from headrace.engine.loop_runner import LoopMicroBatch, LoopRunner, Work
@@ -31,16 +33,20 @@ from headrace.spec.measurement import Row
 from headrace.spec.plan import Plan
 from headrace.spec.program import Forward, Idle
 
-__all__ = ["ForwardRunner", "ValuesOf", "gradients_of", "inputs_of", "weighted"]
+__all__ = ["ForwardRunner", "MoreInputs", "ValuesOf", "gradients_of", "inputs_of", "weighted"]
 
 ValuesOf = Callable[[Any, LoopMicroBatch], torch.Tensor]
-"""Makes of the model's outputs a value of each local token [1, s_r], or of each sequence [k]."""
+"""Makes of the model's outputs values of each local token [1, s_r, ...], or one of each sequence
+[k]."""
+
+MoreInputs = Callable[[LoopMicroBatch], Mapping[str, Any]]
+"""Makes arguments of the model that come beside those of a micro-batch."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Piece:
-    """What this rank has of some samples: of tokens ``values`` [s_r] and their places in the row of
-    these samples, else one value for each."""
+    """What this rank has of some samples: of tokens ``values`` [s_r, ...] and their places in the
+    row of these samples, else one value for each."""
 
     samples: tuple[int, ...]
     values: torch.Tensor
@@ -56,12 +62,14 @@ class ForwardRunner:
         model: The model that is run, spread: that of the loop or one of the same kind.
         held: The same as its user calls it.
         fn: Makes values of its outputs.
+        more: Makes arguments of the model beside those of a micro-batch.
     """
 
     loop: LoopRunner
     model: SpreadModel
     held: HeldWeights
     fn: ValuesOf
+    more: MoreInputs | None = None
     action: str = field(default="", init=False)
     _pieces: list[_Piece] = field(default_factory=list, init=False)
     _failure: Exception | None = field(default=None, init=False)
@@ -91,7 +99,8 @@ class ForwardRunner:
         self.loop.part = part
         self.model.take(part)
         try:
-            outputs = self.held.model(**inputs_of(part, self.model))
+            more: Mapping[str, Any] = {} if self.more is None else self.more(micro)
+            outputs = self.held.model(**inputs_of(part, self.model), **more)
             if isinstance(turn, Forward) and self._failure is None:
                 self._keep(outputs, micro)
         finally:
@@ -109,7 +118,7 @@ class ForwardRunner:
             self._failure = error
             return
         values = values.detach()
-        if values.dim() == 2:
+        if values.dim() > 1:
             self._pieces.append(
                 _Piece(samples=micro.sequences, values=values[0], places=micro.local_index)
             )
@@ -117,7 +126,7 @@ class ForwardRunner:
             self._pieces.append(_Piece(samples=micro.sequences, values=values, places=None))
 
     def gathered(self, batch: LoopBatch) -> list[torch.Tensor]:
-        """The values of all samples, in their order, on every rank: [n] of tokens, or [] each.
+        """The values of all samples, in their order, on every rank: [n, ...] of tokens, or [] each.
         Collective. Raises HeadraceError on every rank where ``fn`` failed on any, and ModelError
         where it gave values of tokens here and of sequences there."""
         said = gather_bytes(self._told(), self.loop.groups.world)
@@ -151,12 +160,12 @@ class ForwardRunner:
                     "samples": piece.samples,
                     "of": "sequences" if piece.places is None else "tokens",
                     "dtype": str(values.dtype).removeprefix("torch."),
-                    "count": len(values),
+                    "shape": list(values.shape),
                 }
             )
             if piece.places is not None:
                 body += piece.places.astype(np.int64).tobytes()
-            body += values.view(torch.uint8).numpy().tobytes()
+            body += values.view(-1).view(torch.uint8).numpy().tobytes()
         failure = self._failure
         said = None if failure is None else f"{type(failure).__name__}: {failure}"
         return json.dumps({"failure": said, "pieces": pieces}).encode() + b"\n" + body
@@ -200,7 +209,7 @@ class ForwardRunner:
 def inputs_of(part: BatchPart, model: SpreadModel) -> dict[str, Any]:
     """The inputs of a part without its labels, where the model can be called so: with labels it may
     give a loss and no logits."""
-    takes = inspect.signature(model.inner.forward).parameters
+    takes = arguments_of(model.inner)
     return {
         name: value
         for name, value in part.inputs.items()
@@ -211,13 +220,13 @@ def inputs_of(part: BatchPart, model: SpreadModel) -> dict[str, Any]:
 
 
 def gradients_of(gradients: Sequence[Any], counts: Sequence[int]) -> list[torch.Tensor | None]:
-    """One gradient for each sample, [n] of its tokens or []; None is zero. Raises DataError for
-    others."""
+    """One gradient for each sample, [n, ...] of its tokens or []; None is zero. Raises DataError
+    for others."""
     found = [None if g is None else torch.as_tensor(g).detach() for g in gradients]
     if len(found) != len(counts):
         raise DataError("gradients", got=len(found), wanted=f"{len(counts)}, one for each sample")
     for at, (gradient, count) in enumerate(zip(found, counts, strict=True)):
-        if gradient is not None and list(gradient.shape) not in ([], [count]):
+        if gradient is not None and list(gradient.shape)[:1] not in ([], [count]):
             raise DataError(
                 f"gradient of sample {at}",
                 got=f"shape {list(gradient.shape)}",
@@ -239,10 +248,10 @@ def weighted(
     """This rank's part of the sum of values times their gradients, []. Raises ModelError for values
     of other tokens, and for gradients of tokens where values are of sequences."""
     values = _checked(values, micro)
-    of_tokens = values.dim() == 2
+    of_tokens = values.dim() > 1
     rows = list[torch.Tensor]()
     for sample in micro.sequences:
-        shape = [counts[sample]] if of_tokens else []
+        shape = [counts[sample], *values.shape[2:]] if of_tokens else []
         own = gradients[sample]
         if own is None:
             own = torch.zeros(shape)
@@ -263,11 +272,13 @@ def _checked(values: Any, micro: LoopMicroBatch) -> torch.Tensor:
     """What ``fn`` gave, if it is of the local tokens or of the sequences. Raises ModelError."""
     tokens, sequences = [1, len(micro.local_index)], [len(micro.sequences)]
     shape = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-    if shape not in (tokens, sequences) or not values.is_floating_point():
+    fits = isinstance(shape, list) and (shape[:2] == tokens or shape == sequences)
+    if not fits or not values.is_floating_point():
         raise ModelError(
             "fn(outputs, micro)",
             got=f"shape {shape}" if isinstance(shape, list) else shape,
-            wanted=f"numbers {tokens} of the local tokens, or {sequences} of the sequences",
+            wanted=f"numbers [1, {tokens[1]}, ...] of the local tokens, or {sequences} of the "
+            "sequences",
             hint="sum values of tokens up by micro.per_sequence",
         )
     return values
@@ -282,13 +293,14 @@ def _take(
     """Put what a rank told into the values of the samples."""
     start = 0
     for piece in pieces:
-        dtype, count = getattr(torch, piece["dtype"]), int(piece["count"])
+        dtype, shape = getattr(torch, piece["dtype"]), piece["shape"]
         places = None
         if piece["of"] == "tokens":
-            places = torch.frombuffer(bytearray(body[start : start + 8 * count]), dtype=torch.int64)
-            start += 8 * count
-        size = dtype.itemsize * count
-        values = torch.frombuffer(bytearray(body[start : start + size]), dtype=dtype)
+            size = 8 * shape[0]
+            places = torch.frombuffer(bytearray(body[start : start + size]), dtype=torch.int64)
+            start += size
+        size = dtype.itemsize * math.prod(shape)
+        values = torch.frombuffer(bytearray(body[start : start + size]), dtype=dtype).view(shape)
         start += size
         first = 0
         for at, sample in enumerate(piece["samples"]):
@@ -298,7 +310,7 @@ def _take(
             tokens = batch.tokens[sample]
             own = found[sample]
             if own is None:
-                own = found[sample] = values.new_zeros(tokens)
+                own = found[sample] = values.new_zeros(tokens, *shape[1:])
             mine = (places >= first) & (places < first + tokens)
             own[places[mine] - first] = values[mine]
             first += tokens

@@ -222,6 +222,7 @@ class LoopRunner:
         recovery: Notified when memory runs out within a micro-batch.
         scheduler: Takes one step after each of the optimizer's, where there is one.
         clip: The largest norm of the gradient; None leaves it as it is.
+        updates: Whether the optimizer's step is taken here; else gradients are added up and left.
         check_losses: Whether losses are looked at in the first step and after a load.
         part: This rank's part of the current micro-batch.
     """
@@ -235,6 +236,7 @@ class LoopRunner:
     recovery: Recovery
     scheduler: Any = None
     clip: float | None = None
+    updates: bool = True
     check_losses: bool = True
     part: BatchPart | None = field(default=None, init=False)
     targets: int = field(default=0, init=False)
@@ -255,11 +257,13 @@ class LoopRunner:
         self.check = self.check_losses
         # Accelerate's optimizer is a shell around the user's.
         own = getattr(self.optimizer, "optimizer", self.optimizer)
-        self._hook = own.register_step_pre_hook(self._refuse_steps)
+        if self.updates:
+            self._hook = own.register_step_pre_hook(self._refuse_steps)
 
     def detach(self) -> None:
         """Leave the optimizer to the user again."""
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
 
     def attempt(self, number: int, batch: LoopBatch, plan: Plan) -> Iterator[LoopMicroBatch]:
         """Hand out this rank's micro-batches of a plan, until one of them runs out of memory."""
@@ -268,6 +272,7 @@ class LoopRunner:
         self._checks.clear()
         self._begun = self._clock.mark()
         self.action = "the making of groups"
+        self._require_none_before(number)
         work = self.work(batch, plan)
         self.targets = work.targets
         with self.held.step():
@@ -317,24 +322,32 @@ class LoopRunner:
         """The sum of this rank's losses. Synchronizes with the device."""
         return 0.0 if self._sum is None else float(self._sum)
 
-    def update(self, number: int, loss: float) -> tuple[float, float]:
-        """Add up gradients over ranks, and take one step of optimizer and scheduler, unless the
-        loss or the norm of the gradient is not finite. Collective."""
-        start, norm = self._clock.mark(), math.nan
+    def update(self, number: int, loss: float) -> tuple[float, float | None]:
+        """Add up gradients over ranks, and take one step of optimizer and scheduler, unless that is
+        left to the loop, or the loss or the norm of the gradient is not finite. Collective."""
+        start = self._clock.mark()
+        norm = math.nan if self.updates else None
         if self.check:
             self._require_sums()
             self.check = not math.isfinite(loss)  # of such a loss nothing can be told
         if math.isfinite(loss):
             self.held.add_up()
-            whole = self.held.norm()
-            norm = float(whole)
-            if math.isfinite(norm):
-                if self.clip is not None:
-                    self.held.scale_down(whole, self.clip)
-                self._step()
-        self.optimizer.zero_grad()
+            if self.updates:
+                norm = self._updated()
+        if self.updates or not math.isfinite(loss):
+            self.optimizer.zero_grad()
         self._update = start, self._clock.mark()
         return loss, norm
+
+    def _updated(self) -> float:
+        """Clip, and take one step, unless the norm of the gradient is not finite; returns it."""
+        whole = self.held.norm()
+        norm = float(whole)
+        if math.isfinite(norm):
+            if self.clip is not None:
+                self.held.scale_down(whole, self.clip)
+            self._step()
+        return norm
 
     def rows(self) -> tuple[Row, ...]:
         """A row for all forwards and one for all backwards of each micro-batch, and the update."""
@@ -417,6 +430,20 @@ class LoopRunner:
             )
         scheduler.step()
         self._taken = getattr(scheduler, "last_epoch", None)
+
+    def _require_none_before(self, number: int) -> None:
+        """Raise HeadraceError for gradients that are there before a step, where the loop drops
+        them itself: those of all ranks would be added up once more."""
+        if self.updates:
+            return
+        if any(p.grad is not None and bool(p.grad.any()) for p in self.held.trained):
+            raise HeadraceError(
+                f"gradients of step {number}",
+                got="some that are there before it",
+                wanted="none",
+                hint="call optimizer.zero_grad() after optimizer.step(): a step has the gradients "
+                "of all its samples, however many micro-batches it takes",
+            )
 
     def resumed(self) -> None:
         """Look at losses in the next step, and take the scheduler as it is now."""

@@ -22,9 +22,15 @@ __all__ = ["optimizer_text", "require_trainable", "share_weights"]
 
 
 def require_trainable(
-    model: torch.nn.Module, optimizer: Any, scheduler: Any, *, clip: float | None
+    model: torch.nn.Module, optimizer: Any, scheduler: Any, *, clip: float | None, update: bool
 ) -> None:
     """Raise SpecError or ModelError for what a loop cannot be driven with."""
+    if not update and (scheduler is not None or clip is not None):
+        raise SpecError(
+            "hr.attach(update=False)",
+            got="a scheduler" if clip is None else "clip=",
+            wanted="neither: the loop clips, and takes the steps",
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         given = type(optimizer).__name__
         raise SpecError("optimizer", got=given, wanted="an optimizer of torch.optim")

@@ -135,9 +135,10 @@ class PlanRunner(Protocol[Batch, Handed]):
         """This rank's part of the loss of the attempt that has ended."""
         ...
 
-    def update(self, number: int, loss: float) -> tuple[float, float]:
-        """Add up the gradients of all ranks and take one step of the optimizer, unless the loss or
-        the gradient's norm is not finite: then weights and optimizer stay as they were. Collective.
+    def update(self, number: int, loss: float) -> tuple[float, float | None]:
+        """Add up the gradients of all ranks and take one step of the optimizer, unless that is left
+        to the loop, or the loss or the gradient's norm is not finite: then weights and optimizer
+        stay as they were. Collective.
 
         Args:
             number: The step.
@@ -145,7 +146,7 @@ class PlanRunner(Protocol[Batch, Handed]):
 
         Returns:
             The loss of the batch and the norm of its gradient before clipping, the same on all
-            ranks.
+            ranks; no norm where the update is left to the loop.
         """
         ...
 
@@ -237,7 +238,8 @@ class RunningStep(Generic[Batch, Handed]):
         waited_s: Seconds that this rank waited for batch and plan.
         stage: Where the step is.
         loss: The mean loss over all tokens of the batch that have one; nan before it is done.
-        gradient_norm: The norm of the gradient before it was clipped; nan before the step is done.
+        gradient_norm: The norm of the gradient before it was clipped; nan before the step is done,
+            and where the loop takes the optimizer's step itself.
         seconds: What the step took on this rank.
         retries: How often it was taken again as memory ran out.
     """
@@ -344,13 +346,14 @@ class RunningStep(Generic[Batch, Handed]):
         other_bytes = reset_peak_bytes(engine.device) - runner.bytes_now()
         start_s = time.perf_counter()
         loss = yield from self.attempts()
-        self.loss, self.gradient_norm = runner.update(self.number, loss)
+        self.loss, norm = runner.update(self.number, loss)
+        self.gradient_norm = math.nan if norm is None else norm
         rows = runner.rows()
         self.seconds = time.perf_counter() - start_s
-        if not (math.isfinite(self.loss) and math.isfinite(self.gradient_norm)):
+        if not math.isfinite(self.loss) or not (norm is None or math.isfinite(norm)):
             raise HeadraceError(
                 f"loss of step {self.number}",
-                got=f"{self.loss} with gradient norm {self.gradient_norm}",
+                got=f"{self.loss} with gradient norm {norm}",
                 wanted="finite numbers",
                 hint=engine.advice,
             )
@@ -393,7 +396,7 @@ class RunningStep(Generic[Batch, Handed]):
             "step": number,
             "epoch": self.epoch,
             "loss": self.loss,
-            "grad_norm": self.gradient_norm,
+            "grad_norm": None if math.isnan(self.gradient_norm) else self.gradient_norm,
             "out_of_memory": self.retries,
             **engine.runner.metrics(number, plan, step_s),
         }

@@ -1,0 +1,107 @@
+"""A trainer that works as one process does, for a while.
+
+A planned step hands each rank its own number of micro-batches, and an evaluation gives every rank
+the results of all rows. What a trainer gathers from other processes meanwhile would meet nobody, or
+count everything once for each rank. So its accelerator is replaced by one that is alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+__all__ = ["OneProcess", "as_one_process", "one_process_loader"]
+
+
+class OneProcess:
+    """An accelerator of one process; what it does not know is the real one's."""
+
+    num_processes = 1
+    process_index = 0
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def gather(self, values: Any) -> Any:
+        """The values of all processes, of which there is one."""
+        return values
+
+    def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
+        """The values, of the last batch of a data loader those of the samples that are left."""
+        from accelerate.utils import recursively_apply
+
+        state = self.real.gradient_state
+        left = state.remainder if state.end_of_dataloader else 0
+        if left <= 0:
+            return values
+        return recursively_apply(partial(_first, left), values)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum or mean over one process."""
+        return tensor
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, **_: Any) -> Any:
+        """The tensor, as no other has another width."""
+        return tensor
+
+    def wait_for_everyone(self) -> None:
+        """Does nothing."""
+
+    def unwrap_model(self, model: Any, *args: Any, **named: Any) -> Any:
+        """The model in wrappers of Accelerate, and in a stand-in."""
+        return self.real.unwrap_model(getattr(model, "stands_for", model), *args, **named)
+
+    def prepare(self, *given: Any, **named: Any) -> Any:
+        """A data loader that gives every process all batches; what else is given, as Accelerate
+        prepares it."""
+        if len(given) == 1 and isinstance(given[0], DataLoader):
+            return one_process_loader(self.real, given[0])
+        return self.real.prepare(*given, **named)
+
+
+def one_process_loader(accelerator: Any, loader: DataLoader[Any], *, moves: bool = True) -> Any:
+    """What Accelerate makes of a data loader in a single process: the same batches on all ranks, in
+    the same order. Where it ``moves``, tensors are moved to the device."""
+    from accelerate.data_loader import prepare_data_loader
+
+    return prepare_data_loader(
+        loader,
+        accelerator.device if moves else None,
+        num_processes=1,
+        process_index=0,
+        put_on_device=moves,
+        dispatch_batches=False,
+        even_batches=accelerator.even_batches,
+        use_seedable_sampler=accelerator.use_seedable_sampler,
+        data_seed=accelerator.dataloader_config.data_seed,
+    )
+
+
+def _first(count: int, x: torch.Tensor) -> torch.Tensor:
+    return x[:count] if x.dim() else x
+
+
+@contextmanager
+def as_one_process(trainer: Any) -> Iterator[None]:
+    """Within the block ``trainer`` meets no other process."""
+    before, gathers = trainer.accelerator, trainer.gather_function
+    if isinstance(before, OneProcess):
+        yield
+        return
+    alone = OneProcess(before)
+    trainer.accelerator = alone
+    trainer.gather_function = partial(
+        alone.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object
+    )
+    try:
+        yield
+    finally:
+        trainer.accelerator, trainer.gather_function = before, gathers

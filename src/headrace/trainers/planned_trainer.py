@@ -1,0 +1,567 @@
+"""transformers' Trainer, and TRL's, with planned steps.
+
+    Trainer = headrace.trainer(transformers.Trainer)
+    trainer = Trainer(model=model, args=args, train_dataset=dataset, ...)
+    trainer.train()
+
+All stays the trainer's: arguments, callbacks, logs, checkpoints, and the update (clipping,
+optimizer, scheduler). What changes is a step: it has the samples that all ranks would have taken
+together, is planned by their lengths, and its loss and gradients are those of one process.
+
+A loss that is a sum over tokens is made of the trainer's own ``compute_loss`` on each micro-batch.
+Losses of whole sequences (DPO, rewards) take two passes: planned forwards give every rank the
+values of all samples, the trainer's ``compute_loss`` makes its loss of them, and a planned step has
+the gradients of these values.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from headrace.adopt.held_still import held_still
+from headrace.comm.collectives import gather_floats
+from headrace.config.planner_config import PlannerConfig
+from headrace.engine.attach import Attached, attach
+from headrace.engine.attach_options import MeasureOptions, SampleOptions, SpreadOptions
+from headrace.engine.listener import tell
+from headrace.errors import DataError, MissingExtra, ModelError, SpecError
+from headrace.spec.step import Step
+from headrace.trainers.one_process import as_one_process
+from headrace.trainers.refusals import Kind, kind_of, require_base, require_combinable
+from headrace.trainers.stand_ins import Outcome, PartOfModel, Sums, WholeModel, fused_head
+from headrace.trainers.token_scores import ScoredModel, TokenScores, without_labels
+from headrace.trainers.train_loader import Collated, longest_of, train_loader
+from headrace.units import parse_count
+
+__all__ = ["TrainerOptions", "trainer"]
+
+Base = TypeVar("Base")
+
+_STATE = "headrace.json"
+"""The file of a checkpoint with what plans follow from."""
+
+_SAME = {torch.float32: 1e-4, torch.float64: 1e-9}
+"""How near the loss of the trainer's own batch must be to that of the same samples spread; 3e-2 for
+other types."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerOptions:
+    """The arguments of :func:`trainer`."""
+
+    batch_tokens: int | None
+    longest: int | None
+    planner: PlannerConfig
+    spread: SpreadOptions
+    measure: MeasureOptions
+    check_loss: bool
+    out: str | Path | None
+    on_step: Callable[[Step], object]
+    say: Callable[[str], object]
+
+
+def trainer(
+    base: type[Base],
+    *,
+    batch_tokens: int | str | None = None,
+    longest: int | str | None = None,
+    planner: PlannerConfig | None = None,
+    spread: SpreadOptions | None = None,
+    measure: MeasureOptions | None = None,
+    check_loss: bool = True,
+    out: str | Path | None = None,
+    on_step: Callable[[Step], object] = lambda step: None,
+    say: Callable[[str], object] = tell,
+) -> type[Base]:
+    """Make a trainer of transformers, or of TRL, whose steps are planned.
+
+    A step has ``per_device_train_batch_size`` times ``gradient_accumulation_steps`` times the
+    number of ranks samples, those that one process would take with the batch size of all ranks.
+
+    Args:
+        base: ``transformers.Trainer``, a class made of it, or TRL's ``SFTTrainer``, ``DPOTrainer``
+            or ``RewardTrainer``.
+        batch_tokens: Tokens of one step (``"64Ki"``), about, in the place of a number of samples.
+        longest: Tokens of the longest sample: needed where the data set has no length.
+        planner: All options of a planner.
+        spread: How a model is spread over ranks.
+        measure: The memory of a rank, and where costs come from.
+        check_loss: Whether the loss is checked in the first step: it must be a sum over the labels,
+            divided by ``num_items_in_batch``.
+        out: The folder for metrics and plans, which ``headrace report`` reads.
+        on_step: Called with every finished step, its plan and its times, on the first rank.
+        say: Called with lines for people, on the first rank.
+
+    Returns:
+        A class that takes the arguments of ``base``.
+
+    Raises:
+        SpecError: For a class that plans cannot be made for, and when a trainer of the class is
+            made, for arguments that cannot be combined with planned steps.
+
+    Example:
+        >>> trainer = hr.trainer(SFTTrainer)(model=model, args=args, train_dataset=dataset)
+        >>> trainer.train(resume_from_checkpoint=True)
+    """
+    try:
+        require_base(base)
+    except ModuleNotFoundError:
+        raise MissingExtra("transformers", extra="hf", needed_for="hr.trainer") from None
+    options = TrainerOptions(
+        batch_tokens=_tokens(batch_tokens),
+        longest=_tokens(longest),
+        planner=planner or PlannerConfig(),
+        spread=spread or SpreadOptions(),
+        measure=measure or MeasureOptions(),
+        check_loss=check_loss,
+        out=out,
+        on_step=on_step,
+        say=say,
+    )
+    names = {"__module__": base.__module__, "__doc__": base.__doc__, "_planned": options}
+    return type(base.__name__, (_Planned, base), names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Coming:
+    """What a trainer takes for the batches of a step: all but the last have none."""
+
+    batches: Sequence[list[Collated]] = ()
+
+
+if TYPE_CHECKING:
+    _Trainer: Any
+else:
+    _Trainer = object
+
+
+class _Planned(_Trainer):
+    """Before a trainer's own class in the order of its methods: takes planned steps."""
+
+    _planned: TrainerOptions
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        self._run: Attached | None = None
+        self._looked = False
+        super().__init__(*args, **named)
+        self._kind: Kind = kind_of(type(self))
+        budget = self._planned.batch_tokens is not None
+        require_combinable(self, self._kind, budget=budget)
+        _require_one_mean(self, self._kind)
+
+    # What the trainer asks for before its steps.
+
+    def get_train_dataloader(self) -> Any:
+        """A loader of the samples of all ranks, in the order of one process."""
+        if self.train_dataset is None:
+            return super().get_train_dataloader()  # says what is missing
+        return train_loader(
+            self,
+            alone=self._kind in ("sums", "sft"),
+            budget=self._planned.batch_tokens,
+            say=self._planned.say,
+        )
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> Any:
+        """Wrap the model and make the optimizer as the trainer does, then spread the model."""
+        if self._run is not None:
+            self._run.detach()
+            self._run = None
+        found = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        self._run = self._attached()
+        self._looked = not self._planned.check_loss
+        if resume_from_checkpoint is not None:
+            path = Path(resume_from_checkpoint, _STATE)
+            state = json.loads(path.read_text("utf-8")) if path.exists() else None
+            self._run.go_on(self.state.global_step, state)
+        return found
+
+    def _attached(self) -> Attached:
+        """The run over the trainer's model, wrapped as it is, which leaves the update to it."""
+        options, model = self._planned, self.model_wrapped
+        model.train()
+        longest, total = longest_of(self, options.longest)
+        samples = self._train_batch_size * self.args.world_size
+        samples *= self.args.gradient_accumulation_steps
+        most = longest * samples
+        if total is not None:
+            most = min(most, max(longest, total * samples // max(1, len(self.train_dataset))))
+        example = None
+        if self._kind == "scores":
+            model = TokenScores(self.accelerator.unwrap_model(model)).train()
+            first = next(iter(self.train_dataset))
+            example = without_labels(torch.as_tensor(first["chosen_ids"]), {})
+        spread = SampleOptions(labels="same" if self._kind == "scores" else None)
+        return attach(
+            model,
+            getattr(self.optimizer, "optimizer", self.optimizer),
+            longest=longest,
+            example=example,
+            batch_tokens=options.batch_tokens or most,
+            update=False,
+            check_loss=options.check_loss and self._kind in ("sums", "sft"),
+            seed=self.args.seed,
+            planner=options.planner,
+            samples=spread,
+            spread=options.spread,
+            measure=options.measure,
+            out=options.out,
+            on_step=options.on_step,
+            say=options.say,
+        )
+
+    # A step.
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[_Coming], None]:
+        """The samples of a step, all in the last of as many batches as it has."""
+        batches = list(islice(epoch_iterator, num_batches))
+        if not batches:
+            return [], None
+        return [*[_Coming()] * (len(batches) - 1), _Coming(batches=batches)], None
+
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Take a planned step, all but its update; returns its loss, the same on all ranks."""
+        if not isinstance(inputs, _Coming):
+            raise SpecError(
+                "training_step",
+                got=f"inputs of {type(inputs).__name__}",
+                wanted="what get_batch_samples gave",
+                hint="call super().training_step(model, inputs, num_items_in_batch) with its own",
+            )
+        loss = 0.0
+        if inputs.batches:
+            model.train()
+            if callable(getattr(self.optimizer, "train", None)):
+                self.optimizer.train()
+            direct = self._kind in ("sums", "sft")
+            loss = (self._one_pass if direct else self._two_passes)(model, inputs.batches)
+        return torch.tensor(loss, device=self.args.device)
+
+    def _one_pass(self, model: Any, batches: Sequence[list[Collated]]) -> float:
+        """A step of a loss that is a sum over tokens."""
+        assert self._run is not None, "made before the first step"
+        items = [item for batch in batches for item in batch]
+        if not self._looked:
+            self._look(model, items)
+            self._looked = True
+        samples = [sample.fields for item in items for sample in item.samples]
+        step, sums = self._run.step(samples), Sums()
+        for micro in step:
+            counted = micro.sequences and not micro.checking
+            with micro:
+                loss = self._part_loss(
+                    model, micro.inputs, micro.labels, micro.targets, sums if counted else None
+                )
+                micro.backward(loss)
+        tokens = sum(len(sample["input_ids"]) for sample in samples)
+        self._note_tokens(tokens)
+        if self._kind == "sft":
+            self._report(sums, tokens, step.tokens)
+        return step.loss
+
+    def _part_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        labels: torch.Tensor,
+        targets: int,
+        sums: Sums | None = None,
+    ) -> torch.Tensor:
+        """The trainer's own loss of the local tokens of a micro-batch, over the targets of the
+        step."""
+        part = PartOfModel(model, inputs, labels, shifts=self._shifts, sums=sums)
+        items = torch.tensor(targets, device=labels.device)
+        with self._unreported(), as_one_process(self), self.compute_loss_context_manager():
+            return self.compute_loss(part, dict(part.inputs), num_items_in_batch=items)
+
+    @property
+    def _shifts(self) -> bool:
+        """Whether labels are of the next token."""
+        assert self._run is not None, "made before the first step"
+        return bool(self._run.predicts_next)
+
+    def _look(self, model: Any, items: Sequence[Collated]) -> None:
+        """Compare the loss of a batch as the trainer collates and computes it with that of the same
+        samples spread over all ranks. Collective. Raises ModelError on all ranks where they
+        differ."""
+        assert self._run is not None, "made before the first step"
+        few = sorted(items, key=_tokens_of)[:2]
+        with_loss = [item for item in few if _has_target(item)]
+        if not with_loss:
+            few = [item for item in items if _has_target(item)][:2]
+        if not few:
+            return  # the step says so
+        batch = self._prepare_inputs(self.data_collator([item.item for item in few]))
+        with torch.no_grad(), held_still(model, training=True):
+            with self._unreported(), as_one_process(self), self.compute_loss_context_manager():
+                count = self._get_num_items_in_batch([batch], self.args.device)
+                plain = self.compute_loss(model, dict(batch), num_items_in_batch=count)
+            rows = {k: v for k, v in batch.items() if _is_of_tokens(v, batch["input_ids"])}
+            with self._run.shard(rows) as part:
+                assert part.labels is not None, "looked for above"
+                own = self._part_loss(model, part.inputs, part.labels, part.targets)
+        total = sum(row[0] for row in gather_floats([float(own)], dist.group.WORLD))
+        wanted, dtype = float(plain), next(self.model.parameters()).dtype
+        half = self.args.bf16 or dtype not in _SAME
+        limit = (3e-2 if half else _SAME[dtype]) * max(abs(wanted), abs(total))
+        if math.isfinite(wanted) and not abs(total - wanted) <= limit:
+            raise ModelError(
+                f"loss of {type(self).__name__}",
+                got=f"{total:.6g} of {len(few)} samples spread",
+                wanted=f"{wanted:.6g}, as compute_loss makes of them in one batch",
+                hint="a loss is a sum over tokens with a label, divided by num_items_in_batch; a "
+                "data collator gives the same of a sample alone and in a batch",
+            )
+
+    # What is counted and reported.
+
+    def _note_tokens(self, tokens: int) -> None:
+        """Count the tokens of a step, which all ranks know; padding there is none."""
+        if str(getattr(self.args, "include_num_input_tokens_seen", "no")) != "no":
+            self.state.num_input_tokens_seen += tokens
+        if self.is_world_process_zero() and hasattr(self.model, "floating_point_ops"):
+            self.current_flos += float(
+                self.model.floating_point_ops({"input_ids": torch.empty(tokens, device="meta")})
+            )
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """0 of a batch: the operations of a step are counted with it."""
+        return 0 if isinstance(inputs, _Coming) else super().floating_point_ops(inputs)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Nothing of a batch: the tokens of a step are counted with it."""
+        if not isinstance(inputs, _Coming):
+            super()._track_num_input_tokens(inputs)
+
+    @contextmanager
+    def _unreported(self) -> Iterator[None]:
+        """Within the block TRL's trainers report nothing: what a part has is reported with all."""
+        if self._kind == "sums":
+            yield
+            return
+        metrics, tokens = self._metrics, self._total_train_tokens
+        self._metrics = {mode: _Lists() for mode in metrics}
+        try:
+            yield
+        finally:
+            self._metrics, self._total_train_tokens = metrics, tokens
+
+    def _report(self, sums: Sums, tokens: int, targets: int) -> None:
+        """Have SFTTrainer report a step as one batch, by its own formulas. Collective."""
+        rows = gather_floats(sums.values, dist.group.WORLD)
+        found = [torch.tensor([sum(column)]) for column in zip(*rows, strict=True)]
+        names = ("log_probs", "entropy", "is_top1", "label_mask")
+        outputs = SimpleNamespace(**dict(zip(names, found, strict=True)), aux_loss=None)
+        own: Any = next(
+            kind
+            for kind in type(self).__mro__
+            if kind.__name__ == "SFTTrainer" and kind.__module__ == "trl.trainer.sft_trainer"
+        )
+        smoother, func = self.label_smoother, self.compute_loss_func
+        self.label_smoother = self.compute_loss_func = None
+        try:
+            with as_one_process(self):
+                own.compute_loss(
+                    self,
+                    partial(_given, outputs),
+                    {"attention_mask": torch.tensor([tokens])},
+                    num_items_in_batch=torch.tensor(targets),
+                )
+        finally:
+            self.label_smoother, self.compute_loss_func = smoother, func
+
+    # Losses of whole sequences.
+
+    def _two_passes(self, model: Any, batches: Sequence[list[Collated]]) -> float:
+        """A step of a loss of whole sequences: their values, its gradient by them, and a planned
+        step with these gradients."""
+        assert self._run is not None, "made before the first step"
+        outcomes, total, tokens = list[Outcome](), 0.0, 0
+        for items in batches:
+            batch = self._prepare_inputs(self.data_collator([item.item for item in items]))
+            tokens += int(batch["attention_mask"].sum())
+            with self._stood_in(outcomes) as whole:
+                loss = self.compute_loss(whole, batch) / len(batches)
+            loss.backward()
+            total += float(loss)
+        samples = [sample for outcome in outcomes for sample in outcome.given()]
+        gradients = [gradient for outcome in outcomes for gradient in outcome.gradients()]
+        scores = self._kind == "scores"
+        self._run.backward(
+            samples,
+            _scores if scores else _log_probs,
+            gradients,
+            more=None if scores else fused_head,
+        )
+        self._note_tokens(tokens)
+        return total
+
+    @contextmanager
+    def _stood_in(
+        self, outcomes: list[Outcome] | None = None, *, makes_logits: bool = True
+    ) -> Iterator[Any]:
+        """Within the block the trainer works as one process, and its models are planned forwards on
+        all ranks; gives the one that stands in the place of the model."""
+        run = self._run
+        assert run is not None, "made before"
+        model, reference = self.model, getattr(self, "ref_model", None)
+        if self._kind == "scores":
+            whole: Any = ScoredModel(run, model, outcomes=outcomes)
+        else:
+            whole = WholeModel(
+                run,
+                model,
+                shifts=self._shifts,
+                makes_logits=makes_logits,
+                outcomes=outcomes,
+            )
+        with ExitStack() as undo:
+            undo.enter_context(as_one_process(self))
+            undo.enter_context(self.compute_loss_context_manager())
+            if self._kind == "pairs":
+                undo.callback(setattr, self, "ref_model", reference)
+                undo.callback(setattr, self, "model", model)
+                self.ref_model = self._reference(run, model, reference)
+                self.model = whole
+            yield whole
+
+    def _reference(self, run: Attached, model: Any, reference: Any) -> Any:
+        """What stands in the place of DPO's reference: another model, or this one without its
+        adapter."""
+        if reference is not None:
+            return WholeModel(run, reference, spread=reference)
+        inner = self.accelerator.unwrap_model(model)
+        if not hasattr(inner, "peft_config"):
+            return None  # its log-probabilities were computed before
+        from trl.trainer.utils import use_adapter
+
+        name = "ref" if "ref" in inner.peft_config else None
+        return WholeModel(run, model, around=lambda: use_adapter(inner, adapter_name=name))
+
+    # Evaluation and prediction: as one process does them, with forwards that all ranks share.
+
+    def get_eval_dataloader(self, *args: Any, **named: Any) -> Any:
+        """A loader that gives every rank all batches, as one process has them."""
+        with as_one_process(self):
+            return super().get_eval_dataloader(*args, **named)
+
+    def get_test_dataloader(self, *args: Any, **named: Any) -> Any:
+        """A loader that gives every rank all batches, as one process has them."""
+        with as_one_process(self):
+            return super().get_test_dataloader(*args, **named)
+
+    def evaluation_loop(self, *args: Any, **named: Any) -> Any:
+        """Evaluate as one process does: every rank has the results of all samples."""
+        with as_one_process(self):
+            return super().evaluation_loop(*args, **named)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        """The results of a batch, whose forwards all ranks share once a run has begun."""
+        if self._run is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        with torch.no_grad(), self._stood_in(makes_logits=not prediction_loss_only) as whole:
+            return super().prediction_step(whole, inputs, prediction_loss_only, ignore_keys)
+
+    # Checkpoints.
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write the trainer's checkpoint, and beside it what plans follow from."""
+        super()._save_checkpoint(model, trial)
+        if self._run is not None and self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+            if folder.is_dir():
+                text = json.dumps(self._run.planner_state())
+                (folder / _STATE).write_text(text, encoding="utf-8")
+
+
+class _Lists(dict[str, list[Any]]):
+    """Lists that are there when they are asked for."""
+
+    def __missing__(self, name: str) -> list[Any]:
+        found = self[name] = list[Any]()
+        return found
+
+
+def _given(outputs: Any, **_: Any) -> Any:
+    """What stands for a model that gives these outputs."""
+    return outputs
+
+
+def _log_probs(outputs: Any, micro: Any) -> torch.Tensor:
+    """The log-probability of each local token's label, [1, s_r]."""
+    found: torch.Tensor = outputs.log_probs
+    return found
+
+
+def _scores(outputs: torch.Tensor, micro: Any) -> torch.Tensor:
+    """The score of each local token, [1, s_r]."""
+    return outputs[..., 0]
+
+
+def _tokens(value: int | str | None) -> int | None:
+    return parse_count(value) if isinstance(value, str) else value
+
+
+def _tokens_of(item: Collated) -> int:
+    return sum(len(sample.fields["input_ids"]) for sample in item.samples)
+
+
+def _has_target(item: Collated) -> bool:
+    """Whether a token of an item has a label that a token before predicts. Raises DataError where
+    a data collator gives no labels."""
+    for sample in item.samples:
+        labels = sample.fields.get("labels")
+        if labels is None:
+            raise DataError(
+                "samples as the data collator gives them",
+                got=f"fields {', '.join(sample.fields)}",
+                wanted="labels",
+                hint="DataCollatorForLanguageModeling(tokenizer, mlm=False) makes them of tokens",
+            )
+        if bool((labels[1:] >= 0).any()):
+            return True
+    return False
+
+
+def _is_of_tokens(value: Any, ids: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape
+
+
+def _require_one_mean(own: Any, kind: Kind) -> None:
+    """Raise SpecError where one process would weigh the batches of a step alike, whatever tokens
+    they have: the loss of a model that is not given their number."""
+    several = own.args.gradient_accumulation_steps > 1
+    scaled = own.model_accepts_loss_kwargs or own.compute_loss_func is not None
+    if (
+        kind == "sums"
+        and several
+        and not scaled
+        and not getattr(own, "loss_is_scaled_for_ga", None)
+    ):
+        raise SpecError(
+            "gradient_accumulation_steps",
+            got=own.args.gradient_accumulation_steps,
+            wanted=f"1 for {type(own.model).__name__}, which takes no num_items_in_batch",
+            hint="its loss is a mean of the means of batches: raise per_device_train_batch_size "
+            "instead, as plans cut a step into what fits",
+        )

@@ -1,0 +1,238 @@
+"""What stands in a model's place where a trainer computes its loss.
+
+    PartOfModel   a micro-batch of a planned step: the trainer's compute_loss on the local tokens
+    WholeModel    a whole batch: planned forwards on all ranks, and their results on each of them
+
+A trainer shifts labels itself, by cutting off the last column of logits and the first of labels.
+Of a part of a batch that would lose the token at its border. So a part's labels, which are moved to
+the places that predict them, come with one column before them, and its logits with one behind:
+whoever shifts gets the pairs of the part, and all of them.
+
+Shape legend: s_r local tokens of a micro-batch; V tokens in a vocabulary; a batch of b rows of S
+columns; n tokens of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from headrace.engine.attach import Attached
+from headrace.errors import ModelError
+from headrace.ops.loss import IGNORED
+from headrace.trainers.rows import RowSample, columns_of, samples_of
+
+__all__ = ["Outcome", "PartOfModel", "StandIn", "Sums", "WholeModel", "fused_head"]
+
+_FUSED = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+"""What TRL's models give of each token that has a label."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Sums:
+    """Sums over the tokens of a step on this rank, of what TRL's trainers report.
+
+    Attributes:
+        values: Of log-probabilities, entropies and right tokens, and how many tokens were counted.
+        tokens: Tokens that the model was given.
+    """
+
+    values: list[float] = field(default_factory=lambda: [0.0] * 4)
+    tokens: int = 0
+
+    def add(self, outputs: Any) -> None:
+        """Add what a model gave of its local tokens."""
+        parts = (outputs.log_probs, outputs.entropy, outputs.is_top1, outputs.label_mask)
+        self.values = [
+            total + float(part.detach().double().sum())
+            for total, part in zip(self.values, parts, strict=True)
+        ]
+
+
+class StandIn:
+    """A callable in the place of ``stands_for``, whose attributes it has."""
+
+    def __init__(self, stands_for: Any) -> None:
+        self.stands_for = stands_for
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stands_for, name)
+
+
+class PartOfModel(StandIn):
+    """A model as it is called for the ``inputs`` of a micro-batch with ``labels`` [1, s_r] at the
+    places that predict them."""
+
+    def __init__(
+        self,
+        model: Any,
+        inputs: Mapping[str, torch.Tensor],
+        labels: torch.Tensor,
+        *,
+        shifts: bool,
+        sums: Sums | None = None,
+    ) -> None:
+        super().__init__(model)
+        self._labels, self._shifts, self._sums = labels, shifts, sums
+        before = labels.new_full((labels.shape[0], 1), IGNORED)
+        self._given = torch.cat([before, labels], dim=1) if shifts else labels
+        self.inputs = {**inputs, "labels": self._given}
+
+    def __call__(self, **named: Any) -> Any:
+        """The results of the model for the local tokens."""
+        labels = named.pop("labels", None)
+        if labels is not None and labels is not self._given:
+            raise ModelError(
+                "labels in compute_loss",
+                got="others than those of inputs",
+                wanted='inputs["labels"], as the trainer gave them',
+                hint="change labels in the data set or the data collator",
+            )
+        if named.get("fused_lm_head"):
+            named["shift_labels"] = self._labels
+            outputs = self.stands_for(**named)
+            if self._sums is not None:
+                self._sums.add(outputs)
+            return outputs
+        if labels is not None:
+            return self.stands_for(labels=self._labels, **named)
+        outputs = self.stands_for(**named)
+        if self._shifts and getattr(outputs, "logits", None) is not None:
+            logits = outputs.logits
+            outputs.logits = torch.cat([logits, torch.zeros_like(logits[:, :1])], dim=1)
+        return outputs
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Outcome:
+    """What a :class:`WholeModel` gave of a batch: the ``leaf`` [b, S] or [b] that a loss was made
+    of, and the samples of the batch."""
+
+    leaf: torch.Tensor
+    samples: list[RowSample]
+
+    def given(self) -> list[dict[str, torch.Tensor]]:
+        """The samples as a run takes them."""
+        return [sample.fields for sample in self.samples]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradient of the loss by the value of each token of each sample, [n]."""
+        found = self.leaf.grad
+        if found is None:
+            found = torch.zeros_like(self.leaf)
+        wide = torch.cat([found, torch.zeros_like(found[:, :1])], dim=1)
+        return [wide[s.row, s.columns.to(wide.device)] for s in self.samples]
+
+
+class WholeModel(StandIn):
+    """A model as it is called for whole batches that all ranks have alike. Collective.
+
+    Args:
+        run: The attached run.
+        model: What it stands for.
+        spread: The model to run, where it is not that of the run.
+        around: What forwards run within, as without an adapter.
+        shifts: Whether labels are of the next place.
+        makes_logits: Whether logits are wanted where there are labels too.
+        outcomes: Gets what losses are made of, where gradients are wanted.
+    """
+
+    def __init__(
+        self,
+        run: Attached,
+        model: Any,
+        *,
+        spread: Any = None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        shifts: bool = True,
+        makes_logits: bool = True,
+        outcomes: list[Outcome] | None = None,
+    ) -> None:
+        super().__init__(model)
+        self._run, self._spread, self._around, self._shifts = run, spread, around, shifts
+        self._makes_logits, self._outcomes = makes_logits, outcomes
+
+    def __call__(self, **named: Any) -> Any:
+        """The results of the model for all rows, on every rank."""
+        fused = named.pop("fused_lm_head", False)
+        items = named.pop("num_items_in_batch", None)
+        for name in ("use_cache", "return_dict", "output_router_logits"):
+            named.pop(name, None)
+        labels, ids = named.get("labels"), named["input_ids"]
+        samples = samples_of(named, "input_ids", "a batch")
+        if fused:
+            return self._fused(named, samples)
+        shape = (ids.shape[0], ids.shape[1])
+        if labels is not None and not self._makes_logits:
+            values = self._mapped(samples, _token_losses)
+            return {"loss": self._mean(columns_of(values, samples, shape).sum(), labels, items)}
+        values = self._mapped(samples, _logits)
+        logits = columns_of(values, samples, shape).to(ids.device)
+        if labels is None:
+            return _outputs(logits=logits)
+        first, last = (1, -1) if self._shifts else (0, None)
+        flat, kept = logits[:, :last].flatten(0, 1).float(), labels[:, first:].flatten()
+        total = cross_entropy(flat, kept, ignore_index=IGNORED, reduction="sum")
+        return _outputs(loss=self._mean(total, labels, items), logits=logits)
+
+    def _mean(self, total: torch.Tensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
+        """The loss of a batch: the sum over its tokens by what a trainer has counted, or by those
+        that have a label."""
+        if items is None:
+            items = (labels[:, int(self._shifts) :] != IGNORED).sum()
+        return total.to(labels.device) / items
+
+    def _fused(self, named: Mapping[str, Any], samples: list[RowSample]) -> Any:
+        """What TRL's models give of the tokens of a batch, [b, S - 1] each."""
+        ids, labels = named["input_ids"], named["labels"]
+
+        def values(outputs: Any, micro: Any) -> torch.Tensor:
+            parts = [getattr(outputs, name) for name in _FUSED]
+            return torch.stack(
+                [torch.zeros_like(parts[0]) if p is None else p.to(parts[0]) for p in parts], -1
+            ).float()
+
+        found = self._mapped(samples, values, more=fused_head)
+        wide = columns_of(found, samples, tuple(ids.shape)).to(ids.device)[:, :-1]
+        fields = dict(zip(_FUSED, wide.unbind(-1), strict=True))
+        if self._outcomes is not None and torch.is_grad_enabled():
+            leaf = fields["log_probs"] = fields["log_probs"].clone().requires_grad_()
+            self._outcomes.append(Outcome(leaf=leaf, samples=samples))
+        mask = labels[:, 1:] != IGNORED
+        fields["is_top1"] = fields["is_top1"].bool() & mask
+        return SimpleNamespace(**fields, label_mask=mask, aux_loss=None)
+
+    def _mapped(self, samples: list[RowSample], fn: Any, more: Any = None) -> list[torch.Tensor]:
+        given = [sample.fields for sample in samples]
+        with self._around():
+            return self._run.map(given, fn, model=self._spread, more=more)
+
+
+def fused_head(micro: Any) -> dict[str, Any]:
+    """The arguments by which TRL's models give values of tokens instead of logits."""
+    return {"fused_lm_head": True, "shift_labels": micro.labels}
+
+
+def _logits(outputs: Any, micro: Any) -> torch.Tensor:
+    """The logits of each local token, [1, s_r, V]."""
+    found: torch.Tensor = outputs.logits
+    return found
+
+
+def _token_losses(outputs: Any, micro: Any) -> torch.Tensor:
+    """The cross entropy of each local token, [1, s_r], 0 where it has no label."""
+    flat = outputs.logits.flatten(0, -2).float()
+    found = cross_entropy(flat, micro.labels.flatten(), ignore_index=IGNORED, reduction="none")
+    return found[None]
+
+
+def _outputs(**named: torch.Tensor) -> Any:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    return CausalLMOutput(**named)

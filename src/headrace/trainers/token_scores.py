@@ -1,0 +1,124 @@
+"""Reward models: a score of each sequence, that of its last token.
+
+A model of transformers for sequences picks the score of the last token of each row, so of a packed
+row or of a part it would give one for many. What is spread is a view of it that gives the score of
+every token; the last ones are picked when all are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from headrace.engine.attach import Attached
+from headrace.errors import ModelError
+from headrace.trainers.rows import RowSample, samples_of
+from headrace.trainers.stand_ins import Outcome, StandIn
+
+__all__ = ["ScoredModel", "TokenScores", "without_labels"]
+
+
+class TokenScores(torch.nn.Module):
+    """A view of a model for sequences that gives the score of every token, [b, S, 1].
+
+    Raises ModelError for a model that is no stack of layers with a linear ``score``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if not hasattr(inner, "score") or not hasattr(inner, inner.base_model_prefix):
+            raise ModelError(
+                f"reward model {type(inner).__name__}",
+                got="no layer named score",
+                wanted="a model of transformers for sequences (AutoModelForSequenceClassification)",
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "model":
+                raise
+            return getattr(self.model, name)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **rest: Any,
+    ) -> torch.Tensor:
+        """Tokens [b, S] to scores [b, S, 1]; labels are not looked at."""
+        inner = self.model
+        if hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        stack = getattr(inner, inner.base_model_prefix)
+        hidden = stack(input_ids=input_ids, position_ids=position_ids, **rest).last_hidden_state
+        scores: torch.Tensor = inner.score(hidden)
+        return scores
+
+
+class ScoredModel(StandIn):
+    """A reward model as it is called for whole batches that all ranks have alike. Collective.
+
+    Args:
+        run: The attached run of its :class:`TokenScores`.
+        model: What it stands for.
+        outcomes: Gets what losses are made of, where gradients are wanted.
+    """
+
+    def __init__(self, run: Attached, model: Any, *, outcomes: list[Outcome] | None) -> None:
+        super().__init__(model)
+        self._run, self._outcomes = run, outcomes
+
+    def __call__(self, **named: Any) -> Any:
+        """The scores of all rows, on every rank."""
+        for name in ("use_cache", "return_dict", "margin"):
+            named.pop(name, None)
+        samples = samples_of(named, "input_ids", "a batch")
+        given = [_unlabelled(sample) for sample in samples]
+        found = self._run.map(given, _scores)
+        scores = torch.stack([value[-1] for value in found]).to(named["input_ids"].device)
+        if self._outcomes is not None and torch.is_grad_enabled():
+            scores = scores.clone().requires_grad_()
+            self._outcomes.append(_LastToken(leaf=scores, samples=samples))
+        from transformers.modeling_outputs import SequenceClassifierOutput
+
+        return SequenceClassifierOutput(logits=scores[:, None])
+
+
+class _LastToken(Outcome):
+    """Scores [b], each of the last token of a sample."""
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradient of the loss by the score of each token of each sample, [n]."""
+        found = list[torch.Tensor]()
+        for at, sample in enumerate(self.samples):
+            own = torch.zeros(len(sample.columns))
+            if self.leaf.grad is not None:
+                own[-1] = self.leaf.grad[at]
+            found.append(own)
+        return found
+
+    def given(self) -> list[dict[str, torch.Tensor]]:
+        """The samples as a run takes them."""
+        return [_unlabelled(sample) for sample in self.samples]
+
+
+def _unlabelled(sample: RowSample) -> dict[str, torch.Tensor]:
+    """The fields of a sample with labels that nobody looks at, as a run asks for some."""
+    return without_labels(sample.fields["input_ids"], sample.fields)
+
+
+def without_labels(ids: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """A sample of tokens [n] whose labels are those of a single class."""
+    return {**fields, "input_ids": ids, "labels": torch.zeros_like(ids)}
+
+
+def _scores(outputs: torch.Tensor, micro: Any) -> torch.Tensor:
+    """The score of each local token, [1, s_r]."""
+    return outputs[..., 0].float()

@@ -1,0 +1,216 @@
+"""The samples of a trainer's steps, in the order in which one process would take them.
+
+A trainer on W ranks deals batches of B samples out to its ranks, so W of them are one of B x W
+samples in a single process: the loader here gives every rank just these, with the trainer's own
+sampler, seed and epochs. It reads samples one by one through the data collator, so that they can be
+planned.
+
+With a budget of tokens the order of an epoch is cut into as many batches of about equal tokens as
+the budget needs: the same number in every epoch, and each sample once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+
+from headrace.engine.listener import tell
+from headrace.errors import DataError, SpecError
+from headrace.trainers.one_process import one_process_loader
+from headrace.trainers.rows import RowSample, samples_of
+
+__all__ = ["Collated", "ItemReader", "lengths_of", "longest_of", "train_loader"]
+
+_LENGTH_STRATEGIES = ("group_by_length", "batch_rebalance")
+_TOKENS = ("input_ids", "chosen_ids", "rejected_ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Collated:
+    """An item of the data set, and its samples as the data collator makes them of it alone; none
+    for trainers whose samples belong together."""
+
+    item: Any
+    samples: list[RowSample]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ItemReader:
+    """Reads items through a data collator, one at a time. A loader's ``collate_fn``."""
+
+    collator: Callable[[list[Any]], Any]
+    alone: bool
+
+    def __call__(self, items: list[Any]) -> list[Collated]:
+        """The items, and the samples of each."""
+        return [Collated(item=item, samples=self.samples(item)) for item in items]
+
+    def samples(self, item: Any) -> list[RowSample]:
+        """The samples of an item; none unless items stand ``alone``."""
+        if not self.alone:
+            return []
+        return samples_of(self.collator([item]), "input_ids", "an item")
+
+
+class _Budgeted(BatchSampler):
+    """The order of a sampler, cut into batches of about equal tokens, as many as a budget needs."""
+
+    def __init__(self, sampler: Sampler[int], lengths: NDArray[np.int64], budget: int) -> None:
+        super().__init__(sampler, batch_size=1, drop_last=False)
+        self._lengths = lengths
+        self._count = min(len(lengths), max(1, math.ceil(int(lengths.sum()) / budget)))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = [int(at) for at in self.sampler]
+        ends = np.cumsum(self._lengths[order])
+        start = 0
+        for number in range(1, self._count + 1):
+            end = int(np.searchsorted(ends, ends[-1] * number / self._count, side="right"))
+            end = min(max(end, start + 1), len(order) - (self._count - number))
+            yield order[start:end]
+            start = end
+
+
+def train_loader(
+    trainer: Any, *, alone: bool, budget: int | None, say: Callable[[str], object] = tell
+) -> Any:
+    """A loader that gives every rank the batches of all ranks: lists of :class:`Collated`."""
+    args, dataset, collator = trainer.args, trainer.train_dataset, trainer.data_collator
+    dataset, collator = _columns(trainer, dataset, collator)
+    options: dict[str, Any] = {
+        "collate_fn": ItemReader(collator=collator, alone=alone),
+        "num_workers": args.dataloader_num_workers,
+        "persistent_workers": args.dataloader_persistent_workers,
+        "multiprocessing_context": args.dataloader_multiprocessing_context,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "in_order": args.dataloader_in_order,
+        "worker_init_fn": _SameSeeds(args.dataloader_num_workers),
+    }
+    streams = isinstance(dataset, IterableDataset)
+    if budget is None:
+        options |= {
+            "batch_size": trainer._train_batch_size * args.world_size,  # noqa: SLF001
+            "drop_last": args.dataloader_drop_last,
+        }
+        if not streams:
+            options["sampler"] = _sampler(trainer, dataset, say)
+    elif streams:
+        raise SpecError(
+            "batch_tokens=",
+            got="a data set without a length",
+            wanted="items by number",
+            hint="say per_device_train_batch_size and gradient_accumulation_steps",
+        )
+    else:
+        sampler, lengths = _sampler(trainer, dataset, say), lengths_of(dataset)
+        options["batch_sampler"] = _Budgeted(_seedable(trainer, sampler), lengths, budget)
+    return one_process_loader(trainer.accelerator, DataLoader(dataset, **options), moves=False)
+
+
+def _columns(trainer: Any, dataset: Any, collator: Any) -> tuple[Any, Any]:
+    """The data set and its collator without the columns that the trainer takes away."""
+    if hasattr(dataset, "remove_columns") and not isinstance(dataset, IterableDataset):
+        return trainer._remove_unused_columns(dataset, description="Training"), collator  # noqa: SLF001
+    take = trainer._get_collator_with_removed_columns  # noqa: SLF001
+    return dataset, take(collator, description="Training")
+
+
+def _sampler(trainer: Any, dataset: Any, say: Callable[[str], object]) -> Any:
+    """The trainer's sampler; a random one where it would sort by length, which is said."""
+    from transformers import Trainer
+
+    own = type(trainer)._get_train_sampler is not Trainer._get_train_sampler  # noqa: SLF001
+    strategy = str(getattr(trainer.args, "train_sampling_strategy", "random"))
+    if own or strategy not in _LENGTH_STRATEGIES:
+        return trainer._get_train_sampler(dataset)  # noqa: SLF001
+    if trainer.is_world_process_zero():
+        say(f"{strategy} is passed over: samples come at random, and plans place them by length")
+    return torch.utils.data.RandomSampler(dataset)
+
+
+def _seedable(trainer: Any, sampler: Any) -> Any:
+    """A random sampler whose order follows from the seed and the epoch, as Accelerate makes it."""
+    from accelerate.data_loader import SeedableRandomSampler
+
+    config = trainer.accelerator.dataloader_config
+    if not isinstance(sampler, torch.utils.data.RandomSampler) or not config.use_seedable_sampler:
+        return sampler
+    return SeedableRandomSampler(
+        data_source=sampler.data_source, generator=sampler.generator, data_seed=config.data_seed
+    )
+
+
+class _SameSeeds:
+    """Seeds the workers of a loader alike on all ranks: each reads the samples of all of them."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+
+    def __call__(self, worker: int) -> None:
+        from transformers.trainer_utils import seed_worker
+
+        seed_worker(worker, num_workers=self._workers, rank=0)
+
+
+def lengths_of(dataset: Any) -> NDArray[np.int64]:
+    """The tokens of each item of a data set, [n], the longer of two that are compared."""
+    columns = getattr(dataset, "column_names", None) or ()
+    named = [name for name in _TOKENS if name in columns]
+    if named and hasattr(dataset, "with_format"):
+        import pyarrow.compute as pc
+
+        parts = list[NDArray[np.int64]]()
+        table = dataset.select_columns(
+            [*named, *(["prompt_ids"] if "prompt_ids" in columns else [])]
+        )
+        for rows in table.with_format("arrow").iter(batch_size=10_000):
+            counts = {c: pc.list_value_length(rows[c]).to_numpy() for c in rows.column_names}
+            prompt = counts.pop("prompt_ids", 0)
+            parts.append(np.max(np.stack(list(counts.values())), axis=0) + prompt)
+        return np.concatenate(parts).astype(np.int64)
+    return np.asarray([_length(dataset[at], at) for at in range(len(dataset))], dtype=np.int64)
+
+
+def _length(item: Any, at: int) -> int:
+    found = [item[name] for name in _TOKENS if hasattr(item, "keys") and name in item]
+    if not found:
+        raise DataError(
+            f"item {at} of the data set",
+            got=f"fields {', '.join(map(str, item))}"
+            if hasattr(item, "keys")
+            else type(item).__name__,
+            wanted=f"one of {', '.join(_TOKENS)}",
+            hint="token numbers that a data collator makes are not counted: give "
+            "hr.trainer(..., longest=...)",
+        )
+    return max(len(value) for value in found)
+
+
+def longest_of(trainer: Any, given: int | None) -> tuple[int, int | None]:
+    """Tokens of the longest sample that may come, and those of all samples where they are known."""
+    dataset, most = trainer.train_dataset, getattr(trainer.args, "max_length", None)
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        longest = given or most
+        if longest is None:
+            raise SpecError(
+                "hr.trainer with a data set without a length",
+                got="no longest=",
+                wanted="the tokens of the longest sample that it will give",
+                hint='as hr.trainer(Trainer, longest="8Ki")',
+            )
+        return int(longest), None
+    if given is not None:
+        return given, None
+    lengths = lengths_of(dataset)
+    longest = int(lengths.max())
+    return (longest if most is None else min(longest, int(most))), int(lengths.sum())

@@ -1,0 +1,244 @@
+"""transformers' Trainer with planned steps equals the plain one on one process."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headrace as hr
+from headrace.errors import HeadraceError, SpecError
+from running.trainers.scripts import LOSSES, Script, both, data, language_model, numbers, padded
+from spread import whole
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+NUMBERS = ("loss", "grad_norm", "learning_rate", "epoch")
+
+SCRIPTS = {
+    "ddp": Script(),
+    "accumulated": Script(accumulates=2, arguments={"max_steps": -1, "num_train_epochs": 2}),
+    "sequential, last batch dropped": Script(
+        arguments={
+            "train_sampling_strategy": "sequential",
+            "dataloader_drop_last": True,
+            "max_steps": -1,
+            "num_train_epochs": 2,
+        },
+        accumulates=2,
+    ),
+    "own loss": Script(compute_loss="own"),
+    "loss function": Script(compute_loss="func"),
+    "smoothed": Script(arguments={"label_smoothing_factor": 0.1}),
+    "checkpointed": Script(arguments={"gradient_checkpointing": True}),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [n if n == "ddp" else whole(n) for n in SCRIPTS])
+def test_equals_one_process(name: str, tmp_path: Path) -> None:
+    """Catches other samples, counts, gradients, updates or logs than those of one process."""
+    plain, planned = both(SCRIPTS[name], tmp_path)
+    assert len(numbers(plain, *NUMBERS)) >= 6
+    for found, wanted in zip(numbers(planned, *NUMBERS), numbers(plain, *NUMBERS), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_on_other_numbers_of_ranks(ranks: int, tmp_path: Path) -> None:
+    """Catches what is right on two ranks alone; 20 steps."""
+    script = Script(arguments={"max_steps": 20, "per_device_train_batch_size": 12 // ranks})
+    plain = Script(arguments={"max_steps": 20, "per_device_train_batch_size": 12})
+    wanted = plain.run(1, tmp_path / "plain", planned=False)
+    found = script.run(ranks, tmp_path / "planned")
+    assert len(numbers(wanted, *NUMBERS)) == 20
+    for own, row in zip(numbers(found, *NUMBERS), numbers(wanted, *NUMBERS), strict=True):
+        assert own == pytest.approx(row, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_evaluation_and_prediction(sharded: bool, tmp_path: Path) -> None:
+    """Catches an evaluation by which ranks count other batches than one process, or a metric of
+    some rows, while training and after it."""
+    script = Script(
+        evaluates=True,
+        sharded=sharded,
+        arguments={
+            "eval_strategy": "steps",
+            "eval_steps": 3,
+            "include_num_input_tokens_seen": "non_padding",
+        },
+    )
+    names = ("eval_loss", "eval_accuracy", "eval_rows", "num_input_tokens_seen")
+    plain, planned = both(script, tmp_path)
+    assert len(numbers(plain, *names)) == 3
+    for found, wanted in zip(numbers(planned, *names), numbers(plain, *names), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_goes_on_from_a_checkpoint(sharded: bool, tmp_path: Path) -> None:
+    """Catches a run that goes on with other samples, weights or plans than without a break: within
+    an epoch, and over the end of one."""
+    kept = {"save_strategy": "steps", "save_steps": 2}
+    made = {"sharded": sharded, "drawn": False}
+    through = Script(arguments={"max_steps": 8, **kept}, **made).run(2, tmp_path / "through")
+    folder = tmp_path / "broken"
+    Script(arguments={"max_steps": 8, **kept, "save_total_limit": 9}, **made).run(2, folder)
+    for late in ("checkpoint-6", "checkpoint-8"):
+        (folder / late).rename(tmp_path / late)
+    script = Script(arguments={"max_steps": 8, **kept}, resume=True, **made)
+    again = script.run(2, folder)
+    assert (folder / "checkpoint-4" / "headrace.json").exists()
+    names = ("loss", "grad_norm", "learning_rate")
+    wanted = numbers(through, *names)
+    assert len(wanted) == 8
+    for found, row in zip(numbers(again, *names), wanted, strict=True):
+        assert found == pytest.approx(row, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_budget_of_tokens(tmp_path: Path) -> None:
+    """Catches steps that lose samples, have other ones in other epochs or on other numbers of ranks,
+    or that are far from their budget."""
+    steps = list[int]()
+    script = Script(
+        options={"batch_tokens": 300, "on_step": lambda step: None},
+        arguments={"max_steps": -1, "num_train_epochs": 2, "include_num_input_tokens_seen": "all"},
+    )
+    alone, several = script.run(1, tmp_path / "one"), script.run(2, tmp_path / "two")
+    names = ("loss", "grad_norm", "epoch", "num_input_tokens_seen")
+    for found, row in zip(numbers(several, *names), numbers(alone, *names), strict=True):
+        assert found == pytest.approx(row, rel=1e-5)
+    seen = [0, *(int(row["num_input_tokens_seen"]) for row in alone if "loss" in row)]
+    steps = [after - before for before, after in zip(seen, seen[1:], strict=False)]
+    total = sum(len(item["input_ids"]) for item in data())
+    assert sum(steps) == 2 * total
+    assert sum(steps[: len(steps) // 2]) == total
+    assert max(steps) <= 300 + 60
+    assert min(steps) >= 200
+
+
+REFUSED: dict[str, tuple[Script, str]] = {
+    "fp16": (Script(arguments={"fp16": True}), "fp16"),
+    "compiled": (Script(arguments={"torch_compile": True}), "torch_compile"),
+    "noise": (Script(arguments={"neftune_noise_alpha": 5.0}), "neftune_noise_alpha: got 5.0"),
+    "batch sizes": (Script(arguments={"auto_find_batch_size": True}), "auto_find_batch_size"),
+    "split": (
+        Script(arguments={"accelerator_config": {"split_batches": True}}),
+        "split_batches: got True",
+    ),
+    "layerwise": (
+        Script(arguments={"optim": "galore_adamw_layerwise", "optim_target_modules": ["mlp"]}),
+        "optim: got galore_adamw_layerwise",
+    ),
+    "budget": (
+        Script(options={"batch_tokens": 300}, accumulates=2),
+        "gradient_accumulation_steps: got 2",
+    ),
+    "liger": (Script(arguments={"use_liger_kernel": True}), "use_liger_kernel"),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name: str, tmp_path: Path) -> None:
+    """Catches arguments that are passed over without a word."""
+    script, words = REFUSED[name]
+    with pytest.raises(AssertionError, match=re.escape(words)):
+        script.run(1, tmp_path)
+
+
+LOSS_ERRORS = {
+    "mean": "as compute_loss makes of them in one batch",
+    "unshifted": "as compute_loss makes of them in one batch",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", LOSS_ERRORS)
+def test_losses_that_are_no_sums_are_refused(name: str, tmp_path: Path) -> None:
+    """Catches a user's loss that parts of a batch cannot have, on every rank."""
+    with pytest.raises(AssertionError) as caught:
+        Script(compute_loss=name).run(2, tmp_path)
+    assert str(caught.value).count(LOSS_ERRORS[name]) == 2
+
+
+@pytest.mark.timeout(120)
+def test_a_mean_is_refused_on_one_rank(tmp_path: Path) -> None:
+    """Catches a mean over what one rank has: there all of a batch is in one place."""
+    with pytest.raises(AssertionError, match=r"micro\.targets|num_items_in_batch"):
+        Script(compute_loss="mean").run(1, tmp_path)
+
+
+class _OwnLoader(transformers.Trainer):  # type: ignore[misc]
+    def get_train_dataloader(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        (_OwnLoader, "a get_train_dataloader of its own"),
+        (dict, "hr.trainer: got dict"),
+        (3, "hr.trainer: got int"),
+    ],
+)
+def test_classes_that_are_refused(base: Any, words: str) -> None:
+    """Catches a class whose own method planned steps would pass over."""
+    with pytest.raises(SpecError, match=re.escape(words)):
+        hr.trainer(base)
+
+
+def test_what_the_class_says() -> None:
+    """Catches a class that callbacks, model cards or logs take for another."""
+    made = hr.trainer(LOSSES["own"]())
+    assert made.__name__ == "Own"
+    assert issubclass(made, transformers.Trainer)
+
+
+@pytest.mark.apart
+def test_update_is_the_loop_s_own(tmp_path: Path) -> None:
+    """Catches a step that takes the optimizer's, drops the gradients, or adds to those before it."""
+    import torch
+
+    from running.engine.loops import costs
+
+    model = language_model().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = hr.attach(
+        model,
+        optimizer,
+        longest=64,
+        batch_tokens=512,
+        update=False,
+        say=lambda text: None,
+        measure=hr.MeasureOptions(costs=costs(1)),
+    )
+    samples = [{k: torch.tensor(v) for k, v in item.items()} for item in data(6)]
+    before = [p.detach().clone() for p in model.parameters()]
+    for micro in run.step(samples):
+        micro.backward(model(**micro.inputs).loss)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    found = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(HeadraceError, match="gradients of step 1: got some"):
+        for micro in run.step(samples):
+            micro.backward(model(**micro.inputs).loss)
+    model.zero_grad()
+    model(**padded(data(6))).loss.backward()
+    for own, p in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(own, p.grad, rtol=1e-4, atol=1e-6)
+    run.detach()
+    with pytest.raises(SpecError, match=r"update=False"):
+        hr.attach(model, optimizer, longest=64, update=False, clip=1.0)

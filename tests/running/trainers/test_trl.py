@@ -1,0 +1,95 @@
+"""TRL's trainers with planned steps equal the plain ones on one process, in all that they log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headrace as hr
+from headrace.errors import SpecError
+from running.trainers.scripts import Script, both
+from spread import whole
+
+for name in ("transformers", "accelerate", "datasets", "trl", "peft"):
+    pytest.importorskip(name)
+
+SFT = {"base": "SFTTrainer", "evaluates": True}
+DPO = {"base": "DPOTrainer", "evaluates": True}
+
+SCRIPTS = {
+    "sft": Script(**SFT),
+    "sft, twenty steps": Script(**SFT, arguments={"max_steps": 20}),
+    "sft, packed": Script(**SFT, arguments={"packing": True, "max_steps": 4}),
+    "sft, dft": Script(**SFT, arguments={"loss_type": "dft"}),
+    "sft, smoothed": Script(**SFT, arguments={"label_smoothing_factor": 0.1}),
+    "sft, lora": Script(**SFT, lora=True),
+    "sft, fsdp2": Script(**SFT, sharded=True),
+    "sft, fsdp2, lora": Script(**SFT, sharded=True, lora=True),
+    "dpo": Script(**DPO, accumulates=2),
+    "dpo, coupled": Script(
+        **DPO,
+        arguments={"loss_type": ["aot", "sft", "bco_pair"], "loss_weights": [0.3, 0.5, 0.2]},
+    ),
+    "dpo, fsdp2": Script(**DPO, sharded=True),
+    "rewards": Script(base="RewardTrainer", evaluates=True),
+}
+
+
+def assert_equal(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """All numbers of two logs agree."""
+    assert [sorted(row) for row in found] == [sorted(row) for row in wanted]
+    for own, row in zip(found, wanted, strict=True):
+        assert own == pytest.approx(row, rel=2e-5, abs=2e-5)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [n if n in ("sft", "dpo") else whole(n) for n in SCRIPTS])
+def test_equals_one_process(name: str, tmp_path: Path) -> None:
+    """Catches a loss, a gradient norm, or any other number of the log that is not that of one
+    process: in training, and in evaluation after it."""
+    plain, planned = both(SCRIPTS[name], tmp_path)
+    assert sum("loss" in row for row in plain) >= 4
+    assert sum("eval_loss" in row for row in plain) == 1
+    assert_equal(planned, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_dpo_of_an_adapter(tmp_path: Path) -> None:
+    """Catches a reference that is not the model without its adapter. In the first step both are the
+    same, so who is right there is a matter of rounding."""
+    plain, planned = both(Script(base="DPOTrainer", lora=True), tmp_path)
+    for row in (*plain, *planned):
+        row.pop("rewards/accuracies", None)
+    assert_equal(planned, plain)
+
+
+REFUSED = {
+    "wrapped": (
+        Script(base="SFTTrainer", arguments={"packing": True, "packing_strategy": "wrapped"}),
+        "packing_strategy: got wrapped",
+    ),
+    "offloading": (
+        Script(base="SFTTrainer", arguments={"activation_offloading": True}),
+        "activation_offloading",
+    ),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name: str, tmp_path: Path) -> None:
+    """Catches arguments that are passed over without a word."""
+    script, words = REFUSED[name]
+    with pytest.raises(AssertionError, match=words):
+        script.run(1, tmp_path)
+
+
+def test_trainers_that_are_not_known() -> None:
+    """Catches a trainer whose loss is made in a way that nobody has looked at."""
+    from trl import GRPOTrainer
+
+    with pytest.raises(SpecError, match="TRL's GRPOTrainer"):
+        hr.trainer(GRPOTrainer)
