@@ -17,14 +17,16 @@ from typing import Any
 
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import InfeasiblePlan, SpecError, did_you_mean
-from headrace.planning.baselines import BASELINES
-from headrace.planning.baselines.switching import sequences_of
+from headrace.planners import BASELINES, PLANNERS
+from headrace.planners.switching import sequences_of
 from headrace.planning.batch import SortedBatch
 from headrace.planning.bounds import Bound
-from headrace.planning.formula_search import bounded, formula_table, plan_of, reasons
-from headrace.planning.planner import plan
+from headrace.planning.explain import Candidate, reasons
+from headrace.planning.formula_source import bounded, formula_table, plan_of
+from headrace.planning.generators import Known
 from headrace.planning.problem import Problem
 from headrace.planning.schedule import Assignment
+from headrace.planning.search import plan
 from headrace.spec import Lengths, Plan, Scheme
 
 __all__ = ["OWN", "PlannedIteration", "plan_iterations", "planner_names", "plans_to_json"]
@@ -51,12 +53,8 @@ Make = Callable[[int, Lengths], PlannedIteration]
 
 
 def planner_names(problem: Problem) -> tuple[str, ...]:
-    """Names of the planners for a problem's costs."""
-    staged = isinstance(problem.published, PipelineCosts)
-    return (
-        OWN,
-        *(name for name, one in BASELINES.items() if name == "static" or one.staged == staged),
-    )
+    """Names of the planners for a problem's costs and semantics."""
+    return (OWN, *(name for name, one in BASELINES.items() if one.role.covers(problem)))
 
 
 def plan_iterations(
@@ -109,7 +107,7 @@ def _own(problem: Problem, seed: int) -> Make:
     names = {one.scheme: str(one) for one in problem.published_schemes}
 
     def make(_: int, lengths: Lengths) -> PlannedIteration:
-        made = plan(problem, lengths, seed=seed)
+        made = plan(problem, lengths, seed=seed, generators=PLANNERS[problem.planner])
         text = " + ".join(f"{count}*{names[scheme]}" for scheme, count in made.strategy.counts)
         return PlannedIteration(plan=made, strategy=text)
 
@@ -133,7 +131,9 @@ def _others(problem: Problem, batches: Sequence[Lengths], planner: str, seed: in
         if prepared is not None:
             made: Assignment | None = prepared(number, table)
         else:
-            made = baseline.schedules(table, problem.semantics, seed)
+            known = Known(problem=problem, bound_s=0.0, seed=seed)
+            drafted = baseline.drafts(table, known)
+            made = min(drafted, key=lambda one: one.seconds, default=None)
         if made is None:
             raise InfeasiblePlan(f"a plan by {planner}", got="none that holds the batch")
         bound = bounded(table)
@@ -145,7 +145,7 @@ def _others(problem: Problem, batches: Sequence[Lengths], planner: str, seed: in
             for one in made.phases
         )
         return PlannedIteration(
-            plan=_planned(made, bound, planner, seed),
+            plan=_planned(problem, made, bound, planner, seed),
             phases=phases,
             switch_s=made.switch_s,
             strategy=" then ".join(one.names for one in made.phases) or made.names,
@@ -154,8 +154,12 @@ def _others(problem: Problem, batches: Sequence[Lengths], planner: str, seed: in
     return make
 
 
-def _planned(made: Assignment, bound: Bound, planner: str, seed: int) -> Plan:
-    return plan_of(made, bound).replace(planner=planner, seed=seed, why=reasons([made], bound)[:2])
+def _planned(problem: Problem, made: Assignment, bound: Bound, planner: str, seed: int) -> Plan:
+    """The plan of a schedule of others, with the first two of its reasons."""
+    tried = [Candidate(schedule=made, seconds=made.seconds)]
+    plan = plan_of(made, bound)
+    why = reasons(problem, bound, tried, plan)[:2]
+    return plan.replace(planner=planner, seed=seed, why=why)
 
 
 def plans_to_json(

@@ -32,8 +32,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.planning.priced import Columns, Frontier, PricedScheme
-from headrace.planning.staged_packing import Line
+from headrace.planning.priced import Columns, Frontier, Line, PricedScheme
 from headrace.spec import Lengths
 
 __all__ = [
@@ -42,6 +41,7 @@ __all__ = [
     "PriceTable",
     "SortedBatch",
     "Times",
+    "best_fit",
     "longest_two",
     "prices",
 ]
@@ -126,6 +126,25 @@ def longest_two(times: Sequence[float]) -> tuple[float, float]:
         return times[0], times[0]
     rising = sorted(times)
     return rising[-1], rising[-2]
+
+
+def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> list[list[int]]:
+    """``members``, longest first, each in the bin of ``cap`` tokens that it fills best, a new one
+    where none has room; longer ones stand alone."""
+    bins: list[list[int]] = []
+    unit = 1 << len(members).bit_length()
+    rooms: list[int] = []  # units of room, and the bin, in one number, rising
+    for i in members:
+        length = tokens[i] * unit
+        at = bisect_left(rooms, length)
+        if at < len(rooms):
+            room = rooms.pop(at)
+            bins[room % unit].append(i)
+            insort(rooms, room - length)
+        else:
+            insort(rooms, cap * unit - length + len(bins))
+            bins.append([i])
+    return bins
 
 
 Floats = NDArray[np.float64]
@@ -273,6 +292,18 @@ class PriceTable:
         self._seconds: dict[int, list[float]] = {}
         self._room: dict[int, list[int]] = {}
         self._alike: dict[int, list[int]] = {}
+
+    @classmethod
+    def like(cls, table: PriceTable, schemes: Sequence[PricedScheme]) -> PriceTable:
+        """The prices of other ``schemes`` for the same batch, devices and exchange."""
+        return cls(
+            table.batch,
+            schemes,
+            table.devices,
+            pull_s=table.pull_s,
+            push_s=table.push_s,
+            unhidden=table.unhidden,
+        )
 
     def __len__(self) -> int:
         return len(self.schemes)

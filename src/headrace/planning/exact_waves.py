@@ -26,8 +26,8 @@ from math import inf
 import numpy as np
 
 from headrace.planning.batch import PriceTable
+from headrace.planning.filling import Pipelines
 from headrace.planning.schedule import launch_s
-from headrace.planning.side_by_side import Pipelines
 
 __all__ = ["MOST_SEQUENCES", "exact_waves", "rejoined"]
 

@@ -15,16 +15,19 @@ next larger size, and the sizes from there on are filled again.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heapreplace
+from math import inf, isinf
 
 import numpy as np
 
 from headrace.planning.batch import PriceTable
+from headrace.planning.generators import Draft, Effort, Known, Role, least_time
 from headrace.planning.schedule import Group
 
-__all__ = ["Nesting"]
+__all__ = ["Nested", "Nesting"]
 
 _ROUNDING = 1e-9
 
@@ -41,8 +44,13 @@ class Nesting:
         self.alone = table.alone[self.rows]
         self.area = table.ranks[self.rows] * table.spread[self.rows]
 
+    def fill_in_two_ways(self, tau: float, *, measured: bool = True) -> list[Group] | float:
+        """:meth:`fill`, and where that fails, again with the longest of a size promoted."""
+        found = self.fill(tau, measured=measured)
+        return self.fill(tau, longest=True) if isinstance(found, float) else found
+
     def fill(
-        self, tau: float, *, promotions: int = 2, longest: bool = False
+        self, tau: float, *, measured: bool = True, promotions: int = 2, longest: bool = False
     ) -> list[Group] | float:
         """Groups in which every rank is free within ``tau`` by the usual rows, larger ones first;
         about the part of the work that finds no place where some does not. ``promotions``: how many
@@ -78,7 +86,7 @@ class Nesting:
             level -= 1
         return [group for at in sorted(done, reverse=True) for group in done[at]]
 
-    def by_deadline(self, tau: float) -> list[Group] | float:
+    def by_deadline(self, tau: float, *, measured: bool = True) -> list[Group] | float:
         """:meth:`fill` in another way, for sizes that divide one another and few sequences. Longest
         first, each goes to the size on which it takes the fewest device-seconds and still ends by
         ``tau``, into the group that it fills best."""
@@ -271,3 +279,107 @@ def _cut(segments: Sequence[Segment], p: int) -> tuple[list[Segment], list[Segme
         some = single[at : at + p]
         groups.append((some[-1][0], tuple(sorted(rank for _, rank in some))))
     return groups, [(free, (rank,)) for free, rank in single[end:]]
+
+
+_NESTED = Role(name="nested", tables="nested", costs=("model", "groups"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nested:
+    """Drafts groups one in another: with the sizes that divide one another and, for few sequences,
+    with all where there are others.
+
+    Attributes:
+        role: For which problems it is, and when it is asked.
+        few: Batches of up to so many sequences are tried in more ways.
+        worth: Up to this share above the bound, groups of many sequences are not filled.
+        near: Drafts up to this share above the best are made.
+        probe: Share of the best known time that a filling must gain to be searched.
+    """
+
+    role: Role = _NESTED
+    few: int = 140
+    worth: float = 0.005
+    near: float = 0.01
+    probe: float = 5e-4
+
+    def drafts(self, table: PriceTable, known: Known) -> Iterator[Draft]:
+        """Dealt groups for several target times, then filled ones in the least time. Where
+        frontiers have many rows packing decides what fits into a time, so there nothing is filled
+        but for few."""
+        rows = [
+            k
+            for k in range(len(table))
+            if table.depth[k] == 1 and table.schemes[k].scheme.tensor == 1
+        ]
+        chain, few = _chain(table, rows), len(table.tokens) <= self.few
+        bound_s, high_s = known.bound_s, known.best_s
+        if few and not any(table.fluid):
+            high_s = inf
+        for sizes in [chain, rows] if few and len(chain) < len(rows) else [chain]:
+            nesting = Nesting(table, sizes)
+            for draft in _drafts(nesting, bound_s, high_s * (1 + self.near)):
+                high_s = min(high_s, draft.seconds)
+                yield draft
+            near = high_s <= bound_s * (1 + self.worth)
+            if not few and (any(table.fluid) or near):
+                continue
+            if sizes is chain:
+                found = least_time(
+                    nesting.by_deadline, bound_s, high_s, Effort(least=8e-3, wider=2.0)
+                )
+                if found is not None:
+                    high_s = found.seconds
+                    yield Draft.of(table, found.seconds, found.result, "by deadline")
+            effort = Effort(probe=0.0 if isinf(high_s) else self.probe)
+            fill = nesting.fill_in_two_ways if few else nesting.fill
+            found = least_time(fill, bound_s, high_s, effort)
+            if found is not None:
+                high_s = found.seconds
+                yield Draft.of(table, found.seconds, found.result, "nested")
+
+
+_TARGETS = (1.0, 1.4, inf)
+"""Times for which nested groups are drafted, over the bound: with later ones sequences take fewer
+devices."""
+
+
+def _drafts(nesting: Nesting, bound_s: float, high_s: float) -> list[Draft]:
+    """Nested drafts: for each target time, then without sizes that cost more than they bring."""
+    drafts, tried = list[tuple[float, list[Group]]](), set[tuple[int, ...]]()
+
+    def drafted(target_s: float, levels: Sequence[int]) -> tuple[float, float, tuple[int, ...]]:
+        below_s = min((seconds for seconds, _ in drafts), default=high_s)
+        seconds, key, groups = nesting.dealt(target_s, levels, tried, below_s)
+        tried.add(key)
+        if groups:
+            drafts.append((seconds, groups))
+        return seconds, target_s, key
+
+    levels = list(range(len(nesting.rows)))
+    best_s, target_s, sizes = min(drafted(bound_s * factor, levels) for factor in _TARGETS)
+    gained = True
+    while gained and len(levels) > 1:
+        gained = False
+        for left_out in sorted(set(sizes)):
+            fewer = [level for level in levels if level != left_out]
+            seconds, _, fewer_sizes = drafted(target_s, fewer)
+            if seconds < best_s:
+                best_s, sizes, levels, gained = seconds, fewer_sizes, fewer, True
+                break
+    drafts.sort(key=lambda draft: draft[0])
+    return [Draft.of(nesting.table, seconds, groups, "nested") for seconds, groups in drafts[:2]]
+
+
+def _chain(table: PriceTable, rows: Sequence[int]) -> list[int]:
+    """The longest chain of sizes that divide the next and, the largest, the devices."""
+    best: dict[int, list[int]] = {}
+    for k in rows:
+        width = table.width[k]
+        below = [best[j] for j in best if table.width[j] < width and width % table.width[j] == 0]
+        best[k] = [*max(below, key=len, default=[]), k]
+
+    def key(chain: list[int]) -> tuple[bool, int]:
+        return table.devices % table.width[chain[-1]] == 0, len(chain)
+
+    return max(best.values(), key=key, default=[])

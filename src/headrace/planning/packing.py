@@ -22,9 +22,9 @@ from functools import partial
 from heapq import heapreplace
 from math import inf
 
-from headrace.planning.batch import Packed, PriceTable, longest_two
-from headrace.planning.priced import Frontier
-from headrace.planning.staged_packing import Line, best_fit, pack_stages
+from headrace.planning.batch import Packed, PriceTable, best_fit, longest_two
+from headrace.planning.priced import Frontier, Line
+from headrace.planning.staged_packing import pack_stages
 
 __all__ = ["likely", "pack"]
 

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import exp, floor, log
+from math import ceil, exp, floor, inf, log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ __all__ = [
     "Frontier",
     "LayerTable",
     "Least",
+    "Line",
     "PricedScheme",
     "Row",
     "Share",
@@ -560,6 +561,65 @@ _ROUNDING_BYTES = 1e-3
 
 def _lines(lines: Sequence[Linear]) -> Floats:
     return np.array([(line.slope, line.constant) for line in lines])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A pipeline of ``stages`` by one row: ``c`` seconds and at most ``cap`` tokens a
+    micro-batch, which keeps the devices busy from ``util`` tokens on."""
+
+    stages: int
+    c: float
+    cap: int
+    util: int = 1
+
+    def count(self, work_s: float, tokens: float, longest_s: float) -> int:
+        """How many micro-batches to expect for sequences of ``work_s`` seconds together, the
+        longest of them ``longest_s``.
+
+        One stage: the fewest that hold the tokens. More: with V alike micro-batches a pipeline
+        takes work + c V + (P - 1) max(longest, work / V), least at V = sqrt(work (P - 1) / c), or
+        where the longest sequence fills a micro-batch alone. No more than keep the devices busy.
+        """
+        least = max(1, ceil(tokens / self.cap))
+        if self.stages == 1 or work_s <= 0:
+            return least
+        even = work_s / longest_s if longest_s > 0 else 1.0
+        if self.c > 0:
+            even = min(even, sqrt(work_s * (self.stages - 1) / self.c))
+        most = max(least, int(tokens // self.util))
+        floor = max(least, int(even))
+        if floor >= most:
+            return most
+        bubbles = self.stages - 1
+        low = self.c * floor + bubbles * max(longest_s, work_s / floor)
+        high = self.c * (floor + 1) + bubbles * max(longest_s, work_s / (floor + 1))
+        return floor if low <= high else floor + 1
+
+    def usable_s(self, limit_s: float, longest_s: float) -> float:
+        """Seconds of work that end within ``limit_s``."""
+        return self.usable(limit_s, longest_s)[0]
+
+    def usable(self, limit_s: float, longest_s: float) -> tuple[float, int]:
+        """Seconds of work that end within ``limit_s``, and the tokens of the V micro-batches whose
+        constants are paid then.
+
+        With V micro-batches, work + c V + (P - 1) (max(longest, work / V) + c) <= limit. More of
+        them help until the longest sequence fills one, or their constants cost more than the
+        bubbles.
+        """
+        if self.stages == 1:
+            return limit_s - self.c, self.cap
+        bubbles = self.stages - 1
+        rest_s = limit_s - bubbles * self.c
+        if rest_s <= 0 or longest_s == inf:  # no micro-batch holds such a sequence
+            return 0.0, 0
+        count = (rest_s - bubbles * longest_s) / (longest_s + self.c) if longest_s else rest_s
+        if self.c > 0:
+            count = min(count, sqrt(limit_s * bubbles / self.c) - bubbles)
+        v = max(int(count + 0.5), 1)
+        by_count = (rest_s - self.c * v) * v / (v + bubbles)
+        return min(by_count, rest_s - self.c * v - bubbles * longest_s), v * self.cap
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

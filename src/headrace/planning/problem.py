@@ -302,7 +302,7 @@ def _powers(most: int) -> list[int]:
 Costs = CostModel | PipelineCosts | GroupCosts
 
 _OTHERS = ("bucket", "packed", "dcp")
-"""Baselines that plan groups, by their names in :mod:`headrace.planning.baselines`."""
+"""Baselines that plan groups, by their names in :mod:`headrace.planners`."""
 
 _PLANNERS = ("adaptive", "static", "strategies", *_OTHERS)
 _KEPT = ("_frontiers", "_ideals", "_pricings")
@@ -324,7 +324,7 @@ class Problem:
             in waves, as all ranks meet at every layer.
         planner: What plans may be: ``adaptive`` anything, ``strategies`` pipelines side by side,
             ``static`` one group size. To compare with, ``bucket``, ``packed`` and ``dcp`` are what
-            others do (:mod:`headrace.planning.baselines`).
+            others do (:mod:`headrace.planners`).
         static_size: The group size of ``static``; the best one when left out.
         strategies: All strategies that may be chosen, if there are any.
         sizes: Group sizes that may be used; all with costs when left out.

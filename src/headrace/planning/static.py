@@ -1,25 +1,72 @@
-"""Static schedules: what a user configures by hand, to compare with and never to be worse than.
+"""The generator of static schedules: what a user configures by hand, never to be worse than.
 
 A static schedule of one scheme cuts the devices into as many pipelines of it as there is room for
 (devices that are left over stay idle), and gives the longest sequence first to the pipeline that
-ends first, which packs what it got.
+ends first, which packs what it got. In lockstep its micro-batches are issued one by one, those of
+each group with the longest first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
 from math import inf
 
 import numpy as np
 
 from headrace.planning.batch import PriceTable
-from headrace.planning.dealing import Pipelines, deal
+from headrace.planning.filling import Filler, Pipelines, deal
+from headrace.planning.generators import Effort, Known, Role, least_time
 from headrace.planning.packing import pack
-from headrace.planning.schedule import Assignment, placed
-from headrace.planning.search import Effort, least_time
-from headrace.planning.side_by_side import Filler
+from headrace.planning.schedule import Assignment, launched, placed
 
-__all__ = ["best_static", "best_statics", "static_bounds", "static_s", "static_schedule"]
+__all__ = [
+    "Static",
+    "best_static",
+    "best_statics",
+    "static_bounds",
+    "static_in_lockstep",
+    "static_s",
+    "static_schedule",
+]
+
+_LAUNCHES_SLOWER = 1.01  # Launches are priced by a row up to 1 % slower than the best.
+_EQUAL_BOUNDS = 1.03  # Bounds up to this times the least count as equal.
+
+
+_STATIC = Role(
+    name="static", tables="one size", semantics=("free", "lockstep"), beyond=-inf, final=True
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Static:
+    """Schedules of one scheme everywhere: of the problem's ``static_size`` where it is given.
+
+    Attributes:
+        role: For which problems it is, and when it is asked: whatever the gap, as no plan may be
+            worse than the best static one.
+    """
+
+    role: Role = _STATIC
+
+    def drafts(self, table: PriceTable, known: Known) -> Iterator[Assignment]:
+        """The static schedules that may be the best, or that of the given size."""
+        size, lockstep = known.problem.static_size, known.problem.semantics == "lockstep"
+        if size is not None:
+            if size not in table.width:
+                return
+            table = PriceTable.like(table, [table.schemes[table.width.index(size)]])
+        if lockstep:
+            found = static_in_lockstep(table)
+        elif known.latest_s is not None and size is None:
+            yield from best_statics(table, known.latest_s)
+            return
+        else:
+            found = best_static(table)
+        if found is not None:
+            yield found
 
 
 def static_schedule(
@@ -75,6 +122,33 @@ def best_statics(
                 best_s = min(best_s, made.seconds)
     found.sort(key=lambda item: item[:2])
     return [made for _, _, made in found]
+
+
+def static_in_lockstep(table: PriceTable) -> Assignment | None:
+    """The best static schedule whose micro-batches all ranks start together; None where no scheme
+    holds the longest sequence."""
+    best, best_s, bounds = None, inf, list(static_bounds(table))
+    equal_s = min((bound_s for bound_s, _ in bounds), default=0.0) * _EQUAL_BOUNDS
+    # Of equal bounds the widest groups come first: fewer launches wait for each other.
+    for bound_s, k in sorted(bounds, key=lambda item: (max(item[0], equal_s), -item[1])):
+        if bound_s <= best_s:
+            late = (_LAUNCHES_SLOWER * best_s).__lt__
+            made = _in_lockstep(table, static_schedule(table, k, late=late), late)
+            if made is not None and made.seconds <= best_s:
+                best, best_s = made, made.seconds
+    return best
+
+
+def _in_lockstep(
+    table: PriceTable, found: Assignment | None, late: Callable[[float], bool]
+) -> Assignment | None:
+    """A static schedule issued launch by launch; None where it takes so long that it is late."""
+    if found is None:
+        return None
+    longest = [sorted(own.times, reverse=True) for own in found.packs]
+    if late(sum(map(max, zip_longest(*longest, fillvalue=0.0)))):
+        return None
+    return launched(found)
 
 
 def static_bounds(table: PriceTable) -> Iterator[tuple[float, int]]:

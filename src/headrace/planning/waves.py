@@ -33,8 +33,9 @@ from numpy.typing import NDArray
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.exact_waves import MOST_SEQUENCES, exact_waves, rejoined
+from headrace.planning.filling import Pipelines
+from headrace.planning.generators import Known, Role
 from headrace.planning.schedule import Assignment, launch_s
-from headrace.planning.side_by_side import Pipelines
 
 __all__ = [
     "Begun",
@@ -44,6 +45,7 @@ __all__ = [
     "Wave",
     "WaveCount",
     "WaveFiller",
+    "Waves",
     "openings",
     "sorted_into_waves",
     "waves",
@@ -670,3 +672,33 @@ def _times(
             break
         yield low_s, time_s
         low_s = time_s
+
+
+_WAVES = Role(
+    name="waves",
+    tables="one size",
+    costs=("model", "groups"),
+    semantics=("lockstep",),
+    beyond=-inf,
+    final=True,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waves:
+    """Drafts waves of groups that all start together, for steps in lockstep.
+
+    Attributes:
+        role: For which problems it is, and when it is asked: whatever the gap, as of few sequences
+            the best waves are the bound.
+        effort: About how many sequences are placed.
+    """
+
+    role: Role = _WAVES
+    effort: int = _EFFORT
+
+    def drafts(self, table: PriceTable, known: Known) -> Iterator[Assignment]:
+        """The best waves found for all sequences."""
+        made = waves(table, known.bound_s, seed=known.seed, effort=self.effort)
+        if made is not None:
+            yield made

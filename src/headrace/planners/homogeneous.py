@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from headrace.errors import InfeasiblePlan
-from headrace.planning.baselines.launched import fitting
-from headrace.planning.baselines.megatron import as_they_come
-from headrace.planning.baselines.token_balance import by_tokens
+from headrace.planners.launched import fitting
+from headrace.planners.megatron import as_they_come
+from headrace.planners.token_balance import by_tokens
 from headrace.planning.batch import PriceTable
 from headrace.planning.schedule import Assignment, placed
 from headrace.planning.static import static_schedule

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf
 
 from headrace.errors import InfeasiblePlan
-from headrace.planning.baselines.homogeneous import BatchPlanner, best_scheme
+from headrace.planners.homogeneous import BatchPlanner, best_scheme
 from headrace.planning.batch import Packed, PriceTable, SortedBatch
 from headrace.planning.schedule import Assignment, Group
 from headrace.planning.static import static_schedule

@@ -1,6 +1,6 @@
 """Hydraulis' own planner: its proposal, its greedy dispatch, one packing.
 
-Every strategy that is proposed (:mod:`headrace.planning.baselines.dynamic_program`) is dispatched
+Every strategy that is proposed (:mod:`headrace.planners.dynamic_program`) is dispatched
 and packed for every batch. Algorithm 1 of its appendix E: sequences in random order, each to the
 pipeline that keeps the slowest pipeline's sum_i T(l_i) + (P - 1) T(longest) lowest, the first of
 equals; the best of T trials. All trials run side by side as arrays.
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.planning.baselines.dynamic_program import proposed
-from headrace.planning.baselines.homogeneous import BatchPlanner, roomiest_first
+from headrace.planners.dynamic_program import proposed
+from headrace.planners.homogeneous import BatchPlanner, roomiest_first
 from headrace.planning.batch import PriceTable
+from headrace.planning.filling import Pipelines
 from headrace.planning.schedule import Assignment, placed
-from headrace.planning.side_by_side import Pipelines
-from headrace.planning.strategy_search import Counts
+from headrace.planning.side_by_side import Counts
 
 __all__ = ["by_greedy", "greedy", "hydraulis", "hydraulis_candidates"]
 

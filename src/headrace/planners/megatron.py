@@ -19,7 +19,7 @@ from heapq import heappush, heapreplace
 
 import numpy as np
 
-from headrace.planning.baselines.launched import fitting, in_turn
+from headrace.planners.launched import fitting, in_turn
 from headrace.planning.batch import PriceTable
 from headrace.planning.schedule import Group
 

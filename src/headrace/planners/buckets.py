@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from headrace.planning.baselines.launched import fitting, in_turn
-from headrace.planning.batch import PriceTable
+from headrace.planners.launched import fitting, in_turn
+from headrace.planning.batch import PriceTable, best_fit
 from headrace.planning.schedule import Group
-from headrace.planning.staged_packing import best_fit
 
 __all__ = ["bucket", "buckets", "packed"]
 

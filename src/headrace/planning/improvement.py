@@ -1,21 +1,26 @@
-"""Local search: sequences leave the pipelines that end last.
+"""Packs the best drafts exactly and improves the best schedules by local search.
 
-A step takes the rank that is free last and the pipelines in which it works. One of their sequences
-goes to another pipeline, or changes places with a shorter one there, such that both end earlier by
-the tables. The most promising changes are packed exactly, and the first that really makes every
-rank it touches end earlier is taken. Effort is counted in steps, never in time.
+A step of the local search takes the rank that is free last and the pipelines in which it works.
+One of their sequences goes to another pipeline, or changes places with a shorter one there, such
+that both end earlier by the tables. The most promising changes are packed exactly, and the first
+that really makes every rank it touches end earlier is taken. Effort is counted in steps, never in
+time.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
 
 from headrace.planning.batch import Packed, PriceTable, Times
+from headrace.planning.generators import Draft
 from headrace.planning.packing import pack
 from headrace.planning.schedule import Assignment, Group
 
-__all__ = ["improved"]
+__all__ = ["Improvement", "improved"]
 
 _OTHERS = 8  # earliest pipelines that may take a sequence, besides the first of each other scheme
 _PACKED = 4  # changes of a step that are packed exactly, at most
@@ -24,6 +29,88 @@ _GAIN = 1e-6  # relative gain below which a change counts as rounding
 
 _Change = tuple[float, int, int, int, int]
 """(expected later end of the two, from, to, sequence over, sequence back or -1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Improvement:
+    """How many drafts are packed exactly and improved, in schedules and steps: never in seconds.
+
+    Attributes:
+        few: Of batches of up to so many sequences all drafts are packed where packing is quick.
+        enough: Up to this share above the bound, nothing is improved.
+        packed: Drafts that are packed exactly, at most.
+        polished: Schedules that are improved by local search, at most.
+        alike: Of either, those of one source, at most.
+        near: Schedules up to this share above the best are improved.
+        steps: Steps of local search for each schedule.
+        step_work: Sequences placed in these steps.
+    """
+
+    few: int = 140
+    enough: float = 1e-4
+    packed: int = 5
+    polished: int = 2
+    alike: int = 2
+    near: float = 0.01
+    steps: int = 100
+    step_work: int = 20_000
+
+    def scheduled(
+        self, drafts: Iterable[Draft], found: Iterable[Assignment], bound_s: float
+    ) -> list[Assignment]:
+        """The best drafts packed exactly, with schedules that are packed already, the best of all
+        improved.
+
+        Args:
+            drafts: Schedules timed by usual rows.
+            found: Schedules that are packed.
+            bound_s: Seconds of computing that no schedule beats.
+
+        Returns:
+            All packed schedules, the quickest first.
+        """
+        made = list(found)
+        for draft in self._various(drafts):
+            known_s = min((schedule.expected_s for schedule in made), default=inf)
+            if not draft.is_late(known_s * (1 + self.near)):
+                made.append(Assignment.of(draft.table, draft.groups, draft.source))
+        made.sort(key=lambda schedule: schedule.expected_s)
+        if not made:
+            return made
+        limit_s, seen = made[0].expected_s * (1 + self.near), Counter[str]()
+        for schedule in list(made):
+            done = made[0].expected_s <= bound_s * (1 + self.enough)
+            if done or schedule.expected_s > limit_s or seen.total() >= self.polished:
+                break
+            if seen[schedule.source] >= self.alike:
+                continue
+            seen[schedule.source] += 1
+            steps = min(self.steps, self.step_work // len(schedule.table.tokens))
+            better = improved(schedule, target_s=bound_s, steps=steps)
+            if better is not schedule:
+                made.append(replace(better, source="improved"))
+                made.sort(key=lambda schedule: schedule.expected_s)
+        return made
+
+    def _various(self, drafts: Iterable[Draft]) -> list[Draft]:
+        """The best drafts, some of each source and of several tables, as packing may reorder them;
+        all of few sequences where packing is quick."""
+        drafts = sorted(drafts, key=lambda draft: draft.expected_s)
+        if not drafts:
+            return []
+        fluid = any(any(draft.table.fluid) for draft in drafts)
+        if len(drafts[0].table.tokens) <= self.few and not fluid:
+            return drafts
+        limit_s, found = drafts[0].expected_s * (1 + 2 * self.near), list[Draft]()
+        for shared in (max(1, self.packed - 1), self.packed):
+            for draft in drafts:
+                if draft.expected_s > limit_s or len(found) == self.packed:
+                    break
+                alike = sum(other.source == draft.source for other in found)
+                beside = sum(other.table is draft.table for other in found)
+                if draft not in found and alike < self.alike and beside < shared:
+                    found.append(draft)
+        return found
 
 
 def improved(schedule: Assignment, *, target_s: float, steps: int) -> Assignment:

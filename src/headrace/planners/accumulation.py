@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.planning.baselines.buckets import buckets
-from headrace.planning.baselines.launched import fitting
+from headrace.planners.buckets import buckets
+from headrace.planners.launched import fitting
 from headrace.planning.batch import PriceTable
 from headrace.planning.schedule import Group, launch_s
 
