@@ -17,7 +17,7 @@ from headrace.errors import InfeasiblePlan
 from headrace.planners import BASELINES
 from headrace.planners.differencing import differenced
 from headrace.planners.dynamic_program import proposed
-from headrace.planners.homogeneous import is_groups
+from headrace.planners.groups import is_groups
 from headrace.planners.hydraulis import greedy, hydraulis_candidates
 from headrace.planners.switching import sequences_of, switch_s
 from headrace.planning.batch import PriceTable

@@ -26,7 +26,7 @@ from headrace.planning.formula_source import bounded, formula_table, plan_of
 from headrace.planning.generators import Known
 from headrace.planning.problem import Problem
 from headrace.planning.schedule import Assignment
-from headrace.planning.search import plan
+from headrace.planning.search import GENERATORS, plan
 from headrace.spec import Lengths, Plan, Scheme
 
 __all__ = ["OWN", "PlannedIteration", "plan_iterations", "planner_names", "plans_to_json"]
@@ -54,7 +54,14 @@ Make = Callable[[int, Lengths], PlannedIteration]
 
 def planner_names(problem: Problem) -> tuple[str, ...]:
     """Names of the planners for a problem's costs and semantics."""
-    return (OWN, *(name for name, one in BASELINES.items() if one.role.covers(problem)))
+    others = (name for name, baseline in BASELINES.items() if baseline.role.covers(problem))
+    more = (
+        name
+        for name, generators in PLANNERS.items()
+        if name not in BASELINES and name not in GENERATORS
+        if any(generator.role.covers(problem) for generator in generators)
+    )
+    return (OWN, *others, *more)
 
 
 def plan_iterations(
@@ -66,7 +73,7 @@ def plan_iterations(
     InfeasiblePlan, naming the iteration, for a sequence that no scheme holds.
     """
     known = planner_names(problem)
-    if planner not in known:
+    if planner not in known and planner not in PLANNERS:
         raise SpecError(
             "planner",
             got=repr(planner),
@@ -74,7 +81,11 @@ def plan_iterations(
             hint=did_you_mean(planner, known),
         )
     batches = [Lengths(tokens=tuple(tokens)) for tokens in iterations]
-    make = _own(problem, seed) if planner == OWN else _others(problem, batches, planner, seed)
+    if planner in BASELINES and planner in known:
+        make = _others(problem, batches, planner, seed)
+    else:
+        name = "adaptive" if planner == OWN else planner
+        make = _searched(problem.replace(planner=name), seed)
     found = list[PlannedIteration]()
     for number, lengths in enumerate(batches):
         began = time.perf_counter()
@@ -103,7 +114,8 @@ class _Named:
             )
 
 
-def _own(problem: Problem, seed: int) -> Make:
+def _searched(problem: Problem, seed: int) -> Make:
+    """Plans each iteration by itself, by the generators of the problem's planner."""
     names = {one.scheme: str(one) for one in problem.published_schemes}
 
     def make(_: int, lengths: Lengths) -> PlannedIteration:
@@ -165,8 +177,10 @@ def _planned(problem: Problem, made: Assignment, bound: Bound, planner: str, see
 def plans_to_json(
     problem: Problem, found: Sequence[PlannedIteration], *, planner: str = OWN, seed: int = 0
 ) -> dict[str, Any]:
-    """The plan file of some iterations."""
+    """The plan file of some iterations. Raises SpecError for pipelines one after the other on the
+    same ranks, which a file of pipelines cannot say."""
     if isinstance(problem.published, PipelineCosts):
+        _require_side_by_side(found, planner)
         head = {"kind": "pipelines", "planner": planner, "seed": seed, "devices": problem.devices}
         return {**head, **_pipelines(problem, found)}
     items = [
@@ -232,3 +246,17 @@ def _iteration(one: PlannedIteration, names: Mapping[Scheme, str]) -> dict[str, 
         "planning_s": one.planning_s,
         "why": list(made.why),
     }
+
+
+def _require_side_by_side(found: Sequence[PlannedIteration], planner: str) -> None:
+    """Raise SpecError where pipelines of a plan share ranks."""
+    for number, one in enumerate(found):
+        for made in [phase.plan for phase, _ in one.phases] or [one.plan]:
+            ranks = [rank for pipeline in made.pipelines for rank in pipeline.ranks]
+            if len(ranks) > len(set(ranks)):
+                raise SpecError(
+                    f"plan file of pipelines, iteration {number}",
+                    got=f"pipelines of {planner} one after the other on the same ranks",
+                    wanted="pipelines side by side",
+                    hint="without --json the plan is printed",
+                )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from headrace.errors import InfeasiblePlan
+from headrace.planners.groups import is_groups
 from headrace.planners.launched import fitting
 from headrace.planners.megatron import as_they_come
 from headrace.planners.token_balance import by_tokens
@@ -44,11 +45,6 @@ def static(tables: Sequence[PriceTable]) -> BatchPlanner:
         if k is not None and None not in holding:
             return _one(k, static_schedule)
     return _one(_best(tables, static_schedule), static_schedule)
-
-
-def is_groups(table: PriceTable) -> bool:
-    """Whether all schemes are groups: one stage, and no tensor blocks."""
-    return all(s.depth == 1 and s.scheme.tensor == 1 for s in table.schemes)
 
 
 def max_length(tables: Sequence[PriceTable]) -> BatchPlanner:

@@ -28,7 +28,7 @@ What the paper leaves open, and how it is read:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -66,6 +66,7 @@ class StrategySelector:
 
     costs: CostModel
     p: int
+    options: Collection[LayerOption] | None = None
     working: Working = "replicated"
     gamma: float = 0.0
     memory: MemoryRule = "sum"
@@ -97,6 +98,8 @@ class StrategySelector:
         rated = []
         for text, cost in self.costs.options[self.p].items():
             option = LayerOption.parse(text)
+            if self.options is not None and option not in self.options:
+                continue
             seconds = sum(self.costs.layer_seconds(pack, self.p, option, self.working))
             rated.append((seconds, cost.kept(tokens) + cost.transient(tokens), option))
         left: Strategies = []

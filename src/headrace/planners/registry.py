@@ -10,9 +10,10 @@ import numpy as np
 
 from headrace.planners.accumulation import accumulated, accumulated_s
 from headrace.planners.buckets import bucket, packed
+from headrace.planners.given_layers import Paradyse, SizesOnly
+from headrace.planners.groups import groups_only, is_groups
 from headrace.planners.homogeneous import (
     BatchPlanner,
-    is_groups,
     max_length,
     static,
     token_balance,
@@ -24,7 +25,6 @@ from headrace.planners.switching import switching
 from headrace.planners.token_balance import by_weight
 from headrace.planning.batch import PriceTable
 from headrace.planning.generators import CostKind, Generator, Known, Role, TableKind
-from headrace.planning.priced import PricedScheme
 from headrace.planning.schedule import Assignment, Group, launched
 from headrace.planning.search import GENERATORS
 from headrace.planning.static import (
@@ -109,18 +109,6 @@ class Baseline:
 
 _ASKED_AGAIN = 0.01
 """Share above the bound from which on planners of others are asked again."""
-
-
-def groups_only(table: PriceTable) -> PriceTable:
-    """The schemes of a table that are groups, the roomiest of each width."""
-    if is_groups(table):
-        return table
-    found: dict[int, PricedScheme] = {}
-    for scheme in table.schemes:
-        best = found.get(scheme.devices)
-        if scheme.depth == 1 and (best is None or best.most_tokens < scheme.most_tokens):
-            found[scheme.devices] = scheme
-    return PriceTable.like(table, [*found.values()])
 
 
 def _sizes(table: PriceTable) -> list[PriceTable]:
@@ -257,6 +245,7 @@ BASELINES: Mapping[str, Baseline] = {
         meaning="strategies by a dynamic program, sequences by greedy trials (Hydraulis)",
     ),
     "switching": Baseline(
+        role=replace(_BY_NAME, costs=("pipelines",), semantics=("free",)),
         schedules=_alone(lambda tables, _: switching(tables)),
         least_s=_nothing_s,
         staged=True,
@@ -284,6 +273,8 @@ PLANNERS: Mapping[str, tuple[Generator, ...]] = {
         for name, baseline in BASELINES.items()
         if name not in ("static", "best-static", "switching")
     },
+    "flexsp": (SizesOnly(),),
+    "paradyse": (Paradyse(),),
     **GENERATORS,
     "adaptive": (*GENERATORS["adaptive"], *_asked_again()),
     "strategies": (*GENERATORS["strategies"], *_asked_again()),

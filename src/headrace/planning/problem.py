@@ -85,24 +85,29 @@ class Pricing:
         """Groups of every size for steps in lockstep: weights are gathered from the whole world at
         every layer, which costs seconds, and each rank holds a shard of the world's."""
         if "lockstep" not in self._lockstep:
-            world = max(self.costs.working_bytes)
-            found = (self._in_lockstep(p, world) for p in self.problem.group_sizes)
-            self._lockstep["lockstep"] = tuple(one for one in found if one.most_tokens)
+            found = (self._in_lockstep(p) for p in self.problem.group_sizes)
+            self._lockstep["lockstep"] = tuple(priced for priced in found if priced.most_tokens)
         return self._lockstep["lockstep"]
 
-    def _in_lockstep(self, p: int, world: int) -> PricedScheme:
-        costs, slots = self.costs, self.problem.slots[p]
-        room = costs.capacity_bytes - costs.state_bytes - costs.held_bytes({world}, "sharded")
-        table = Table.of(costs, p, "replicated", self.problem.options[p], room)
-        seconds = table.seconds.copy()
-        # A layer that is computed again has its weights there: its backward gathers them anyway.
-        seconds[:-1, 2] += sum(costs.gather_s.get(world, (0.0, 0.0)))
-        table = replace(table, seconds=seconds)
+    def _in_lockstep(self, p: int) -> PricedScheme:
+        """A group of ``p`` ranks in lockstep."""
+        table, slots = self.lockstep_table(p, self.problem.options[p]), self.problem.slots[p]
         if len(slots) == 1:
-            frontier = mixed_frontier(table, costs.shape.layers)
+            frontier = mixed_frontier(table, self.costs.shape.layers)
         else:
             frontier = listed_frontier(table, slots)
         return PricedScheme(scheme=Scheme(context=p), frontier=frontier, weights="sharded")
+
+    def lockstep_table(self, p: int, options: Sequence[LayerOption]) -> Table:
+        """What layers of some options cost a group of ``p`` ranks in lockstep, whose weights are
+        gathered from the whole world."""
+        costs, world = self.costs, max(self.costs.working_bytes)
+        room = costs.capacity_bytes - costs.state_bytes - costs.held_bytes({world}, "sharded")
+        table = Table.of(costs, p, "replicated", options, room)
+        seconds = table.seconds.copy()
+        # A layer that is computed again has its weights there: its backward gathers them anyway.
+        seconds[:-1, 2] += sum(costs.gather_s.get(world, (0.0, 0.0)))
+        return replace(table, seconds=seconds)
 
     def nested(self, weights: Working, sizes: Sequence[int]) -> tuple[PricedScheme, ...]:
         """Groups of all ``sizes`` on ranks that work in each of them in one step: they hold the
@@ -301,8 +306,20 @@ def _powers(most: int) -> list[int]:
 
 Costs = CostModel | PipelineCosts | GroupCosts
 
-_OTHERS = ("bucket", "packed", "dcp")
-"""Baselines that plan groups, by their names in :mod:`headrace.planners`."""
+_OTHERS = (
+    "bucket",
+    "packed",
+    "dcp",
+    "flexsp",
+    "hydraulis",
+    "paradyse",
+    "karmarkar-karp",
+    "dp-balanced",
+    "hybrid-cp",
+    "max-length",
+    "token-balance",
+)
+"""Planners of others, by their names in ``headrace.planners.PLANNERS``."""
 
 _PLANNERS = ("adaptive", "static", "strategies", *_OTHERS)
 _KEPT = ("_frontiers", "_ideals", "_pricings")
@@ -323,8 +340,9 @@ class Problem:
         semantics: When micro-batches start: ``free`` as soon as their ranks are free, ``lockstep``
             in waves, as all ranks meet at every layer.
         planner: What plans may be: ``adaptive`` anything, ``strategies`` pipelines side by side,
-            ``static`` one group size. To compare with, ``bucket``, ``packed`` and ``dcp`` are what
-            others do (:mod:`headrace.planners`).
+            ``static`` one group size. To compare with, the others are what papers and frameworks
+            do, such as ``bucket``, ``packed``, ``dcp``, ``flexsp``, ``hydraulis`` and
+            ``paradyse`` (``headrace.planners.PLANNERS``).
         static_size: The group size of ``static``; the best one when left out.
         strategies: All strategies that may be chosen, if there are any.
         sizes: Group sizes that may be used; all with costs when left out.

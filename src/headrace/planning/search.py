@@ -282,7 +282,8 @@ class _Search:
         for schedule in promising:
             least_s = min((one.seconds for one in timed), default=inf)
             known = schedule.source != "static" or any(map(_is_static, timed))
-            if not (known and self.source.least_s(schedule) > least_s):
+            late = self.source.simulates and self.source.least_s(schedule) > least_s
+            if not (known and late):
                 timed.append(self.source.timed(schedule))
         timed.sort(key=lambda one: (one.seconds, not _is_static(one)))
         return timed
