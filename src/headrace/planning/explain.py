@@ -31,7 +31,12 @@ _EQUAL = 1e-5  # Relative difference of seconds that is no difference.
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidate:
-    """A schedule with the seconds of its step, without the costs' scale."""
+    """A schedule with the seconds of its step.
+
+    Attributes:
+        schedule: The packed schedule.
+        seconds: Seconds of its step on the clock that counts, without the costs' scale.
+    """
 
     schedule: Assignment
     seconds: float
@@ -150,7 +155,7 @@ def _flat(problem: Problem, bound: Bound, flat: Bound, best: Candidate) -> str |
     """The gap to the bound of unstaged plans, where it is much smaller than that to ``bound``."""
     unscaled = problem.model.replace(scale=1.0)
     over, flat_over = (
-        _ratio(best.seconds, step_bound_s(unscaled, some.seconds)) - 1 for some in (bound, flat)
+        _ratio(best.seconds, step_bound_s(unscaled, low.seconds)) - 1 for low in (bound, flat)
     )
     if flat_over < 0 or flat_over > over - _GAP_SHOWN:
         return None
@@ -213,6 +218,7 @@ def _recomputing(plan: Plan) -> Counter[str]:
 
 
 def _recomputed(plan: Plan) -> str:
+    """A sentence about what is recomputed, in how many micro-batches."""
     counts = _recomputing(plan)
     if not counts:
         return "nothing is recomputed: everything fits"
@@ -257,7 +263,7 @@ def require_lockstep(problem: Problem, longest: int, index: int) -> None:
     from the whole world."""
     _require_positions(problem, longest, index)
     priced = problem.pricing.lockstep()
-    holds = max((one.most_tokens for one in priced), default=0)
+    holds = max((scheme.most_tokens for scheme in priced), default=0)
     if holds < longest:
         raise InfeasiblePlan(
             f"{_name(index, longest)} does not fit",
@@ -282,6 +288,8 @@ def require_strategies(
 
 
 def _require_positions(problem: Problem, longest: int, index: int) -> None:
+    """Raise InfeasiblePlan when sequence ``index`` of ``longest`` tokens is longer than the model's
+    positions."""
     limit = problem.model.shape.longest
     if limit is not None and longest > limit:
         raise InfeasiblePlan(
@@ -293,24 +301,29 @@ def _require_positions(problem: Problem, longest: int, index: int) -> None:
 
 
 def _name(index: int, longest: int) -> str:
+    """What errors call sequence ``index`` of ``longest`` tokens."""
     return f"sequence {index} of {longest:,} tokens"
 
 
 def _most_tokens(problem: Problem, schemes: Iterable[Scheme]) -> int:
+    """The longest sequence, in tokens, that one of the schemes holds; 0 when they hold nothing."""
     found = [problem.pricing.price(scheme, w) for scheme in schemes for w in problem.holding]
     return max((priced.most_tokens for priced in found if priced is not None), default=0)
 
 
 def _most_of(problem: Problem, strategy: Strategy) -> int:
-    """The longest sequence that a strategy takes; 0 where some pipeline of it holds nothing."""
+    """The longest sequence, in tokens, that a strategy holds; 0 where one of its pipelines holds
+    nothing."""
     most = 0
     for weights in problem.holding:
         priced = problem.pricing.strategy(strategy, weights)
-        most = max([most, *(one.most_tokens for one in priced or ())])
+        most = max([most, *(scheme.most_tokens for scheme in priced or ())])
     return most
 
 
 def _require(problem: Problem, schemes: Sequence[Scheme], longest: int, index: int) -> None:
+    """Raise InfeasiblePlan when sequence ``index`` of ``longest`` tokens fits none of the
+    schemes."""
     holds = _most_tokens(problem, schemes)
     if holds < longest:
         _refuse(problem, schemes, longest, index, holds)
@@ -319,6 +332,9 @@ def _require(problem: Problem, schemes: Sequence[Scheme], longest: int, index: i
 def _refuse(
     problem: Problem, among: Sequence[Scheme], longest: int, index: int, holds: int
 ) -> None:
+    """Raise InfeasiblePlan for sequence ``index`` of ``longest`` tokens: by how many bytes it
+    exceeds the roomiest scheme ``among`` those allowed, which hold ``holds`` tokens, and what
+    helps."""
     needed, where, scheme = _least_bytes(problem, among, longest)
     capacity = problem.model.capacity_bytes
     raise InfeasiblePlan(
@@ -330,7 +346,8 @@ def _refuse(
 
 
 def _least_bytes(problem: Problem, among: Iterable[Scheme], tokens: int) -> tuple[int, str, Scheme]:
-    """The fewest bytes that hold a micro-batch of ``tokens``, how in words, and the scheme."""
+    """The fewest bytes of a rank that hold a micro-batch of ``tokens`` on a scheme ``among`` those
+    given, how this is done in words, and the scheme."""
     found = list[tuple[int, Scheme, str]]()
     capacity = problem.model.capacity_bytes
     for scheme in among:
@@ -357,6 +374,8 @@ def _least_bytes(problem: Problem, among: Iterable[Scheme], tokens: int) -> tupl
 def _ways_out(
     problem: Problem, among: Sequence[Scheme], scheme: Scheme, needed: int, longest: int, holds: int
 ) -> list[str]:
+    """What would help a sequence of ``longest`` tokens that needs ``needed`` bytes on ``scheme``,
+    the roomiest ``among`` those allowed, which hold ``holds`` tokens at most."""
     ways, pricing = list[str](), problem.pricing
     roomy = [
         other

@@ -75,8 +75,8 @@ class Filler:
         self._cheapest: dict[int, list[list[int]]] = {}
 
     def cheapest(self, tau: float) -> list[list[int]]:
-        """For every run the schemes that may end it within about ``tau`` seconds, by the devices
-        that it needs of them."""
+        """For every run the numbers of the schemes that may end its sequences within about ``tau``
+        seconds, those of which it needs the fewest devices first."""
         step = round(log(max(tau, _LEAST_S)) / _STEP)
         if step not in self._cheapest:
             if self.most is None or (self.weights != 1).any():
@@ -86,7 +86,8 @@ class Filler:
         return self._cheapest[step]
 
     def _first_of(self, needs: Floats) -> list[list[int]]:
-        """For every run the cheapest schemes, with their bias."""
+        """:meth:`cheapest` with the schemes' biases, from the devices that each run ``needs`` of
+        every scheme [schemes, runs]."""
         needed = needs[self.used] * self.weights
         opened = np.minimum(np.isfinite(needed).sum(axis=0), _RANKED)
         runs, order = np.arange(needed.shape[1]), list[NDArray[np.int64]]()
@@ -100,14 +101,23 @@ class Filler:
         return rows
 
     def _some_of(self, ranking: Sequence[tuple[list[int], int]]) -> list[list[int]]:
-        """The same without a bias, from a ranking of all schemes that serves many strategies."""
+        """:meth:`cheapest` without biases, from a ``ranking`` of all schemes that serves many
+        strategies: (schemes in their order, number of runs that have this order)."""
         used = set(self.used.tolist())
         rows = [([k for k in row if k in used][:_RANKED], count) for row, count in ranking]
         return [*chain.from_iterable(repeat(row, count) for row, count in rows)]
 
-    def is_like(self, other: Filler, tau: float) -> bool:
+    def is_like(self, filler: Filler, tau: float) -> bool:
         """Whether another filler of the same table fills alike within ``tau`` seconds."""
-        return tau < inf and self.cheapest(tau) == other.cheapest(tau)
+        return tau < inf and self.cheapest(tau) == filler.cheapest(tau)
+
+    def fill_in_two_orders(self, tau: float, *, measured: bool = True) -> Pipelines | float:
+        """:meth:`fill`, and where that fails, again scheme by scheme, which matters where sequences
+        are few."""
+        found = self.fill(tau, measured=measured)
+        if isinstance(found, float):
+            return self.fill(tau, join_any=False, measured=measured)
+        return found
 
     def fill(
         self,
@@ -117,12 +127,21 @@ class Filler:
         join_any: bool = True,
         measured: bool = True,
     ) -> Pipelines | float:
-        """Pipelines that end within ``tau`` by their usual rows; the part of the work from the
-        first sequence on that finds no place. ``order``: positions as they are taken, longest first
-        where left out, and then runs of equal ones at once. With ``join_any`` a sequence looks for
-        room in pipelines of all its schemes before it opens one, else scheme by scheme. Unless
-        ``measured`` it ends as soon as the sequences left need more device-seconds than are left,
-        and returns 0 for the part, which is unknown then."""
+        """Place all sequences in pipelines that end within a time.
+
+        Args:
+            tau: The time in seconds.
+            order: Positions as they are placed; longest first where left out, and then runs of
+                equal ones at once.
+            join_any: Whether a sequence looks for room in pipelines of all its schemes before it
+                opens one; else it does scheme by scheme.
+            measured: Whether a failure is measured. If not, the filling ends as soon as the
+                sequences left need more device-seconds than are left.
+
+        Returns:
+            The pipelines; else, as a float, the share of the work that the first sequence without a
+            place and those after it have, or 0 if it is not measured.
+        """
         table, lines = self.table, self.table.lines
         caps, widths, staged = table.cap, table.width, table.staged
         seconds_of, tokens_of = table.each_seconds, table.each_alike
@@ -138,7 +157,9 @@ class Filler:
         least, least_s = self._least()
         spare_s = self.devices * tau - least_s  # that nothing needs, of all devices together
         given_up_s = -inf if measured else -_ROUNDING * self.devices * tau
-        k, g, rest, space, room = 0, 0, 0.0, list[int](), rooms[0]  # joined last
+        # What the last sequence went into: scheme, pipeline, its seconds and tokens left, and all
+        # pipelines of that scheme.
+        k, g, rest, space, room = 0, 0, 0.0, list[int](), rooms[0]
         turns, n = table.batch.turns(order), 0
         while n < len(turns):
             if spare_s < given_up_s:
@@ -230,8 +251,8 @@ class Filler:
             fuller_s = room[at - 1][0] if at else -1.0
             while n < len(turns):
                 r, i, count = turns[n]
-                need, some = seconds_of[k][r], cheapest[r]
-                if count > 1 or not some or some[0] != k or need > most_s or need <= fuller_s:
+                need, schemes = seconds_of[k][r], cheapest[r]
+                if count > 1 or not schemes or schemes[0] != k or need > most_s or need <= fuller_s:
                     break
                 tokens, left_s = tokens_of[k][r], rest - need
                 if tokens > space[-1]:
@@ -252,25 +273,33 @@ class Filler:
         return found
 
     def _least(self) -> tuple[list[float], float]:
-        """Least device-seconds of a sequence of each run by the usual rows, and the sum over all
-        sequences."""
+        """Least device-seconds of a sequence of each run by the usual rows [runs], and their sum
+        over all sequences."""
         if self._least_s is None:
             least = self.table.usual[self.used].min(axis=0, initial=np.inf)
             self._least_s = least.tolist(), float(least @ self.table.batch.counts)
         return self._least_s
 
     def _rest(self, i: int) -> float:
-        """The share of the work that position i and those after it have."""
+        """The share of all work, in device-seconds, of position i and those after it."""
         if self._after is None:
             least = self.table.batch.each((self.table.ranks * self.table.spread).min(axis=0))
             self._after = np.cumsum(least[::-1])[::-1] / least.sum()
         return float(self._after[i])
 
     def levelled(self, found: Pipelines, limit_s: float) -> tuple[float, Pipelines]:
-        """The pipelines with the sequences that take up to ``limit_s`` dealt out again, longest
-        first, each where it ends first; devices that are left get pipelines of the smallest
-        scheme, or those that there may be. Pipelines with stages keep what they have. Returns the
-        later end of those without, too; no pipelines where nothing is to be dealt out."""
+        """Deal the shorter sequences of a filling out again, longest first, each where it ends
+        first. Pipelines with stages keep what they have; devices that are left get pipelines of
+        the smallest scheme, or those that there may be.
+
+        Args:
+            found: The pipelines of a filling.
+            limit_s: Sequences that take up to so many seconds are dealt out.
+
+        Returns:
+            Seconds until the last pipeline without stages ends, and all pipelines; 0 and none where
+            nothing is to be dealt out.
+        """
         table = self.table
         kept, loose = Pipelines(), list[int]()
         for k, members in found:
@@ -288,8 +317,8 @@ class Filler:
         return end_s, [(k, members) for k, members in kept if members]
 
     def _idle(self, found: Pipelines) -> Iterator[int]:
-        """Schemes without stages of which there may be more pipelines than were found, one for
-        each."""
+        """The scheme of every pipeline without stages that the devices have room for beside those
+        of a filling."""
         table = self.table
         if self.most is not None:
             used = Counter(k for k, _ in found)
@@ -301,15 +330,17 @@ class Filler:
 
 
 def _needs(table: PriceTable, step: int) -> Floats:
-    """:func:`_needed` for a step of the time, worked out once."""
+    """Devices that a sequence of each run needs [schemes, runs] within a ``step`` of the time's
+    logarithm, worked out once (:func:`_needed`)."""
     if step not in table.needs:
         table.needs[step] = _needed(table, float(np.exp((step + 1) * _STEP)))
     return table.needs[step]
 
 
 def _ranking(table: PriceTable, step: int) -> list[tuple[list[int], int]]:
-    """For each set of runs that rank them alike: the schemes that may end such a sequence in time,
-    by the devices it needs."""
+    """(schemes, number of runs) for each row of runs that rank schemes alike: the schemes that may
+    end such a sequence within a step of the time, those of which it needs the fewest devices
+    first."""
     if step not in table.rankings:
         needed = _needs(table, step)
         order = needed.argsort(axis=0, kind="stable")
@@ -336,7 +367,8 @@ def _needed(table: PriceTable, tau: float) -> Floats:
 
 
 def _usable_s(line: Line, limit_s: float, longest_s: Floats) -> Floats:
-    """:meth:`Line.usable_s` of a line with stages, for many longest sequences."""
+    """Seconds of work that end within ``limit_s`` on a pipeline with stages, if its longest
+    sequence takes ``longest_s`` [runs]: :meth:`Line.usable_s` for many sequences at once."""
     bubbles = line.stages - 1
     rest_s = limit_s - bubbles * line.c
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -357,18 +389,20 @@ def joined(
     tokens: int,
     count: int,
 ) -> tuple[int, float]:
-    """How many of ``count`` equal sequences a pipeline of scheme k takes, and the seconds it has
-    left then.
+    """How many of some equal sequences a pipeline takes, and the seconds it has left then.
 
     Args:
         table: The prices.
         k: The scheme.
         spare_s: Seconds that the pipeline has left.
-        room: Tokens left of its micro-batches, changed in place; one number where the scheme has
-            stages or is fluid, as there constants are dealt out to tokens.
-        need_s: Seconds of each sequence.
+        room: Tokens left of its micro-batches, rising, changed in place; one number where the
+            scheme has stages or is fluid, as there constants are dealt out to tokens.
+        need_s: Seconds of each sequence, without constants.
         tokens: Tokens of each sequence.
         count: Number of sequences.
+
+    Returns:
+        (number of sequences taken, seconds left).
     """
     if table.depth[k] > 1 or table.fluid[k]:
         return _joined_dealt(table.share[k], spare_s, room, need_s, tokens, count)
@@ -385,14 +419,14 @@ def _joined_counted(
         at = bisect_left(room, tokens)
         new = at == len(room)
         left, usable_s = (cap, spare_s - c) if new else (room[at], spare_s)
-        some = min(count - taken, left // tokens, _times(usable_s, need_s, count))
-        if some < 1:
+        more = min(count - taken, left // tokens, _times(usable_s, need_s, count))
+        if more < 1:
             break
         if not new:
             del room[at]
-        insort(room, left - some * tokens)
-        spare_s = usable_s - some * need_s
-        taken += some
+        insort(room, left - more * tokens)
+        spare_s = usable_s - more * need_s
+        taken += more
     return taken, spare_s
 
 
@@ -432,8 +466,16 @@ def refilled(table: PriceTable, k: int, room: list[int], tokens: int, count: int
 
 
 def deal(table: PriceTable, kept: Pipelines, loose: Sequence[int]) -> float:
-    """Give the positions ``loose``, longest first, to pipelines without stages, each where it ends
-    first; ``kept`` are changed. Returns when the last of these pipelines ends."""
+    """Give sequences to pipelines without stages, each where it ends first.
+
+    Args:
+        table: The prices.
+        kept: Pipelines, some of them without stages; they are changed.
+        loose: Positions of the sequences, longest first.
+
+    Returns:
+        Seconds until the last pipeline without stages ends.
+    """
     heaps: dict[int, list[tuple[float, int]]] = {}
     spaces = list[list[int]]()
     for g, (k, members) in enumerate(kept):
@@ -479,9 +521,8 @@ def deal(table: PriceTable, kept: Pipelines, loose: Sequence[int]) -> float:
 
 
 def _held_by(table: PriceTable, k: int, members: Sequence[int]) -> tuple[float, list[int]]:
-    """Seconds of a pipeline of scheme k without stages, and the tokens left of its micro-batches,
-    rising, with ``members``, longest first; the first micro-batch is paid for if there are
-    none."""
+    """(seconds, tokens left of each micro-batch, rising) of a pipeline of scheme k without stages
+    that holds ``members``, longest first; without any it has paid for its first micro-batch."""
     c, cap = table.c[k], table.cap[k]
     if not members:
         return c, []

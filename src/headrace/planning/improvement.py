@@ -18,7 +18,7 @@ from math import inf
 from headrace.planning.batch import Packed, PriceTable, Times
 from headrace.planning.generators import Draft
 from headrace.planning.packing import pack
-from headrace.planning.schedule import Assignment, Group
+from headrace.planning.schedule import Assignment
 
 __all__ = ["Improvement", "improved"]
 
@@ -28,7 +28,8 @@ _NEAR = 2  # sequences tried in exchange on either side of the one that would le
 _GAIN = 1e-6  # relative gain below which a change counts as rounding
 
 _Change = tuple[float, int, int, int, int]
-"""(expected later end of the two, from, to, sequence over, sequence back or -1)."""
+"""A change: (expected seconds of the later end of two pipelines, pipeline that gives, pipeline that
+takes, sequence given, sequence given back or -1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,50 +115,74 @@ class Improvement:
 
 
 def improved(schedule: Assignment, *, target_s: float, steps: int) -> Assignment:
-    """The schedule after at most ``steps`` steps, or as soon as it takes ``target_s``."""
+    """Improve a schedule by local search.
+
+    Args:
+        schedule: The schedule.
+        target_s: Seconds at which the search ends.
+        steps: Steps, at most.
+
+    Returns:
+        A schedule whose gradients are sent earlier, or the same.
+    """
     search = _Search(schedule)
     for _ in range(steps):
         if search.seconds <= target_s or not search.step():
             break
     if search.seconds >= schedule.expected_s:
         return schedule
-    groups = zip(schedule.groups, search.members, strict=True)
-    some = [(k, ranks, own) for (k, ranks, _), own in groups]
-    return Assignment.of(schedule.table, some, schedule.source)
+    members = zip(schedule.groups, search.members, strict=True)
+    groups = [(k, ranks, own) for (k, ranks, _), own in members]
+    return Assignment.of(schedule.table, groups, schedule.source)
 
 
 class _Search:
-    """Pipelines while sequences move: ``ends[g]`` is when the last rank of pipeline g is free and
-    has its gradients sent."""
+    """The pipelines of a schedule while sequences move between them. Pipelines go by their number.
+
+    Attributes:
+        table: The prices.
+        kinds: The scheme of each pipeline.
+        ranks: The ranks of each pipeline.
+        members: Positions of the sequences of each pipeline, longest first.
+        packs: The micro-batches of each pipeline.
+        chains: Which pipelines wait for which.
+        nested: Whether any pipeline waits for another.
+        after: Where pipelines are nested, the last pipelines of each one's ranks.
+        only: The same where it is a single one, else -1.
+        times: Seconds of each pipeline, waits included.
+        ends: Seconds until the last rank of each pipeline has sent its gradients.
+    """
 
     def __init__(self, schedule: Assignment) -> None:
         self.table: PriceTable = schedule.table
-        self.groups: tuple[Group, ...] = schedule.groups
+        self.kinds = [k for k, _, _ in schedule.groups]
+        self.ranks = [ranks for _, ranks, _ in schedule.groups]
         self.members = [list(members) for _, _, members in schedule.groups]
         self.packs: list[Packed] = list(schedule.packs)
-        self.chains = self.table.chained(ranks for _, ranks, _ in self.groups)
+        self.chains = self.table.chained(self.ranks)
         self.nested = any(self.chains.before)
         last_of = self.chains.last_of.__getitem__
-        self.after = [set(map(last_of, ranks)) for _, ranks, _ in self.groups if self.nested]
+        self.after = [set(map(last_of, ranks)) for ranks in self.ranks if self.nested]
         self.only = [min(after) if len(after) == 1 else -1 for after in self.after]
-        self.times: list[Times] = [(0.0, 0.0, 0.0)] * len(self.groups)
-        self.ends = [0.0] * len(self.groups)
-        self._timed(range(len(self.groups)))
+        self.times: list[Times] = [(0.0, 0.0, 0.0)] * len(self.kinds)
+        self.ends = [0.0] * len(self.kinds)
+        self._timed(range(len(self.kinds)))
 
     @property
     def seconds(self) -> float:
-        """When the last rank is free."""
+        """Seconds until the last rank has sent its gradients."""
         return max(self.ends)
 
     def _timed(self, changed: Iterable[int]) -> None:
+        """Time the ``changed`` pipelines anew, and what waits for them."""
         for g in changed:
-            self.times[g] = self.table.times(self.groups[g][0], self.packs[g])
+            self.times[g] = self.table.times(self.kinds[g], self.packs[g])
             self.ends[g] = sum(self.times[g])
         if self.nested:
             sent = self.chains.sent_s(self.times)
             self.ends = [
-                sent[one] if one >= 0 else max([sent[h] for h in after])
-                for one, after in zip(self.only, self.after, strict=True)
+                sent[last] if last >= 0 else max([sent[h] for h in after])
+                for last, after in zip(self.only, self.after, strict=True)
             ]
 
     def step(self) -> bool:
@@ -165,8 +190,8 @@ class _Search:
         last_s = self.seconds
         late = [g for g, end in enumerate(self.ends) if end >= last_s * (1 - _GAIN)]
         if self.nested:
-            ranks = set(self.groups[late[-1]][1])
-            late = [g for g in late if ranks.intersection(self.groups[g][1])]
+            ranks = set(self.ranks[late[-1]])
+            late = [g for g in late if ranks.intersection(self.ranks[g])]
         else:
             late = late[:1]
         best: list[_Change] = []
@@ -177,24 +202,24 @@ class _Search:
         return any(self._taken(change, last_s) for change in best)
 
     def _others(self, source: int, order: Sequence[int]) -> list[int]:
-        """Pipelines with which sequences may be exchanged, of all in the ``order`` of their
-        ends."""
+        """Pipelines with which pipeline ``source`` may exchange sequences, of all in the ``order``
+        of their ends: the first, and the first of every other scheme."""
         found = [g for g in order[: _OTHERS + 1] if g != source]
-        kinds = {self.groups[g][0] for g in found}
+        kinds = {self.kinds[g] for g in found}
         for g in order[_OTHERS + 1 :]:
-            if self.groups[g][0] not in kinds and g != source:
-                kinds.add(self.groups[g][0])
+            if self.kinds[g] not in kinds and g != source:
+                kinds.add(self.kinds[g])
                 found.append(g)
         if self.nested:
-            mine = set(self.groups[source][1])
-            found = [g for g in found if not mine.intersection(self.groups[g][1])]
+            mine = set(self.ranks[source])
+            found = [g for g in found if not mine.intersection(self.ranks[g])]
         return found
 
     def _changes(self, source: int, target: int, last_s: float, best: list[_Change]) -> None:
-        """Add to ``best`` the changes between two pipelines that promise most, one at most for each
-        sequence that leaves."""
+        """Add to ``best``, which holds few, the changes between two pipelines by which both end
+        earliest, at most one for each sequence that leaves ``source``; it ends ``last_s``."""
         table, limit_s = self.table, last_s * (1 - _GAIN)
-        k, j = self.groups[source][0], self.groups[target][0]
+        k, j = self.kinds[source], self.kinds[target]
         ours, room, c = table.seconds(k), table.room(k), self._constant(k)
         theirs, place, opening = table.seconds(j), table.room(j), self._constant(j)
         spare = self._spare(source) if c else 0
@@ -242,12 +267,14 @@ class _Search:
 
     def _spare(self, g: int) -> int:
         """Tokens that pipeline g has to lose to need one micro-batch less."""
-        k = self.groups[g][0]
+        k = self.kinds[g]
         room = self.table.room(k)
         held = sum([room[i] for i in self.members[g]])
         return held - (len(self.packs[g].bins) - 1) * self.table.cap[k]
 
     def _taken(self, change: _Change, last_s: float) -> bool:
+        """Pack both pipelines after a change; False, and the change undone, where they do not both
+        end before ``last_s``."""
         _, source, target, over, back = change
         before = self.members[source], self.members[target], self.packs[source], self.packs[target]
         here = [i for i in before[0] if i != over] + ([back] if back >= 0 else [])
@@ -262,5 +289,6 @@ class _Search:
         return False
 
     def _put(self, g: int, members: list[int]) -> None:
+        """Give pipeline ``g`` its sequences, longest first, and pack them."""
         self.members[g] = members
-        self.packs[g] = pack(self.table, self.groups[g][0], members)
+        self.packs[g] = pack(self.table, self.kinds[g], members)

@@ -35,10 +35,11 @@ __all__ = [
 ]
 
 Group = tuple[int, tuple[int, ...], list[int]]
-"""A pipeline: the number of its scheme in the table, its ranks, its sequences (positions)."""
+"""A pipeline: (number of its scheme in the table, its ranks, positions of its sequences)."""
 
 _Bins = tuple[int, tuple[int, ...], list[list[int]]]
-"""A pipeline whose sequences are in micro-batches already."""
+"""A pipeline whose sequences are in micro-batches already: (number of its scheme, its ranks,
+positions of each micro-batch)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,8 +71,14 @@ class Assignment:
 
     @classmethod
     def of(cls, table: PriceTable, groups: Iterable[Group], source: str) -> Assignment:
-        """Pack ``groups``, each with its sequences longest first; ``source`` names what made
-        them."""
+        """The schedule of pipelines that run in this order, packed exactly; those without
+        sequences are left out.
+
+        Args:
+            table: The prices.
+            groups: The pipelines, each with its sequences longest first.
+            source: What made them, by name.
+        """
         order = tuple(group for group in groups if group[2])
         packs = tuple(pack(table, k, members) for k, _, members in order)
         seconds, expected = _ends(table, order, packs)
@@ -92,9 +99,15 @@ class Assignment:
         source: str,
         semantics: Semantics = "free",
     ) -> Assignment:
-        """Each of ``launches``, in the order in which they are issued, is one micro-batch that
-        its scheme holds. Where groups are free, those between which a group did nothing else are
-        one pipeline's."""
+        """The schedule of micro-batches that are issued one by one. Where groups are free, those
+        between which a group did nothing else are one pipeline's.
+
+        Args:
+            table: The prices.
+            launches: The micro-batches in order, each a group that its scheme holds at once.
+            source: What made them, by name.
+            semantics: When they start.
+        """
         alone = ((k, ranks, [members]) for k, ranks, members in launches)
         given = _joined(alone) if semantics == "free" else alone
         return cls.of_bins(table, given, source, semantics)
@@ -103,10 +116,17 @@ class Assignment:
     def of_bins(
         cls, table: PriceTable, given: Iterable[_Bins], source: str, semantics: Semantics = "free"
     ) -> Assignment:
-        """Pipelines, (scheme, ranks, micro-batches), whose sequences are packed already."""
-        some = [(k, ranks, bins) for k, ranks, bins in given if bins]
-        packs = tuple(_timed(table, k, bins) for k, _, bins in some)
-        groups = tuple((k, ranks, sorted(chain.from_iterable(bins))) for k, ranks, bins in some)
+        """The schedule of pipelines whose sequences are packed already.
+
+        Args:
+            table: The prices.
+            given: The pipelines in order; those without micro-batches are left out.
+            source: What made them, by name.
+            semantics: When they start.
+        """
+        used = [(k, ranks, bins) for k, ranks, bins in given if bins]
+        packs = tuple(_timed(table, k, bins) for k, _, bins in used)
+        groups = tuple((k, ranks, sorted(chain.from_iterable(bins))) for k, ranks, bins in used)
         if semantics == "free":
             seconds, expected = _ends(table, groups, packs)
         else:
@@ -154,8 +174,8 @@ def _joined(given: Iterable[_Bins]) -> list[_Bins]:
 def _ends(
     table: PriceTable, groups: Sequence[Group], packs: Sequence[Packed]
 ) -> tuple[float, float]:
-    """Seconds until the last rank has computed, all weights there at once; and, estimated, until
-    all have sent their gradients."""
+    """Seconds until the last rank has computed, if all weights are there at once; and, estimated,
+    seconds until all ranks have sent their gradients."""
     chains = table.chained(ranks for _, ranks, _ in groups)
     free_s = max(chains.free_s((0.0, own.seconds, 0.0) for own in packs), default=0.0)
     if not table.push_s:
@@ -165,12 +185,13 @@ def _ends(
 
 
 def expected_s(table: PriceTable, groups: Sequence[Group], packs: Sequence[Packed]) -> float:
-    """About when all ranks have their gradients sent, if pipelines run in this order."""
+    """Estimated seconds until all ranks have sent their gradients, if pipelines run in this
+    order."""
     return _ends(table, groups, packs)[1]
 
 
 def _in_step_s(devices: int, groups: Iterable[Group], packs: Iterable[Packed]) -> float:
-    """Seconds until the last rank is free in lockstep, given pipelines in order."""
+    """Seconds until the last rank is free if the i-th pipelines of all ranks start together."""
     done, steps = [0] * devices, list[float]()
     for (_, ranks, _), own in zip(groups, packs, strict=True):
         seconds = own.seconds
@@ -192,46 +213,54 @@ def launch_s(table: PriceTable, k: int, members: Sequence[int]) -> float:
         return sum([seconds[i] for i in members]) + table.c[k]
     found = scheme.frontier.best(*_sums(table, members))
     assert found is not None, "a scheme holds its micro-batches"
-    return found[0]
+    seconds_of_row, _ = found
+    return seconds_of_row
 
 
 def _sums(table: PriceTable, members: Sequence[int]) -> tuple[int, int]:
-    """(sum of squared lengths, sum of lengths)."""
+    """(sum of squared tokens, sum of tokens) of the sequences of a micro-batch."""
     own = [table.tokens[i] for i in members]
     return sum(map(mul, own, own)), sum(own)
 
 
 def _timed(table: PriceTable, k: int, bins: Sequence[Sequence[int]]) -> Packed:
-    """Micro-batches with their rows: the quickest that holds each, or, with stages, all."""
+    """The micro-batches of a pipeline of scheme k with their rows: with one stage the quickest row
+    that holds each, with several the quickest that holds all."""
     scheme, frontier = table.schemes[k], table.schemes[k].frontier
     sums = [_sums(table, members) for members in bins]
     held = max(tokens for _, tokens in sums)
     assert held <= frontier.most_tokens, "a scheme holds its micro-batches"
     if scheme.depth == 1:
         found = [frontier.best(squares, tokens) for squares, tokens in sums]
-        best = [one for one in found if one is not None]
+        best = [choice for choice in found if choice is not None]
         return Packed.of(bins, [row for _, row in best], [seconds for seconds, _ in best])
-
-    def by(row: int) -> Packed:
-        a, b, c = frontier.rows[row]
-        times = [a * squares + b * tokens + c for squares, tokens in sums]
-        return Packed.of(bins, (row,) * len(bins), times, scheme.depth)
-
-    rows = (row for row, cap in enumerate(frontier.caps) if cap >= held)
-    return min(map(by, rows), key=lambda packed: packed.seconds)
+    made = list[Packed]()
+    for row, ((a, b, c), cap) in enumerate(zip(frontier.rows, frontier.caps, strict=True)):
+        if cap >= held:
+            times = [a * squares + b * tokens + c for squares, tokens in sums]
+            made.append(Packed.of(bins, (row,) * len(bins), times, scheme.depth))
+    return min(made, key=lambda packed: packed.seconds)
 
 
-def placed(table: PriceTable, some: Iterable[tuple[int, list[int]]]) -> list[Group]:
-    """Pipelines side by side, (scheme, sequences), on ranks from the first: wide tensor blocks
-    first, and among equals large pipelines; so blocks start at multiples of their width wherever
-    widths divide one another."""
+def placed(table: PriceTable, pipelines: Iterable[tuple[int, list[int]]]) -> list[Group]:
+    """Put pipelines side by side on ranks from the first: wide tensor blocks first, and among
+    equals large pipelines; so blocks start at multiples of their width wherever widths divide one
+    another.
+
+    Args:
+        table: The prices.
+        pipelines: (scheme, sequences) of each pipeline.
+
+    Returns:
+        The pipelines with their ranks.
+    """
     first, groups = 0, list[Group]()
-
-    def key(item: tuple[int, list[int]]) -> tuple[int, int, int]:
-        scheme = table.schemes[item[0]].scheme
-        return -scheme.tensor, -scheme.devices, item[0]
-
-    for k, members in sorted(some, key=key):
+    schemes = [priced.scheme for priced in table.schemes]
+    order = sorted(
+        pipelines,
+        key=lambda item: (-schemes[item[0]].tensor, -schemes[item[0]].devices, item[0]),
+    )
+    for k, members in order:
         width = table.width[k]
         groups.append((k, tuple(range(first, first + width)), members))
         first += width

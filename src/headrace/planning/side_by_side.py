@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import inf, isinf
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.bounds import BoundRows
@@ -82,7 +82,8 @@ class SideBySide:
             tried.append(filler)
             probed = not few and (starts or (known.drafted and known.most is None))
             effort = Effort(probe=self.probe if probed else 0.0, halvings=self.halvings)
-            found = _filled(filler, bound_s, high_s, effort, both=few)
+            fill = filler.fill_in_two_orders if few else filler.fill
+            found = least_time(fill, bound_s, high_s, effort)
             if found is not None:
                 starts.append(counts_of(table, found.result))
                 high_s = min(high_s, found.seconds)
@@ -114,21 +115,6 @@ class SideBySide:
                     (1.0 if alone else bias) if used else inf
                     for used, alone in zip(chosen, single, strict=True)
                 ]
-
-
-def _filled(
-    filler: Filler, bound_s: float, high_s: float, effort: Effort, *, both: bool
-) -> Searched[Pipelines] | None:
-    """The filling of the least time between two; with ``both`` schemes are looked at in a second
-    order where the first fails, which matters where sequences are few."""
-
-    def fill(tau: float, *, measured: bool = True) -> Pipelines | float:
-        found = filler.fill(tau, measured=measured)
-        if isinstance(found, float) and both:
-            found = filler.fill(tau, join_any=False, measured=measured)
-        return found
-
-    return least_time(fill, bound_s, high_s, effort)
 
 
 def _dealt(filler: Filler, found: Searched[Pipelines], levels: Sequence[float]) -> Iterator[Draft]:
@@ -166,8 +152,8 @@ def counts_of(table: PriceTable, pipelines: Pipelines) -> Counts:
 
 
 def worthwhile(table: PriceTable, tau: float) -> list[int]:
-    """The schemes on which sequences need the fewest devices, and for the longest ones the
-    quickest, at most eight."""
+    """The schemes that take part in exchanges, at most eight: those on which sequences need the
+    fewest devices within ``tau`` seconds, or nearly so."""
     shares = BoundRows.of(table).shares(tau)
     least, chosen = shares.min(axis=0), shares.argmin(axis=0)
     finite = np.where(np.isfinite(least), least, 0.0) * table.batch.counts
@@ -185,17 +171,21 @@ def climbed(
     bound_s: float,
     work: int,
 ) -> Iterator[tuple[Filler, Searched[Pipelines]]]:
-    """Fillings that take less and less than ``best_s`` seconds, found by exchanges from ``starts``,
-    the most promising first, in at most ``work`` fillings."""
+    """Search quicker strategies by exchanging pipelines of one scheme for those of another.
+
+    Args:
+        table: The prices.
+        starts: Strategies to begin from, the most promising first.
+        kinds: The schemes that take part in exchanges.
+        best_s: Seconds that a filling has to be below.
+        bound_s: Seconds that no plan beats.
+        work: Fillings, at most.
+
+    Yields:
+        Each filling that is quicker than all before, with its filler.
+    """
     seen, waiting = set(starts), list(starts)
-    shares = cache(BoundRows.of(table).shares)
-
-    @cache
-    def needed(tau: float, held: tuple[int, ...]) -> float:
-        """Devices that sequences take of the cheapest of some schemes, as if it did not matter how
-        many pipelines there are of each."""
-        return float(shares(tau)[list(held)].min(axis=0) @ table.batch.counts)
-
+    needs = _Needs(table)
     while waiting and work > 0 and best_s > bound_s * (1 + _GAIN):
         start = waiting.pop(0)
         for counts in _neighbours(table, start, kinds):
@@ -206,7 +196,7 @@ def climbed(
             seen.add(counts)
             gain, tau, found = _GAIN, best_s * (1 - _GAIN), None
             held = tuple(k for k, number in enumerate(counts) if number)
-            if needed(tau, held) > sum(counts[k] * table.width[k] for k in held):
+            if needs.devices(tau, held) > sum(counts[k] * table.width[k] for k in held):
                 continue
             filler = Filler(table, most=counts)
             while True:
@@ -228,9 +218,30 @@ def climbed(
                 break
 
 
+class _Needs:
+    """Devices that all sequences take, worked out once for each time and set of schemes."""
+
+    def __init__(self, table: PriceTable) -> None:
+        self.counts = table.batch.counts
+        self.rows = BoundRows.of(table)
+        self._shares: dict[float, NDArray[np.float64]] = {}
+        self._devices: dict[tuple[float, tuple[int, ...]], float] = {}
+
+    def devices(self, tau: float, schemes: tuple[int, ...]) -> float:
+        """Devices that sequences take of the cheapest of some schemes to end within ``tau``
+        seconds, as if it did not matter how many pipelines there are of each."""
+        key = tau, schemes
+        if key not in self._devices:
+            if tau not in self._shares:
+                self._shares[tau] = self.rows.shares(tau)
+            least = self._shares[tau][list(schemes)].min(axis=0)
+            self._devices[key] = float(least @ self.counts)
+        return self._devices[key]
+
+
 def _neighbours(table: PriceTable, counts: Counts, kinds: Sequence[int]) -> Iterator[Counts]:
-    """Strategies with 1, 2, 4, ... pipelines of one kind more in place of another's; what is left
-    over is filled with the kinds, the largest first."""
+    """Strategies with 1, 2, 4, ... pipelines of one of ``kinds`` more in place of another's in
+    ``counts``; devices that are left over get pipelines of ``kinds``, the largest first."""
     widths = table.width
     idle = table.devices - sum([n * width for n, width in zip(counts, widths, strict=True)])
     held = [k for k in range(len(counts)) if counts[k]]

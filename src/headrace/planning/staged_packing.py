@@ -29,14 +29,23 @@ _OTHERS = 3  # shortest micro-batches with which the longest exchanges
 _LEVEL = 1.002  # up to this times what no packing beats, nothing is improved
 
 Seconds = Mapping[int, float] | Sequence[float]
+"""Seconds that each sequence, by its position, adds to its micro-batch on every stage."""
 
 
 def pack_stages(
     line: Line, tokens: Sequence[int], seconds: Seconds, members: Sequence[int]
 ) -> tuple[float, list[list[int]]]:
-    """(seconds of the pipeline, micro-batches) for the sequences ``members``, longest first, each
-    of which fits a micro-batch; sequence i adds ``seconds[i]`` to its micro-batch on every
-    stage."""
+    """Pack the sequences of a pipeline with stages.
+
+    Args:
+        line: The pipeline by one row of its scheme.
+        tokens: Tokens of every position.
+        seconds: Seconds that each member adds to its micro-batch on every stage.
+        members: Positions of the sequences, longest first, each of which fits a micro-batch.
+
+    Returns:
+        Seconds of the pipeline, and the positions of each micro-batch.
+    """
     held = sum([tokens[i] for i in members])
     work, longest = sum([seconds[i] for i in members]), seconds[members[0]]
     bubbles = line.stages - 1
@@ -79,7 +88,13 @@ def _pigeons_s(sums: Sequence[float], v: int) -> float:
 
 @dataclass(slots=True)
 class _Bins:
-    """Micro-batches being made, with their seconds (no constants) and tokens."""
+    """Micro-batches while they are made.
+
+    Attributes:
+        members: Positions of the sequences of each.
+        times: Seconds of each on one stage, without its constant.
+        held: Tokens of each.
+    """
 
     members: list[list[int]]
     times: list[float]
@@ -89,8 +104,8 @@ class _Bins:
 def _longest_first(
     tokens: Sequence[int], seconds: Seconds, cap: int, members: Sequence[int], v: int
 ) -> _Bins | None:
-    """``v`` micro-batches, no more than sequences, of like seconds; None when a sequence finds no
-    room."""
+    """``members``, longest first, each in the one of ``v`` micro-batches with the least seconds
+    that has room; None when a sequence finds none. ``v`` is at most the number of sequences."""
     bins: list[list[int]] = [[] for _ in range(v)]
     held = [0] * v
     heap = [(0.0, b) for b in range(v)]
@@ -126,8 +141,8 @@ def _first_fit(tokens: Sequence[int], seconds: Seconds, cap: int, members: Seque
 def _improved(
     line: Line, tokens: Sequence[int], seconds: Seconds, filled: _Bins, enough_s: float
 ) -> float:
-    """Move and swap sequences out of the longest micro-batch, in place, until the pipeline takes
-    ``enough_s``; returns its seconds."""
+    """Move and swap sequences out of the longest micro-batch, in place, until that takes
+    ``enough_s`` on one stage; returns the seconds of the pipeline."""
     bins, times, held = filled.members, filled.times, filled.held
     for _ in range(_STEPS if len(bins) > 1 else 0):
         top = times.index(max(times))
@@ -151,8 +166,9 @@ def _improved(
 def _change(
     cap: int, tokens: Sequence[int], seconds: Seconds, filled: _Bins, top: int
 ) -> tuple[int, int, int] | None:
-    """(other micro-batch, sequence to it, sequence back or -1) that lowers the larger of the two
-    the most; None when nothing does."""
+    """The change that lowers the seconds of micro-batch ``top``, the longest, the most, without
+    making another as long: (other micro-batch, sequence to it, sequence back or -1); None when
+    nothing does."""
     bins, times, held = filled.members, filled.times, filled.held
     best_s, found = times[top] * (1 - 1e-6), None
     here_s, here = times[top], held[top]

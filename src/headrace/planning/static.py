@@ -72,8 +72,17 @@ class Static:
 def static_schedule(
     table: PriceTable, k: int, below_s: float = inf, *, late: Callable[[float], bool] | None = None
 ) -> Assignment | None:
-    """Every sequence on pipelines of scheme k; None when it does not hold the longest, when those
-    with stages seem to take ``below_s``, or when one without takes so long that it is ``late``."""
+    """The static schedule of one scheme.
+
+    Args:
+        table: The prices.
+        k: The scheme.
+        below_s: Seconds that pipelines with stages must stay below.
+        late: Says whether pipelines without stages that take so many seconds are of no use.
+
+    Returns:
+        The schedule; None when the scheme does not hold the longest sequence, or takes too long.
+    """
     count = table.devices // table.width[k]
     if not count or not np.isfinite(table.alone[k, 0]):
         return None
@@ -91,37 +100,62 @@ def static_schedule(
 
 
 def best_static(table: PriceTable) -> Assignment | None:
-    """The static schedule with the least seconds, ties to the fewer devices."""
+    """The static schedule of the least seconds, of equal ones that of the fewest devices; None
+    where no scheme holds the longest sequence."""
     return next(iter(best_statics(table)), None)
 
 
 def best_statics(
     table: PriceTable, latest_s: Callable[[Assignment | None], float] | None = None
 ) -> list[Assignment]:
-    """Static schedules that may be the best, quickest first. Without ``latest_s`` these are those
-    of the least seconds; else those below what it says of the best so far (it is asked before there
-    is one, and about whatever takes longer). Schemes whose bound is above are left out."""
-    found, best_s = list[tuple[float, int, Assignment]](), inf
+    """Static schedules that may be the best. Schemes whose bound is too high are left out.
 
-    def late(seconds: float) -> bool:
-        if found and seconds < best_s:
-            return False
-        if latest_s is None:
-            return found != [] and seconds > best_s
-        best = min(found, key=lambda item: item[:2])[2] if found else None
-        return seconds >= latest_s(best)
+    Args:
+        table: The prices.
+        latest_s: Gives the seconds of computing from which on a schedule is of no use beside the
+            best so far; it is asked before there is one, and about whatever takes longer. Left
+            out, schedules that compute longer than the best are of no use.
 
+    Returns:
+        The schedules, the quickest first.
+    """
+    found = _Statics(latest_s)
     # Those with stages take a search, which is short where there is something to be better than.
     for bound_s, k in sorted(
         static_bounds(table), key=lambda item: (table.depth[item[1]] > 1, item)
     ):
-        if not late(bound_s):
-            made = static_schedule(table, k, best_s, late=late)
+        if not found.is_late(bound_s):
+            made = static_schedule(table, k, found.best_s, late=found.is_late)
             if made is not None:
-                found.append((made.seconds, k, made))
-                best_s = min(best_s, made.seconds)
-    found.sort(key=lambda item: item[:2])
-    return [made for _, _, made in found]
+                found.add(k, made)
+    return [schedule for _, _, schedule in found.sorted()]
+
+
+class _Statics:
+    """The static schedules made so far, as (seconds, scheme, schedule)."""
+
+    def __init__(self, latest_s: Callable[[Assignment | None], float] | None) -> None:
+        self.latest_s = latest_s
+        self.made = list[tuple[float, int, Assignment]]()
+        self.best_s = inf
+
+    def add(self, k: int, schedule: Assignment) -> None:
+        """Keep the schedule of scheme k."""
+        self.made.append((schedule.seconds, k, schedule))
+        self.best_s = min(self.best_s, schedule.seconds)
+
+    def sorted(self) -> list[tuple[float, int, Assignment]]:
+        """All of them, the quickest first, of equal ones that of the fewest devices."""
+        return sorted(self.made, key=lambda item: item[:2])
+
+    def is_late(self, seconds: float) -> bool:
+        """Whether a schedule that computes for so many seconds is of no use."""
+        if self.made and seconds < self.best_s:
+            return False
+        if self.latest_s is None:
+            return bool(self.made) and seconds > self.best_s
+        best = self.sorted()[0][2] if self.made else None
+        return seconds >= self.latest_s(best)
 
 
 def static_in_lockstep(table: PriceTable) -> Assignment | None:
@@ -152,8 +186,8 @@ def _in_lockstep(
 
 
 def static_bounds(table: PriceTable) -> Iterator[tuple[float, int]]:
-    """(seconds, scheme) for each scheme that holds the longest sequence and fits the devices: what
-    its static schedule cannot beat."""
+    """(seconds that its static schedule cannot beat, scheme) for each scheme that holds the longest
+    sequence and fits the devices."""
     for k in range(len(table)):
         if table.width[k] <= table.devices and np.isfinite(table.alone[k, 0]):
             yield static_s(table, k), k
@@ -169,7 +203,8 @@ def static_s(table: PriceTable, k: int) -> float:
 
 
 def _staged(table: PriceTable, k: int, count: int, below_s: float) -> Pipelines | None:
-    """Pipelines with stages hold sequences of like length, so they are filled, not dealt."""
+    """``count`` pipelines of scheme k with stages, which are filled as they hold sequences of like
+    length; None where they seem to take ``below_s`` seconds or more."""
     most = [count if other == k else 0 for other in range(len(table))]
     filler, low_s = Filler(table, most=most), static_s(table, k)
     high_s = table.depth[k] * (table.sum_s(k) + table.c[k] * len(table.tokens)) + low_s
