@@ -118,6 +118,7 @@ def _sizes(table: PriceTable) -> list[PriceTable]:
 
 
 def _nothing_s(_: PriceTable) -> float:
+    """No bound is known."""
     return 0.0
 
 
@@ -128,6 +129,7 @@ def _fitting_s(table: PriceTable) -> float:
 
 
 def _best_static_s(table: PriceTable) -> float:
+    """Seconds that no schedule of one scheme beats."""
     return min((bound_s for bound_s, _ in static_bounds(table)), default=0.0)
 
 

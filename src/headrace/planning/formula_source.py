@@ -96,7 +96,7 @@ class FormulaSource:
         return float("inf") if best is None else best.seconds
 
     def least_s(self, schedule: Assignment) -> float:
-        """Seconds of a schedule."""
+        """Seconds that the step of a schedule takes: those of computing."""
         return schedule.seconds
 
     def timed(self, schedule: Assignment) -> Candidate:

@@ -282,8 +282,8 @@ class ModelSource:
 
 
 def _larger_last(schedule: Assignment) -> bool:
-    """Whether some ranks work in several groups and would send gradients sooner with the larger
-    ones last."""
+    """Whether ranks work in several groups and would send gradients sooner with the larger ones
+    last."""
     used = sum(len(ranks) for _, ranks, _ in schedule.groups)
     if used == len({rank for _, ranks, _ in schedule.groups for rank in ranks}):
         return False
@@ -291,17 +291,22 @@ def _larger_last(schedule: Assignment) -> bool:
     return turned_s < schedule.expected_s
 
 
-def _rules(one: PriceTable, other: PriceTable) -> bool:
-    """Whether every sequence is at least as quick on each size by ``one``, which has all sizes."""
-    if one.width != other.width:
+def _rules(table: PriceTable, beaten: PriceTable) -> bool:
+    """Whether every sequence is at least as quick by ``table`` as by ``beaten`` on each size, and
+    both have the same sizes."""
+    if table.width != beaten.width:
         return False
-    pairs = (one.alone, other.alone), (one.work, other.work), (one.spread, other.spread)
+    pairs = (
+        (table.alone, beaten.alone),
+        (table.work, beaten.work),
+        (table.spread, beaten.spread),
+    )
     return all(bool((here <= there).all()) for here, there in pairs)
 
 
 def _whole_model(problem: Problem, width: int, depth: int) -> Least:
-    """The least that micro-batches take on stages of a width, whatever the memory: with every layer
-    option, and no fetching of weights."""
+    """The least that micro-batches take on stages of ``width`` ranks in a pipeline of ``depth``
+    stages, whatever the memory: with the best layer options, and no fetching of weights."""
     known = problem.ideals
     if width not in known:
         costs = problem.model.replace(scale=1.0)
@@ -319,7 +324,13 @@ def _whole_model(problem: Problem, width: int, depth: int) -> Least:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Setup:
-    """A pipeline with stages and its micro-batches in order, each with a row of its scheme."""
+    """A pipeline of a plan with its micro-batches in order.
+
+    Attributes:
+        pipeline: The pipeline.
+        bins: Positions of the sequences of each micro-batch.
+        rows: The row of its scheme's frontier of each.
+    """
 
     pipeline: Pipeline
     bins: tuple[tuple[int, ...], ...]
@@ -327,8 +338,16 @@ class _Setup:
 
 
 def laid_out(schedule: Assignment, costs: CostModel, *, larger_last: bool = False) -> Plan:
-    """The plan of a schedule with the seconds that the simulator predicts, and no bound yet.
-    ``larger_last``: ranks work in larger groups after smaller ones, not before."""
+    """Make a schedule a plan, with the seconds that the simulator predicts, and no bound yet.
+
+    Args:
+        schedule: The schedule, of a table of a model's costs.
+        costs: These costs, without their scale.
+        larger_last: Whether ranks work in larger groups after smaller ones, not before.
+
+    Returns:
+        The plan.
+    """
     table = schedule.table
     batch, groups = table.batch, list(zip(schedule.groups, schedule.packs, strict=True))
     pipelines, micro_batches = list[Pipeline](), list[MicroBatch]()
@@ -364,7 +383,19 @@ def micro_batches_of(
     batch: SortedBatch,
     costs: CostModel,
 ) -> Iterator[MicroBatch]:
-    """The micro-batches of a pipeline of a plan."""
+    """The micro-batches of a plan for one pipeline.
+
+    Args:
+        priced: The pipeline's scheme.
+        bins: Positions of the sequences of each micro-batch.
+        rows: The row of the scheme's frontier of each.
+        pipeline: The pipeline's number in the plan.
+        batch: The batch.
+        costs: The model's costs.
+
+    Yields:
+        The micro-batches in order.
+    """
     for members, row in zip(bins, rows, strict=True):
         layers = priced.layer_plan(row) or LayerPlan()
         yield MicroBatch(
@@ -376,7 +407,8 @@ def micro_batches_of(
 
 
 def _pipeline_ends(groups: Sequence[tuple[int, ...]]) -> list[tuple[bool, bool]]:
-    """Whether each group of ranks, in order, is the first of some rank, and whether the last."""
+    """For each of ``groups`` of ranks, which run in this order, whether it is the first of some
+    rank, and whether it is the last of some rank."""
     first, last = dict[int, int](), dict[int, int]()
     for number, ranks in enumerate(groups):
         for rank in ranks:
@@ -389,6 +421,8 @@ def _pipeline_ends(groups: Sequence[tuple[int, ...]]) -> list[tuple[bool, bool]]
 def _plain(
     priced: PricedScheme, ranks: tuple[int, ...], packed: Packed, *, first: bool, last: bool
 ) -> _Setup:
+    """A pipeline of one stage with its micro-batches longest first, or with the longest last where
+    it is the ``last`` of some rank, or not the ``first`` of any: its backward hides pushes."""
     pipeline = Pipeline(scheme=priced.scheme, ranks=ranks)
     if len(packed.bins) == 1:
         return _Setup(pipeline=pipeline, bins=packed.bins, rows=packed.rows)
@@ -403,7 +437,7 @@ def _plain(
 
 
 def _falling(packed: Packed) -> list[int]:
-    """Micro-batches by their seconds, longest first."""
+    """The numbers of micro-batches by their seconds, longest first."""
     times, bins = packed.times, packed.bins
     return sorted(range(len(bins)), key=lambda j: (-times[j], bins[j]))
 
@@ -443,8 +477,8 @@ def _timed_orders(
     batch: SortedBatch,
     costs: CostModel,
 ) -> tuple[float, _Setup]:
-    """Seconds of a pipeline alone with its micro-batches in the best order, infinite where they do
-    not fit; and that set-up."""
+    """(seconds, set-up) of a pipeline with stages alone on its ranks, with its micro-batches in an
+    ``order``; infinite seconds where they do not fit the memory in it."""
     bins = tuple(packed.bins[j] for j in order)
     rows = _quickened(stages, bins, [packed.rows[j] for j in order], batch)
     pipeline = Pipeline(scheme=priced.scheme, ranks=ranks, shares=stages.shares)
@@ -477,8 +511,8 @@ def _alone(priced: PricedScheme, setup: _Setup, batch: SortedBatch, costs: CostM
 def _quickened(
     stages: StageCosts, bins: Sequence[Sequence[int]], rows: Sequence[int], batch: SortedBatch
 ) -> tuple[int, ...]:
-    """The rows of micro-batches in this order, made quicker where the stages have memory for all
-    that is in flight, the largest gains first."""
+    """The rows of micro-batches in this order, given ``rows`` that fit: made quicker where the
+    stages have memory for all that is in flight, the largest gains first."""
     held = [sum([batch.tokens[i] for i in own]) for own in bins]
     squares = [float(sum([batch.tokens[i] ** 2 for i in own])) for own in bins]
     table = stages.seconds(np.array(squares), np.array(held, dtype=np.float64))

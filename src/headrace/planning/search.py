@@ -221,6 +221,7 @@ class _Search:
 
     @property
     def _name(self) -> str:
+        """What plans say made them."""
         size = self.problem.static_size
         return self.problem.planner if size is None else f"static-cp{size}"
 
@@ -290,4 +291,5 @@ class _Search:
 
 
 def _is_static(candidate: Candidate) -> bool:
+    """Whether a candidate is a static schedule."""
     return candidate.schedule.source == "static"

@@ -61,8 +61,9 @@ def _kept(
     best, best_s = micro.layers, own_s * (1 + problem.smoothing)
     found = False
     for layers in _used(before, p):
-        most_tokens = costs.max_tokens(p, layers, plan.working, sizes)
-        if problem.allows(p, layers) and most_tokens >= sum(tokens):
+        if not problem.allows(p, layers):
+            continue
+        if costs.max_tokens(p, layers, plan.working, sizes) >= sum(tokens):
             seconds = sum(costs.micro_batch_s(tokens, p, layers, plan.working))
             if seconds < best_s or (seconds == best_s and not found):
                 best, best_s, found = layers, seconds, True
