@@ -40,13 +40,15 @@ from headrace.cli.display import tell
 from headrace.engine.planned_iterations import OWN, plan_iterations
 from headrace.planning import Problem, plan
 from headrace.planning.batch import PriceTable
-from headrace.planning.generators import SearchLimits
-from headrace.planning.strategy_search import Counts
+from headrace.planning.improvement import Improvement
+from headrace.planning.side_by_side import ANY_SCHEME, Counts, SideBySide
+from headrace.planning.static import Static
 from headrace.spec import Lengths
 
 __all__ = ["ablation", "ablation_tables"]
 
-_FILLED = SearchLimits(exchanged=0, steps=0)
+_FILLED = (Static(), SideBySide(role=ANY_SCHEME, exchanged=0))
+_PACKED = Improvement(steps=0)
 
 
 def ablation(o: argparse.Namespace) -> dict[str, Any]:
@@ -95,7 +97,13 @@ def parts_of(scenario: Scenario, iterations: int, seed: int) -> dict[str, tuple[
     problem = Problem(costs=costs, devices=devices)
     found["c"] = one_for_all(problem, lengths, context, seed)
     filled = [
-        plan(problem, Lengths(tokens=tuple(tokens)), seed=seed, limits=_FILLED)
+        plan(
+            problem,
+            Lengths(tokens=tuple(tokens)),
+            seed=seed,
+            generators=_FILLED,
+            improvement=_PACKED,
+        )
         for tokens in lengths
     ]
     used = len({str(own.strategy) for own in filled})

@@ -62,13 +62,13 @@ from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.data.distributions import Distribution
 from headrace.data.drawn_lengths import PRESETS, draw_batches
 from headrace.engine.planned_iterations import OWN, plan_iterations
+from headrace.planners.homogeneous import best_scheme, by_length
+from headrace.planners.switching import switch_s
 from headrace.planning import Problem
-from headrace.planning.baselines.homogeneous import best_scheme, by_length
-from headrace.planning.baselines.switching import switch_s
 from headrace.planning.batch import PriceTable
 from headrace.planning.schedule import Assignment, placed
+from headrace.planning.side_by_side import Counts
 from headrace.planning.static import static_schedule
-from headrace.planning.strategy_search import Counts
 from headrace.units import percent_text
 
 __all__ = [

@@ -56,14 +56,14 @@ from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.data.drawn_lengths import draw_batches, parse_distribution
 from headrace.engine.planned_iterations import OWN, plan_iterations, planner_names
 from headrace.errors import HeadraceError
+from headrace.planners.dynamic_program import proposed
+from headrace.planners.hydraulis import greedy
 from headrace.planning import Problem, plan
-from headrace.planning.baselines.dynamic_program import proposed
-from headrace.planning.baselines.hydraulis import greedy
 from headrace.planning.batch import PriceTable
 from headrace.planning.packing import pack
 from headrace.planning.priced import Frontier
 from headrace.planning.schedule import Assignment, placed
-from headrace.planning.strategy_search import Counts
+from headrace.planning.side_by_side import Counts
 from headrace.units import count_text, percent_text, seconds_text
 
 HERE = Path(__file__).parent

@@ -21,14 +21,16 @@ cases, not world by world: a search is a lottery within a fraction of a percent.
 tensor blocks and stages without context groups): where such a plan is quicker, the search is to
 blame, as more choices can never be worse.
 
-``--ablate`` plans all worlds with each limit of the search at its smallest instead, and prints what
-that loses: a limit that loses nothing has no reason to be there.
+``--ablate`` plans all worlds with each number of a generator or of the improvement at its smallest
+instead, and prints what that loses: a number that loses nothing has no reason to be there.
+``--without`` leaves generators out.
 
 examples:
     python benchmarks/worlds.py
     python benchmarks/worlds.py --groups 32b 70b --restrict --known benchmarks/results/worlds.json
     python benchmarks/worlds.py --ablate --groups 8b groups
-    python benchmarks/worlds.py --limits crowd=1000 few=1000 --known benchmarks/results/worlds.json
+    python benchmarks/worlds.py --without "side by side" --known benchmarks/results/worlds.json
+    python benchmarks/worlds.py --set nested.near=0.02 improvement.steps=0
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -51,8 +53,9 @@ import headrace as hr
 from headrace.cli.display import tell
 from headrace.costs import CostModel, Speeds, published, synthetic_costs
 from headrace.errors import InfeasiblePlan, SpecError
-from headrace.planning import Problem, plan
-from headrace.planning.generators import SearchLimits
+from headrace.planners import PLANNERS
+from headrace.planning import Generator, Problem, plan
+from headrace.planning.improvement import Improvement
 from headrace.spec import Lengths, Plan
 from headrace.units import GIB, percent_text, seconds_text
 
@@ -228,21 +231,54 @@ def restricted(problem: Problem) -> Iterator[tuple[str, Problem]]:
             continue
 
 
-def planned(world: World, limits: SearchLimits | None) -> tuple[Plan, float]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """How worlds are planned: the generators of a planner with other numbers, or without some."""
+
+    numbers: Mapping[str, Mapping[str, Any]]
+    without: tuple[str, ...] = ()
+
+    @property
+    def improvement(self) -> Improvement:
+        return Improvement(**self.numbers.get("improvement", {}))
+
+    def generators(self, problem: Problem) -> list[Generator]:
+        """Those of the problem's planner."""
+        kept = (own for own in PLANNERS[problem.planner] if own.role.name not in self.without)
+        return [
+            replace(own, **dict(self.numbers.get(own.role.name, {})))  # type: ignore[type-var]
+            for own in kept
+        ]
+
+    def plan(self, problem: Problem, lengths: Lengths) -> Plan:
+        return plan(
+            problem,
+            lengths,
+            generators=self.generators(problem),
+            improvement=self.improvement,
+        )
+
+    def changed(self, name: str, field: str, value: Any) -> Search:
+        """The same with another number of a generator, or of the improvement."""
+        own = {**self.numbers.get(name, {}), field: value}
+        return replace(self, numbers={**self.numbers, name: own})
+
+
+def planned(world: World, search: Search) -> tuple[Plan, float]:
     """The plan of a world, and the processor seconds of making it again where that is short."""
     problem, lengths = world.problem(), world.lengths()
     began = time.process_time()
-    made = plan(problem, lengths, limits=limits)
+    made = search.plan(problem, lengths)
     spent = time.process_time() - began
     if spent < 2:
         began = time.process_time()
-        plan(problem, lengths, limits=limits)
+        search.plan(problem, lengths)
         spent = time.process_time() - began
     return made, spent
 
 
-def row_of(world: World, limits: SearchLimits | None, *, restrict: bool) -> dict[str, Any]:
-    made, spent_s = planned(world, limits)
+def row_of(world: World, search: Search, *, restrict: bool) -> dict[str, Any]:
+    made, spent_s = planned(world, search)
     found = {
         "group": world.group,
         "world": world.name,
@@ -255,7 +291,7 @@ def row_of(world: World, limits: SearchLimits | None, *, restrict: bool) -> dict
     }
     for name, problem in restricted(world.problem()) if restrict else ():
         try:
-            other = plan(problem, world.lengths(), limits=limits)
+            other = search.plan(problem, world.lengths())
         except InfeasiblePlan:
             continue
         if other.predicted_s < found["best_s"]:
@@ -296,25 +332,30 @@ def told(rows: list[dict[str, Any]], console: Console, *, each: bool) -> None:
             console.print(f"{text}, gap {percent_text(row['gap'])}, {row['strategy']}")
 
 
-def smallest(limits: SearchLimits) -> Iterator[tuple[str, SearchLimits]]:
-    """The limits with each of them at its smallest."""
-    for one in fields(limits):
-        value = getattr(limits, one.name)
-        less = value[:1] if isinstance(value, tuple) else type(value)(0)
-        if less != value:
-            yield one.name, replace(limits, **{one.name: less})
+def smallest(search: Search) -> Iterator[tuple[str, Search]]:
+    """The search with each number of a generator, or of the improvement, at its smallest."""
+    parts = {own.role.name: own for own in PLANNERS["adaptive"] if not own.role.last}
+    for name, part in {**parts, "improvement": search.improvement}.items():
+        for one in fields(part):  # type: ignore[arg-type]
+            value = getattr(part, one.name)
+            if isinstance(value, (int, float, tuple)) and not isinstance(value, bool):
+                less = value[:1] if isinstance(value, tuple) else type(value)(0)
+                if less != value:
+                    yield f"{name}.{one.name}", search.changed(name, one.name, less)
 
 
-def ablated(worlds: list[World], rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table("limit at its smallest", "group", "loss", "worst", "cpu")
-    for name, limits in smallest(SearchLimits()):
+def ablated(
+    worlds: list[World], rows: list[dict[str, Any]], search: Search, console: Console
+) -> None:
+    table = Table("number at its smallest", "group", "loss", "worst", "cpu")
+    for name, less in smallest(search):
         tell(f"without {name}")
         for group in dict.fromkeys(world.group for world in worlds):
             own = [world for world in worlds if world.group == group]
             before = {row["world"]: row for row in rows if row["group"] == group}
             losses, ratios = list[float](), list[float]()
             for world in own:
-                made, spent_s = planned(world, limits)
+                made, spent_s = planned(world, less)
                 known = before[world.name]
                 losses.append(made.predicted_s / known["step_s"] - 1)
                 ratios.append(max(spent_s, 1e-4) / max(known["cpu_s"], 1e-4))
@@ -328,6 +369,17 @@ def ablated(worlds: list[World], rows: list[dict[str, Any]], console: Console) -
     console.print(table)
 
 
+def numbers_of(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """``GENERATOR.FIELD=VALUE`` as fields by generator."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        where, _, value = text.partition("=")
+        name, _, field = where.rpartition(".")
+        read = json.loads(value)
+        found.setdefault(name, {})[field] = tuple(read) if isinstance(read, list) else read
+    return found
+
+
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -336,10 +388,15 @@ def options() -> argparse.Namespace:
     parser.add_argument("--groups", nargs="+", choices=groups, default=groups)
     parser.add_argument("--restrict", action="store_true", help="plan with less allowed, too")
     parser.add_argument(
-        "--limits", nargs="+", default=(), metavar="NAME=VALUE", help="limits of the search"
+        "--set",
+        nargs="+",
+        default=(),
+        metavar="GENERATOR.FIELD=VALUE",
+        help="numbers of a generator, or of the improvement",
     )
+    parser.add_argument("--without", nargs="+", default=(), help="generators that are left out")
     parser.add_argument("--known", type=Path, help="the JSON of earlier runs: the best of them")
-    parser.add_argument("--ablate", action="store_true", help="each limit at its smallest")
+    parser.add_argument("--ablate", action="store_true", help="each number at its smallest")
     parser.add_argument("--each", action="store_true", help="every world 0.1 %% behind")
     parser.add_argument("--json", type=Path, help="where rows are kept")
     return parser.parse_args()
@@ -348,11 +405,10 @@ def options() -> argparse.Namespace:
 def main() -> None:
     o, rows = options(), list[dict[str, Any]]()
     worlds = [world for world in all_worlds() if world.group in o.groups]
-    changes = {name: json.loads(value) for name, value in (one.split("=") for one in o.limits)}
-    limits = SearchLimits(**{k: tuple(v) if isinstance(v, list) else v for k, v in changes.items()})
+    search = Search(numbers=numbers_of(o.set), without=tuple(o.without))
     for n, world in enumerate(worlds):
         tell(f"{n + 1} of {len(worlds)}: {world.name}")
-        rows.append(row_of(world, limits, restrict=o.restrict))
+        rows.append(row_of(world, search, restrict=o.restrict))
     known = json.loads(o.known.read_text()) if o.known is not None else []
     best = {(row["group"], row["world"]): row for row in known}
     for row in rows:
@@ -362,7 +418,7 @@ def main() -> None:
     console = Console()
     told(rows, console, each=o.each)
     if o.ablate:
-        ablated(worlds, rows, console)
+        ablated(worlds, rows, search, console)
     if o.json is not None:
         o.json.write_text(json.dumps(rows, indent=1) + "\n")
 

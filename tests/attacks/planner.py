@@ -15,10 +15,10 @@ from headrace.costs import FORMULA_METHODS, CostModel, Speeds, synthetic_costs
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import InfeasiblePlan, ProgramError
+from headrace.planners import BASELINES, PLANNERS
 from headrace.planning import Problem, plan
-from headrace.planning.baselines import BASELINES
 from headrace.planning.batch import SortedBatch
-from headrace.planning.formula_search import bounded, formula_table
+from headrace.planning.formula_source import bounded, formula_table
 from headrace.planning.wave_bounds import wave_bound_s
 from headrace.simulator import peak_bytes, step_s
 from headrace.spec import Lengths, Plan, check_programs, compile_plan
@@ -44,7 +44,7 @@ def _case(rng: Rng) -> Outcome:
     problem, lengths = draw(rng)
     seed = int(rng.integers(4))
     try:
-        made = plan(problem, lengths, seed=seed)
+        made = plan(problem, lengths, seed=seed, generators=PLANNERS["adaptive"])
     except InfeasiblePlan as error:
         others = _others(problem, lengths, seed)
         words = f"{error}; but {others} hold it" if others else str(error)

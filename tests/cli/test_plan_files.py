@@ -373,7 +373,8 @@ def test_misspelt_words_for_groups(tmp_path: Path, capsys: pytest.CaptureFixture
         (("--semantics", "lock-step"), "did you mean 'lockstep'?"),
         (("--semantics", ""), "--semantics: got '', wanted free or lockstep"),
         (("--planner", "best_static"), "did you mean 'best-static'?"),
-        (("--planner", "hydraulis"), "wanted one of headrace, static, best-static"),
+        (("--planner", "nobody"), "wanted one of headrace, static, best-static"),
+        (("--planner", "paradyse"), "planner 'paradyse': got published costs"),
     ):
         code, out, err = call(capsys, "plan", *named, "--devices", 4, *words)
         assert (code, out) == (2, ""), words

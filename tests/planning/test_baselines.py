@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import InfeasiblePlan
-from headrace.planning.baselines import BASELINES
-from headrace.planning.baselines.differencing import differenced
-from headrace.planning.baselines.dynamic_program import proposed
-from headrace.planning.baselines.homogeneous import is_groups
-from headrace.planning.baselines.hydraulis import greedy, hydraulis_candidates
-from headrace.planning.baselines.switching import sequences_of, switch_s
+from headrace.planners import BASELINES
+from headrace.planners.differencing import differenced
+from headrace.planners.dynamic_program import proposed
+from headrace.planners.groups import is_groups
+from headrace.planners.hydraulis import greedy, hydraulis_candidates
+from headrace.planners.switching import sequences_of, switch_s
 from headrace.planning.batch import PriceTable
 from headrace.planning.packing import pack
 from headrace.planning.schedule import Assignment, placed

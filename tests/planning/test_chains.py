@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from headrace.costs import CostModel
 from headrace.errors import InfeasiblePlan
-from headrace.planning import Problem
+from headrace.planning import Known, Nested, Problem, SideBySide
 from headrace.planning.batch import Chains, PriceTable, SortedBatch
 from headrace.planning.explain import require_fit
-from headrace.planning.generators import Draft, SearchLimits, nested, side_by_side
+from headrace.planning.generators import Draft
 from headrace.planning.schedule import Assignment
 from headrace.spec import Lengths
 from planning.tables import bound_s
@@ -32,9 +32,9 @@ def drafts(costs: CostModel, lengths: Lengths) -> list[Draft]:
     table = PriceTable(
         batch, schemes, problem.devices, pull_s=moved.pull_s + 1e-3, push_s=moved.push_s + 1e-3
     )
-    low_s, limits = bound_s(table), SearchLimits()
-    side = side_by_side(table, low_s, 4 * low_s, limits=limits)
-    return [*side, *nested(table, low_s, 4 * low_s, limits=limits)]
+    low_s = bound_s(table)
+    known = Known(problem=problem, bound_s=low_s, best_s=4 * low_s, packed_s=4 * low_s)
+    return [*SideBySide().drafts(table, known), *Nested().drafts(table, known)]
 
 
 @settings(max_examples=60, deadline=None)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import headrace as hr
 from headrace.planning import Problem
 from headrace.planning.batch import PriceTable, SortedBatch, prices
+from headrace.planning.filling import _LOOKS as LOOKS
+from headrace.planning.filling import Filler
+from headrace.planning.generators import Effort, least_time
 from headrace.planning.nested import Nesting
-from headrace.planning.search import Effort, least_time
-from headrace.planning.side_by_side import _LOOKS as LOOKS
-from headrace.planning.side_by_side import Filler
 from headrace.planning.waves import Estimates, WaveFiller
 from headrace.spec import Lengths
 from planning.pipeline_worlds import published

@@ -8,7 +8,8 @@ import pytest
 from headrace.costs import CostModel, ExchangeCost, synthetic_costs
 from headrace.planning import Problem, plan
 from headrace.planning.batch import PriceTable, SortedBatch
-from headrace.planning.schedule import Assignment, laid_out
+from headrace.planning.model_source import laid_out
+from headrace.planning.schedule import Assignment
 from headrace.simulator import micro_batch_seconds, simulate, step_s
 from headrace.spec import Lengths, compile_plan
 from planning.worlds import log_normal

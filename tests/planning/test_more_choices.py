@@ -10,8 +10,7 @@ import pytest
 
 import headrace as hr
 from headrace.costs import published
-from headrace.planning import Problem, plan
-from headrace.planning.generators import SearchLimits
+from headrace.planning import GENERATORS, Nested, Problem, plan
 
 _LUCK = 0.003
 
@@ -57,7 +56,10 @@ def test_long_tails_on_few_devices(seed: int) -> None:
     problem = Problem(costs=published("flexsp-7b-a100"), devices=8)
     law = "lognormal:median=700,sigma=1.5,max=131072,tail=0.03,alpha=1.1"
     lengths = hr.lengths.draw(law, tokens="128K", seed=seed)
-    thorough = plan(problem, lengths, limits=SearchLimits(worth=-1.0))
+    more = [
+        Nested(worth=-1.0) if isinstance(one, Nested) else one for one in GENERATORS["adaptive"]
+    ]
+    thorough = plan(problem, lengths, generators=more)
     assert plan(problem, lengths).predicted_s <= thorough.predicted_s * (1 + 5e-4)
 
 

@@ -16,12 +16,11 @@ from headrace.costs import CostModel, synthetic_costs
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import InfeasiblePlan
-from headrace.planning import Problem, plan
-from headrace.planning.baselines import BASELINES
+from headrace.planners import BASELINES, PLANNERS
+from headrace.planning import Known, Nested, Problem, SideBySide, plan
 from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import BoundRows, lower_bound
-from headrace.planning.formula_search import formula_table
-from headrace.planning.generators import SearchLimits, nested, side_by_side
+from headrace.planning.formula_source import formula_table
 from headrace.planning.schedule import Assignment
 from headrace.spec import Lengths
 from headrace.spec.plan import Semantics
@@ -37,6 +36,7 @@ pytestmark = pytest.mark.timeout(900)
 
 _ROUNDING = 1e-9
 _LUCK = 0.02
+_FEW = 140
 
 
 def drawn(count: int, **strategies: st.SearchStrategy) -> Callable:
@@ -52,13 +52,11 @@ def drawn(count: int, **strategies: st.SearchStrategy) -> Callable:
     return lambda holds: quiet(given(**strategies)(holds))
 
 
-def drafts_s(table: PriceTable, limits: SearchLimits) -> list[tuple[str, float]]:
+def drafts_s(problem: Problem, table: PriceTable) -> list[tuple[str, float]]:
     """What every generator makes of a table, packed."""
     low_s = lower_bound(BoundRows.of(table), table.devices).seconds
-    found = [
-        *side_by_side(table, low_s, float("inf"), limits=limits),
-        *nested(table, low_s, float("inf"), limits=limits),
-    ]
+    known = Known(problem=problem, bound_s=low_s)
+    found = [*SideBySide().drafts(table, known), *Nested().drafts(table, known)]
     made = (Assignment.of(table, draft.groups, draft.source) for draft in found)
     return [(one.source, one.seconds) for one in made]
 
@@ -69,7 +67,7 @@ def of_formulas(
     """The plan of published costs against all that others plan."""
     problem = Problem(costs=costs, devices=devices, semantics=semantics)
     try:
-        made = plan(problem, Lengths(tokens=tuple(tokens)))
+        made = plan(problem, Lengths(tokens=tuple(tokens)), generators=PLANNERS["adaptive"])
     except InfeasiblePlan:
         return
     table = formula_table(problem, SortedBatch.of(made.lengths))
@@ -81,10 +79,8 @@ def of_formulas(
         if found.semantics == semantics
         if not found.phases  # changing pipelines within a step is free here, and nobody's plan
     ]
-    limits = SearchLimits()
-    if semantics == "free" and isinstance(costs, GroupCosts) and len(tokens) <= limits.few:
-        drafts = drafts_s(table, limits)
-        others += drafts
+    if semantics == "free" and isinstance(costs, GroupCosts) and len(tokens) <= _FEW:
+        others += drafts_s(problem, table)
     assert others
     name, seconds = min(others, key=lambda other: other[1])
     assert made.predicted_s <= seconds * (1 + _LUCK), f"{name} is quicker"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.costs import CostModel, Linear, OptionCost, Quadratic, synthetic_costs
 from headrace.errors import SpecError
-from headrace.planning.baselines.paradyse import StrategySelector
+from headrace.planners.paradyse import StrategySelector
 from headrace.planning.layer_choice import best_layers
 from planning.test_layers import layer_costs
 

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from headrace.costs import CostModel, synthetic_costs
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import InfeasiblePlan
-from headrace.planning import Problem, plan
+from headrace.planning import Problem, SideBySide, plan
 from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import BoundRows, lower_bound
-from headrace.planning.dealing import deal, joined
-from headrace.planning.generators import SearchLimits, scheduled, side_by_side
-from headrace.planning.side_by_side import Filler, Pipelines
-from headrace.planning.staged_packing import Line
+from headrace.planning.filling import Filler, Pipelines, deal, joined
+from headrace.planning.generators import Known
+from headrace.planning.improvement import Improvement
+from headrace.planning.priced import Line
 from headrace.spec import Lengths
 from headrace.units import GIB
 from planning.pipeline_worlds import costs_of, published, small_costs
@@ -131,11 +131,11 @@ def test_prices_of_runs_are_those_of_their_sequences() -> None:
 
 
 def calls(problem: Problem, lengths: Sequence[int]) -> int:
-    """Functions called while a batch is planned with the limits of many sequences."""
-    limits, profile = SearchLimits(many=0), cProfile.Profile()
+    """Functions called while a batch is planned."""
+    profile = cProfile.Profile()
     plan(problem, Lengths.of([max(lengths)]))  # prices are worked out once for all batches
     profile.enable()
-    plan(problem, Lengths.of(lengths), limits=limits)
+    plan(problem, Lengths.of(lengths))
     profile.disable()
     return pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
 
@@ -219,11 +219,12 @@ def test_no_schedule_beats_the_bound_of_pipelines_apart(
     again = lower_bound(rows, devices, apart=True, known_s=loose.seconds)
     assert tight.seconds >= loose.seconds * (1 - 2e-5)
     assert again.seconds == pytest.approx(tight.seconds, rel=4e-5)
-    limits = SearchLimits()
-    drafts = list(side_by_side(table, loose.seconds, float("inf"), limits=limits))
+    problem = Problem(costs=costs, devices=devices)
+    known = Known(problem=problem, bound_s=loose.seconds)
+    drafts = list(SideBySide().drafts(table, known))
     if not drafts:
         return
-    best = scheduled(drafts, [], loose.seconds, limits)[0]
+    best = Improvement().scheduled(drafts, [], loose.seconds)[0]
     assert max(tight.seconds, again.seconds) <= checked_s(best) * (1 + 1e-9)
 
 

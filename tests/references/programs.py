@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import highspy
 
 from headrace.planning.batch import PriceTable
-from headrace.planning.strategy_search import Counts
+from headrace.planning.side_by_side import Counts
 
 __all__ = ["Answer", "dispatch_program", "packing_program"]
 

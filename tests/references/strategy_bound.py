@@ -18,7 +18,7 @@ import numpy as np
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.bounds import BoundRows
-from headrace.planning.strategy_search import Counts
+from headrace.planning.side_by_side import Counts
 
 __all__ = ["strategy_bound_s"]
 

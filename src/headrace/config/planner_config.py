@@ -27,12 +27,31 @@ StrategyText = Annotated[str, BeforeValidator(_strategy)]
 class PlannerConfig(Section):
     """Who plans a run, and between what it may choose: a configuration's section ``planner``."""
 
-    name: Literal["adaptive", "static", "strategies", "bucket", "packed", "dcp"] = "adaptive"
+    name: Literal[
+        "adaptive",
+        "static",
+        "strategies",
+        "bucket",
+        "packed",
+        "dcp",
+        "flexsp",
+        "hydraulis",
+        "paradyse",
+        "karmarkar-karp",
+        "dp-balanced",
+        "hybrid-cp",
+        "max-length",
+        "token-balance",
+    ] = "adaptive"
     """``adaptive`` decides for each batch, whatever fits; ``static`` uses groups of ``static_size``
     always; ``strategies`` has pipelines side by side only, of any shapes that fit, tensor, context
     and pipeline parallel. To compare with: ``bucket`` and ``packed`` have the smallest group size
     that holds the longest sequence, and batches of like lengths or full packs; ``dcp`` chooses a
-    size and a batch for each bucket of lengths, and accumulation steps to end together."""
+    size and a batch for each bucket of lengths, and accumulation steps to end together;
+    ``flexsp`` chooses the sizes of groups alone, with one option for all layers; ``paradyse`` the
+    layers alone, by its Algorithm 1, on groups of one size; ``hydraulis`` strategies by its dynamic
+    program. ``karmarkar-karp``, ``dp-balanced``, ``hybrid-cp``, ``max-length`` and
+    ``token-balance`` do as verl and Megatron do."""
 
     strategies: tuple[StrategyText, ...] = ()
     """The strategies to choose among for each batch, such as ``"1*tp2 + 2*cp1"`` or

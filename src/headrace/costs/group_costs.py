@@ -130,10 +130,13 @@ class GroupCosts:
 
 
 def _whole(value: object) -> bool:
+    """Whether a value is a whole number, and no truth value."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _seconds(name: str, value: object) -> float:
+    """A value as seconds. Raises CostError, with the entry's name, unless it is a finite number
+    that is not negative."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not isfinite(value) or value < 0:
         raise CostError(name, got=repr(value), wanted="a finite number >= 0")
@@ -141,6 +144,7 @@ def _seconds(name: str, value: object) -> float:
 
 
 def _size(text: object) -> int:
+    """A group size from the text of a JSON key. Raises CostError for what is none."""
     if isinstance(text, str) and text.isdecimal():
         return int(text)
     raise CostError("kappa_s, group size", got=repr(text), wanted="a whole number >= 1")

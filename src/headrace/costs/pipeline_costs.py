@@ -28,11 +28,18 @@ _TOKEN_STEP = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeCost:
-    """Seconds and room of one scheme. ``name`` is how its file writes it (``tp1-pp4``).
+    """Seconds and room of one scheme.
 
-    ``max_length[N]`` is how many tokens a micro-batch may hold in a cluster of N devices: the more
-    devices share the optimizer's state, the more. Nothing fits where it is zero or negative.
-    Beyond ``util_length`` tokens a micro-batch keeps its devices busy.
+    Attributes:
+        scheme: The degrees of its pipelines.
+        a_s: Seconds per squared token of a sequence on one stage, forward and backward.
+        b_s: Seconds per token.
+        c_s: Seconds per micro-batch.
+        max_length: Tokens that a micro-batch may hold, by the devices of the cluster: the more
+            devices share the optimizer's state, the more. Nothing fits where it is zero or
+            negative.
+        util_length: Tokens from which on a micro-batch keeps its devices busy.
+        name: How its file writes the scheme, such as ``tp1-pp4``.
     """
 
     scheme: Scheme
@@ -64,8 +71,8 @@ class SchemeCost:
             raise CostError(f"util_length of {self.name}", got=repr(util), wanted="an int >= 0")
 
     def spread(self, degree: int, more: float) -> SchemeCost:
-        """The costs with every sequence on ``degree`` times the devices
-        (:meth:`PipelineCosts.with_context`)."""
+        """The costs with every sequence on ``degree`` times the devices, where a token costs
+        ``more`` of its seconds more (:meth:`PipelineCosts.with_context`)."""
         scheme = replace(self.scheme, context=degree * self.scheme.context)
         return SchemeCost(
             scheme=scheme,
@@ -77,11 +84,12 @@ class SchemeCost:
         )
 
     def sequence_s(self, tokens: int) -> float:
-        """Seconds that a sequence adds to its micro-batch."""
+        """Seconds that a sequence of ``tokens`` tokens adds to its micro-batch on each stage."""
         return (self.a_s * tokens + self.b_s) * tokens
 
     def micro_batch_s(self, tokens: Sequence[int]) -> float:
-        """Seconds of one stage for sequences packed together."""
+        """Seconds of a micro-batch on one stage, forward and backward, given the tokens of each of
+        its sequences."""
         return sum(map(self.sequence_s, tokens)) + self.c_s
 
     def most_tokens(self, devices: int) -> int | None:
@@ -142,12 +150,15 @@ class SchemeCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineCosts:
-    """Costs of every scheme that a pipeline may have. A scheme may have several entries that trade
-    seconds for room, each with a name of its own; a file has one. ``facts`` are words about where
-    they come from, carried along.
+    """Costs of every scheme that a pipeline may have.
 
     A file may list schemes with context parallelism, or have them derived from those that it lists
     by ``"context": {"degrees": [2, 4], "more": 0.05}`` (:meth:`with_context`); measured ones win.
+
+    Attributes:
+        schemes: The costs of each scheme; a scheme may have several entries that trade seconds for
+            room, each with a name of its own, where a file has one.
+        facts: Where the costs come from, in words that are carried along.
     """
 
     schemes: tuple[SchemeCost, ...]
@@ -188,8 +199,8 @@ class PipelineCosts:
             for degree in dict.fromkeys(degrees)
             if (made := cost.spread(degree, more)).scheme not in known
         ]
-        told = {"derived": {"degrees": list(degrees), "more": more}}
-        return PipelineCosts(schemes=(*self.schemes, *derived), facts={**self.facts, **told})
+        facts = {**self.facts, "derived": {"degrees": list(degrees), "more": more}}
+        return PipelineCosts(schemes=(*self.schemes, *derived), facts=facts)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that :meth:`from_json` reads back."""
@@ -250,7 +261,7 @@ def _derived(costs: PipelineCosts, context: Any) -> PipelineCosts:
 
 
 def _once(names: Sequence[str]) -> None:
-    """Raise CostError for a name that stands there twice."""
+    """Raise CostError for a name that is in ``names`` twice."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise CostError(f"costs of {twice}", got="two entries", wanted="one")

@@ -26,6 +26,7 @@ Pack = int | Sequence[int]
 
 
 def _check_coefficients(what: str, values: dict[str, float]) -> None:
+    """Raise CostError for a coefficient, by its name, that is negative or no finite number."""
     for name, value in values.items():
         if not isfinite(value) or value < 0:
             raise CostError(f"{what}.{name}", got=value, wanted="a finite number >= 0")
@@ -68,8 +69,8 @@ class Quadratic:
         """
         return self.a * squares + self.b * tokens + self.c
 
-    def __add__(self, other: Quadratic) -> Quadratic:
-        return Quadratic(a=self.a + other.a, b=self.b + other.b, c=self.c + other.c)
+    def __add__(self, added: Quadratic) -> Quadratic:
+        return Quadratic(a=self.a + added.a, b=self.b + added.b, c=self.c + added.c)
 
     def __mul__(self, factor: float) -> Quadratic:
         return Quadratic(a=self.a * factor, b=self.b * factor, c=self.c * factor)
@@ -223,6 +224,7 @@ def check_points(
 
 
 def _rank(features: Floats) -> int:
+    """The rank of the matrix of features [points, coefficients]."""
     if not len(features):
         return 0
     return int(np.linalg.matrix_rank(features / features.max(axis=0), tol=1e-9))
@@ -253,5 +255,7 @@ def _non_negative(features: Floats, measured: Floats, *, weights: Floats) -> Flo
 
 
 def _error(fitted: Floats, divisor: Floats, measured: Floats | None = None) -> FitError:
+    """The errors of fitted values over ``divisor``, what they were measured as unless ``measured``
+    is given, all [points]."""
     errors = np.abs(fitted - (divisor if measured is None else measured)) / divisor
     return FitError(median=float(np.median(errors)), worst=float(errors.max()), points=len(errors))

@@ -17,14 +17,16 @@ from typing import Any
 
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import InfeasiblePlan, SpecError, did_you_mean
-from headrace.planning.baselines import BASELINES
-from headrace.planning.baselines.switching import sequences_of
+from headrace.planners import BASELINES, PLANNERS
+from headrace.planners.switching import sequences_of
 from headrace.planning.batch import SortedBatch
 from headrace.planning.bounds import Bound
-from headrace.planning.formula_search import bounded, formula_table, plan_of, reasons
-from headrace.planning.planner import plan
+from headrace.planning.explain import Candidate, reasons
+from headrace.planning.formula_source import bounded, formula_table, plan_of
+from headrace.planning.generators import Known
 from headrace.planning.problem import Problem
 from headrace.planning.schedule import Assignment
+from headrace.planning.search import GENERATORS, plan
 from headrace.spec import Lengths, Plan, Scheme
 
 __all__ = ["OWN", "PlannedIteration", "plan_iterations", "planner_names", "plans_to_json"]
@@ -51,12 +53,15 @@ Make = Callable[[int, Lengths], PlannedIteration]
 
 
 def planner_names(problem: Problem) -> tuple[str, ...]:
-    """Names of the planners for a problem's costs."""
-    staged = isinstance(problem.published, PipelineCosts)
-    return (
-        OWN,
-        *(name for name, one in BASELINES.items() if name == "static" or one.staged == staged),
+    """Names of the planners for a problem's costs and semantics."""
+    others = (name for name, baseline in BASELINES.items() if baseline.role.covers(problem))
+    more = (
+        name
+        for name, generators in PLANNERS.items()
+        if name not in BASELINES and name not in GENERATORS
+        if any(generator.role.covers(problem) for generator in generators)
     )
+    return (OWN, *others, *more)
 
 
 def plan_iterations(
@@ -68,7 +73,7 @@ def plan_iterations(
     InfeasiblePlan, naming the iteration, for a sequence that no scheme holds.
     """
     known = planner_names(problem)
-    if planner not in known:
+    if planner not in known and planner not in PLANNERS:
         raise SpecError(
             "planner",
             got=repr(planner),
@@ -76,7 +81,11 @@ def plan_iterations(
             hint=did_you_mean(planner, known),
         )
     batches = [Lengths(tokens=tuple(tokens)) for tokens in iterations]
-    make = _own(problem, seed) if planner == OWN else _others(problem, batches, planner, seed)
+    if planner in BASELINES and planner in known:
+        make = _others(problem, batches, planner, seed)
+    else:
+        name = "adaptive" if planner == OWN else planner
+        make = _searched(problem.replace(planner=name), seed)
     found = list[PlannedIteration]()
     for number, lengths in enumerate(batches):
         began = time.perf_counter()
@@ -105,11 +114,12 @@ class _Named:
             )
 
 
-def _own(problem: Problem, seed: int) -> Make:
+def _searched(problem: Problem, seed: int) -> Make:
+    """Plans each iteration by itself, by the generators of the problem's planner."""
     names = {one.scheme: str(one) for one in problem.published_schemes}
 
     def make(_: int, lengths: Lengths) -> PlannedIteration:
-        made = plan(problem, lengths, seed=seed)
+        made = plan(problem, lengths, seed=seed, generators=PLANNERS[problem.planner])
         text = " + ".join(f"{count}*{names[scheme]}" for scheme, count in made.strategy.counts)
         return PlannedIteration(plan=made, strategy=text)
 
@@ -133,7 +143,9 @@ def _others(problem: Problem, batches: Sequence[Lengths], planner: str, seed: in
         if prepared is not None:
             made: Assignment | None = prepared(number, table)
         else:
-            made = baseline.schedules(table, problem.semantics, seed)
+            known = Known(problem=problem, bound_s=0.0, seed=seed)
+            drafted = baseline.drafts(table, known)
+            made = min(drafted, key=lambda one: one.seconds, default=None)
         if made is None:
             raise InfeasiblePlan(f"a plan by {planner}", got="none that holds the batch")
         bound = bounded(table)
@@ -145,7 +157,7 @@ def _others(problem: Problem, batches: Sequence[Lengths], planner: str, seed: in
             for one in made.phases
         )
         return PlannedIteration(
-            plan=_planned(made, bound, planner, seed),
+            plan=_planned(problem, made, bound, planner, seed),
             phases=phases,
             switch_s=made.switch_s,
             strategy=" then ".join(one.names for one in made.phases) or made.names,
@@ -154,15 +166,21 @@ def _others(problem: Problem, batches: Sequence[Lengths], planner: str, seed: in
     return make
 
 
-def _planned(made: Assignment, bound: Bound, planner: str, seed: int) -> Plan:
-    return plan_of(made, bound).replace(planner=planner, seed=seed, why=reasons([made], bound)[:2])
+def _planned(problem: Problem, made: Assignment, bound: Bound, planner: str, seed: int) -> Plan:
+    """The plan of a schedule of others, with the first two of its reasons."""
+    tried = [Candidate(schedule=made, seconds=made.seconds)]
+    plan = plan_of(made, bound)
+    why = reasons(problem, bound, tried, plan)[:2]
+    return plan.replace(planner=planner, seed=seed, why=why)
 
 
 def plans_to_json(
     problem: Problem, found: Sequence[PlannedIteration], *, planner: str = OWN, seed: int = 0
 ) -> dict[str, Any]:
-    """The plan file of some iterations."""
+    """The plan file of some iterations. Raises SpecError for pipelines one after the other on the
+    same ranks, which a file of pipelines cannot say."""
     if isinstance(problem.published, PipelineCosts):
+        _require_side_by_side(found, planner)
         head = {"kind": "pipelines", "planner": planner, "seed": seed, "devices": problem.devices}
         return {**head, **_pipelines(problem, found)}
     items = [
@@ -228,3 +246,17 @@ def _iteration(one: PlannedIteration, names: Mapping[Scheme, str]) -> dict[str, 
         "planning_s": one.planning_s,
         "why": list(made.why),
     }
+
+
+def _require_side_by_side(found: Sequence[PlannedIteration], planner: str) -> None:
+    """Raise SpecError where pipelines of a plan share ranks."""
+    for number, one in enumerate(found):
+        for made in [phase.plan for phase, _ in one.phases] or [one.plan]:
+            ranks = [rank for pipeline in made.pipelines for rank in pipeline.ranks]
+            if len(ranks) > len(set(ranks)):
+                raise SpecError(
+                    f"plan file of pipelines, iteration {number}",
+                    got=f"pipelines of {planner} one after the other on the same ranks",
+                    wanted="pipelines side by side",
+                    hint="without --json the plan is printed",
+                )

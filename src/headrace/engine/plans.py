@@ -7,7 +7,7 @@ They serve a Python session and the command line; the steps of a run are planned
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import overload
@@ -17,7 +17,8 @@ from headrace.costs import CostModel
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import ConfigError, InfeasiblePlan, SpecError
-from headrace.planning import Problem
+from headrace.planners import PLANNERS
+from headrace.planning import Generator, Problem
 from headrace.planning import plan as plan_batch
 from headrace.planning.clock import published_timeline
 from headrace.report.plan_drawing import draw_plan_file
@@ -51,7 +52,12 @@ _recent: deque[Problem] = deque(maxlen=4)
 
 
 def plan(
-    lengths: Lengths | Iterable[int], costs: _Costs, *, seed: int = 0, previous: Plan | None = None
+    lengths: Lengths | Iterable[int],
+    costs: _Costs,
+    *,
+    seed: int = 0,
+    previous: Plan | None = None,
+    generators: Sequence[Generator] | None = None,
 ) -> Plan:
     """Plan one batch: which devices work on which sequences, and how.
 
@@ -63,13 +69,16 @@ def plan(
             for how many devices published costs are planned with.
         seed: Of the search.
         previous: The plan of the step before, whose layers are kept where the problem smooths.
+        generators: What drafts schedules, in this order, of :mod:`headrace.planning` or your own;
+            left out, those of the problem's planner (``headrace.planners.PLANNERS``).
 
     Returns:
         The plan: with a lower bound, reasons, and a clock, so that it can be drawn.
 
     Raises:
         InfeasiblePlan: When a sequence fits nowhere; it says by how much and what would help.
-        SpecError: For published costs without a problem, and for no lengths.
+        SpecError: For published costs without a problem, for no lengths, and for a planner or
+            generators that are not for such costs.
 
     Example:
         >>> model = hr.Architecture.preset("llama-tiny")
@@ -79,7 +88,8 @@ def plan(
         True
     """
     problem = _problem(costs)
-    found = plan_batch(problem, _lengths(lengths), seed=seed, previous=previous)
+    chosen = PLANNERS[problem.planner] if generators is None else generators
+    found = plan_batch(problem, _lengths(lengths), seed=seed, previous=previous, generators=chosen)
     return _timed(found, problem)
 
 
@@ -199,7 +209,8 @@ def rivals(problem: Problem, lengths: Lengths, *, seed: int = 0) -> dict[str, Pl
 def _held(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | None:
     """The plan without restrictions on strategies; None when the batch does not fit."""
     try:
-        return plan_batch(problem.replace(strategies=()), lengths, seed=seed)
+        free = problem.replace(strategies=())
+        return plan_batch(free, lengths, seed=seed, generators=PLANNERS[problem.planner])
     except InfeasiblePlan:
         return None
 

@@ -13,6 +13,7 @@ from headrace.costs.calibration import raised_margin
 from headrace.costs.library import memory_margin_of
 from headrace.engine.plans import make_problem
 from headrace.errors import InfeasiblePlan
+from headrace.planners import PLANNERS
 from headrace.planning import Problem
 from headrace.planning import plan as plan_batch
 from headrace.simulator import micro_batch_seconds, peak_bytes, simulate
@@ -70,7 +71,13 @@ class StepPlanner:
             turn = problem.strategies[request.step % len(problem.strategies)]
             problem = problem.replace(strategies=(turn,))
         previous = request.previous if self.options.smoothing else None
-        made = plan_batch(problem, request.lengths, seed=self.seed, previous=previous)
+        made = plan_batch(
+            problem,
+            request.lengths,
+            seed=self.seed,
+            previous=previous,
+            generators=PLANNERS[problem.planner],
+        )
         return self.expected(made, request, planning_s=time.perf_counter() - start)
 
     def expected(self, made: Plan, request: PlanRequest, *, planning_s: float = 0.0) -> Planned:

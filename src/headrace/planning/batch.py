@@ -1,4 +1,5 @@
-"""A batch sorted for planning, and what its sequences take on every priced scheme.
+"""A batch sorted for planning, and what its sequences take on every priced scheme: the tables of
+prices that generators draft from.
 
 Sequences of equal length are alike to every scheme: a *run*. Prices are of runs, of which a large
 batch has far fewer than sequences.
@@ -32,8 +33,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.planning.priced import Columns, Frontier, PricedScheme
-from headrace.planning.staged_packing import Line
+from headrace.planning.priced import Columns, Frontier, Line, PricedScheme
 from headrace.spec import Lengths
 
 __all__ = [
@@ -42,13 +42,14 @@ __all__ = [
     "PriceTable",
     "SortedBatch",
     "Times",
+    "best_fit",
     "longest_two",
     "prices",
 ]
 
 Times = tuple[float, float, float]
-"""Seconds of a pipeline: before it can start, as weights are on their way; of computing; and from
-then until its gradients are sent."""
+"""Seconds of a pipeline: until its weights are there, so that it can start; of computing; and from
+the end of computing until its gradients are sent."""
 
 
 class Chains:
@@ -80,7 +81,7 @@ class Chains:
         return free
 
     def sent_s(self, times: Sequence[Times]) -> dict[int, float]:
-        """Seconds until each of the ``last`` has sent its gradients."""
+        """Seconds until each pipeline of ``last`` has sent its gradients, by its number."""
         free = self.free_s(times)
         return {g: free[g] + times[g][2] for g in self.last}
 
@@ -90,11 +91,11 @@ class Packed:
     """The micro-batches of one pipeline.
 
     Attributes:
-        seconds: Seconds of the pipeline, its stages included.
-        bins: Positions in the batch of each micro-batch.
-        rows: The row of the frontier of each.
-        times: Seconds of each on one stage.
-        longest_s: Seconds of the longest.
+        seconds: Seconds of the pipeline, the bubbles of its stages included.
+        bins: Positions in the batch of the sequences of each micro-batch.
+        rows: The row of the scheme's frontier, by its number, of each micro-batch.
+        times: Seconds of each micro-batch on one stage, forward and backward.
+        longest_s: Seconds of the longest micro-batch on one stage.
         next_s: Seconds of the second longest; ``longest_s`` where there is one.
     """
 
@@ -121,11 +122,30 @@ class Packed:
 
 
 def longest_two(times: Sequence[float]) -> tuple[float, float]:
-    """The longest of some seconds, and the next, which is the same where there is one."""
+    """The longest and the second longest of some seconds; twice the same where there is one."""
     if len(times) == 1:
         return times[0], times[0]
     rising = sorted(times)
     return rising[-1], rising[-2]
+
+
+def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> list[list[int]]:
+    """``members``, longest first, each in the bin of ``cap`` tokens that it fills best, a new one
+    where none has room; longer ones stand alone."""
+    bins: list[list[int]] = []
+    unit = 1 << len(members).bit_length()
+    rooms: list[int] = []  # units of room, and the bin, in one number, rising
+    for i in members:
+        length = tokens[i] * unit
+        at = bisect_left(rooms, length)
+        if at < len(rooms):
+            room = rooms.pop(at)
+            bins[room % unit].append(i)
+            insort(rooms, room - length)
+        else:
+            insort(rooms, cap * unit - length + len(bins))
+            bins.append([i])
+    return bins
 
 
 Floats = NDArray[np.float64]
@@ -183,28 +203,30 @@ class SortedBatch:
         return np.array(self.run_tokens, dtype=np.float64)
 
     def turns(self, order: Sequence[int] | None) -> list[tuple[int, int, int]]:
-        """(run, first position, number of positions) of runs, or of positions one by one in an
-        order that is given."""
+        """What a filling places one after the other, as (run, first position, number of positions):
+        whole runs, or single positions in an order that is given."""
         return self._runs if order is None else [(self._run_of[i], i, 1) for i in order]
 
     @cached_property
     def _runs(self) -> list[tuple[int, int, int]]:
+        """(run, first position, number of positions) of every run."""
         starts, counts = np.cumsum(self.counts) - self.counts, self.counts.tolist()
         return list(zip(range(len(counts)), starts.tolist(), counts, strict=True))
 
     @cached_property
     def _run_of(self) -> list[int]:
+        """The run of every position."""
         return self.listed(list(range(len(self.run_tokens))))
 
     def each(self, of_runs: NDArray[Any]) -> NDArray[Any]:
-        """Values of positions [..., sequences] from those of runs [..., runs]."""
+        """The values of every position [..., sequences], given those of runs [..., runs]."""
         if of_runs.shape[-1] == len(self.tokens):
             return of_runs
         return np.repeat(of_runs, self.counts, axis=-1)
 
     def listed(self, of_runs: list[Value]) -> list[Value]:
-        """:meth:`each` of a list: the same objects, so a value takes no more memory however long
-        its run."""
+        """The values of every position as a list, given those of runs as a list: the same objects,
+        so that a value takes no more memory however long its run."""
         if len(of_runs) == len(self.tokens):
             return of_runs
         each: list[Value] = []
@@ -226,19 +248,34 @@ class SortedBatch:
 
 
 class PriceTable:
-    """The prices of a batch on some schemes, those of the fewest devices first.
+    """The prices of a batch on priced schemes. Schemes go by their number, those of the fewest
+    devices first; sequences by their position, the longest first.
 
     Attributes:
-        alone: Least seconds of a micro-batch of its own [schemes, runs].
-        work: Least seconds without any constant, likewise.
-        spread: Least seconds with a share of the constant, likewise.
+        batch: The sorted batch.
+        devices: Number of devices to plan for.
+        schemes: The priced schemes.
+        tokens: Tokens of each position.
+        width: Devices of a pipeline of each scheme.
+        depth: Stages of a pipeline of each scheme.
+        util: Tokens from which on a micro-batch of each scheme keeps its devices busy.
+        alone: Least seconds on one stage of a sequence in a micro-batch of its own
+            [schemes, runs], infinite where the scheme does not hold it.
+        work: Least seconds without any constant [schemes, runs].
+        spread: Least seconds with a share of the constant [schemes, runs].
+        least_c: Least seconds of a micro-batch's constant [schemes, 1].
+        ranks: ``width`` as an array of floats [schemes, 1].
+        stages: ``depth`` as an array of floats [schemes, 1].
+        fluid: Whether each scheme's frontier has several rows, so that a micro-batch is hardly
+            dearer if it holds a little more.
+        staged: Whether each scheme has several stages.
         pull_s: Seconds in which weights arrive if no computation hides them.
         push_s: Seconds in which gradients leave if no computation hides them.
         unhidden: The share of both that is never hidden.
-        packs: Packed pipelines so far, by scheme and members.
-        needs: Devices that sequences take, by step of the time
-            (:mod:`headrace.planning.side_by_side`).
-        rankings: The order of schemes by these, likewise.
+        packs: Cache of packed pipelines, by scheme and members.
+        needs: Cache of the devices that sequences take, by step of the time
+            (:mod:`headrace.planning.filling`).
+        rankings: Cache of the order of schemes by these, likewise.
     """
 
     def __init__(
@@ -274,42 +311,56 @@ class PriceTable:
         self._room: dict[int, list[int]] = {}
         self._alike: dict[int, list[int]] = {}
 
+    @classmethod
+    def like(cls, table: PriceTable, schemes: Sequence[PricedScheme]) -> PriceTable:
+        """The prices of other ``schemes`` for the same batch, devices and exchange."""
+        return cls(
+            table.batch,
+            schemes,
+            table.devices,
+            pull_s=table.pull_s,
+            push_s=table.push_s,
+            unhidden=table.unhidden,
+        )
+
     def __len__(self) -> int:
         return len(self.schemes)
 
     @cached_property
     def rows(self) -> list[int]:
-        """The number of each scheme's usual row."""
+        """The usual row of each scheme's frontier, by its number: the row that searches count
+        with."""
         return [self._usual(scheme) for scheme in self.schemes]
 
     @cached_property
     def c(self) -> list[float]:
-        """Seconds of the constant of each usual row, per micro-batch."""
+        """Seconds of the constant of each scheme's usual row, for each micro-batch."""
         return [s.frontier.rows[row][2] for s, row in zip(self.schemes, self.rows, strict=True)]
 
     @cached_property
     def cap(self) -> list[int]:
-        """Tokens that a micro-batch of each usual row holds."""
+        """Tokens that a micro-batch holds by each scheme's usual row."""
         return [s.frontier.caps[row] for s, row in zip(self.schemes, self.rows, strict=True)]
 
     @cached_property
     def share(self) -> list[float]:
-        """Seconds of each usual row's constant that one token bears, c / cap."""
+        """Seconds of the constant that one token bears by each scheme's usual row, c / cap."""
         return [c / cap if cap else 0.0 for c, cap in zip(self.c, self.cap, strict=True)]
 
     @cached_property
     def dealt(self) -> list[bool]:
-        """Whether each scheme's constants are charged to tokens, not counted by micro-batch."""
+        """Whether the constants of each scheme are charged to tokens, a share each, and not
+        counted by micro-batch."""
         return [fluid or deep for fluid, deep in zip(self.fluid, self.staged, strict=True)]
 
     @cached_property
     def each_seconds(self) -> list[list[float]]:
-        """The seconds of :meth:`priced` of all schemes."""
+        """Seconds of each run by the usual rows [schemes][runs], as in :meth:`priced`."""
         return [self.priced(k)[0] for k in range(len(self))]
 
     @cached_property
     def each_alike(self) -> list[list[int]]:
-        """:meth:`alike` of every scheme, in the order of the table."""
+        """Tokens that each run takes of micro-batches [schemes][runs], as in :meth:`alike`."""
         return [self.alike(k) for k in range(len(self))]
 
     @cached_property
@@ -350,7 +401,8 @@ class PriceTable:
         return self._room[k]
 
     def priced(self, k: int) -> tuple[list[float], list[int]]:
-        """(seconds, tokens of a micro-batch) of every run on scheme k."""
+        """Two lists [runs]: seconds that a sequence of each run adds to a pipeline of scheme k by
+        the usual row, without constants, and tokens of a micro-batch that it fills."""
         if k not in self._priced:
             seconds, room = self.priced_arrays(k)
             tokens: list[int] = (
@@ -360,7 +412,7 @@ class PriceTable:
         return self._priced[k]
 
     def priced_arrays(self, k: int) -> tuple[Floats, Floats]:
-        """:meth:`priced` as two arrays, each [runs]."""
+        """The two lists of :meth:`priced` as arrays, each [runs]."""
         values = self.batch.run_values
         if not self.fluid[k]:
             return self.work[k], values
@@ -369,8 +421,9 @@ class PriceTable:
         return seconds, np.minimum(values, cap)
 
     def alike(self, k: int) -> list[int]:
-        """Tokens that sequences of each run take of micro-batches of scheme k [runs]. Where it has
-        stages, like lengths come together. Effective tokens: cap // (cap // length)."""
+        """Tokens that a sequence of each run takes of micro-batches of scheme k [runs]. With stages
+        like lengths come together, so a micro-batch holds cap // length sequences, and each takes
+        its share of the capacity."""
         room, cap = self.priced(k)[1], self.cap[k]
         if self.depth[k] == 1:
             return room
@@ -379,8 +432,8 @@ class PriceTable:
         return self._alike[k]
 
     def added_s(self, k: int, room: list[int], tokens: int) -> float:
-        """Constants that ``tokens`` more cost a pipeline of scheme k without stages. ``room`` are
-        the tokens left of its micro-batches, rising; it is changed by :meth:`put`."""
+        """Seconds of constants that ``tokens`` more cost a pipeline of scheme k without stages;
+        ``room`` are the tokens left of its micro-batches, rising."""
         if self.fluid[k]:
             return max(0, tokens - room[0]) * self.share[k] if room else self.c[k]
         return 0.0 if room and tokens <= room[-1] else self.c[k]
@@ -411,8 +464,8 @@ class PriceTable:
         return self._chains[key]
 
     def put(self, k: int, room: list[int], tokens: int) -> None:
-        """Put ``tokens`` into the micro-batch that they fill best, a new one where none has
-        room."""
+        """Put ``tokens`` into the micro-batch of a pipeline of scheme k that they fill best, a new
+        one where none has room: ``room``, the tokens left of each, rising, is changed."""
         if self.fluid[k]:
             left = (room.pop() if room else self.cap[k]) - tokens
             room.append(max(0, left))
@@ -422,12 +475,13 @@ class PriceTable:
         insort(room, left)
 
     def sum_s(self, k: int) -> float:
-        """Seconds of all sequences on scheme k together, those of :meth:`seconds`."""
+        """Seconds of all sequences together on scheme k by the usual row, without constants."""
         return sum(self.seconds(k))
 
 
 def prices(frontier: Frontier, lengths: Floats) -> Floats:
-    """(alone, work, spread) of sequences of ``lengths`` tokens, longest first [3, sequences]."""
+    """Least seconds (alone, work, spread) [3, sequences] under a frontier of sequences of
+    ``lengths`` tokens [sequences], longest first; infinite where no row holds a sequence."""
     out, middle = np.empty((3, len(lengths))), 0
     if lengths[0] > frontier.caps[0]:
         start, middle = np.searchsorted(-lengths, (-frontier.limits[-1], -frontier.limits[0]))
@@ -437,34 +491,34 @@ def prices(frontier: Frontier, lengths: Floats) -> Floats:
     return out
 
 
-def _longer(frontier: Frontier, some: Floats, out: Floats) -> None:
-    """Write seconds (alone, work, spread) to ``out`` [3, n], as :func:`prices` does, for sequences
-    of ``some`` [n] tokens that only rows with larger caps hold: by the quickest of these."""
-    if not len(some):
+def _longer(frontier: Frontier, lengths: Floats, out: Floats) -> None:
+    """Write the seconds of :func:`prices` to ``out`` [3, sequences] for ``lengths`` [sequences]
+    that only rows with larger capacities hold."""
+    if not len(lengths):
         return
-    first = np.searchsorted(frontier.limits, some)
-    if len(frontier.caps) * len(some) <= _FEW_PRICES:
-        _least(frontier.columns(int(first[-1])), some, out, held=True)
+    first = np.searchsorted(frontier.limits, lengths)
+    if len(frontier.caps) * len(lengths) <= _FEW_PRICES:
+        _least(frontier.columns(int(first[-1])), lengths, out, held=True)
         return
-    ruled = np.zeros((3, len(some)), dtype=np.bool_)
+    ruled = np.zeros((3, len(lengths)), dtype=np.bool_)
     for way, share in enumerate(frontier.shares):
         # Where the first row that holds a sequence is as quick as all later ones, take it.
         ruled[way] = share.rules[first]
-        out[way] = (frontier.a[first] * some + share.b[first]) * some + share.c[first]
+        out[way] = (frontier.a[first] * lengths + share.b[first]) * lengths + share.c[first]
     slow = np.flatnonzero(~ruled.all(axis=0))
     if len(slow):
         least = np.empty((3, len(slow)))
-        _least(frontier.columns(int(first[slow[-1]])), some[slow], least, held=True)
+        _least(frontier.columns(int(first[slow[-1]])), lengths[slow], least, held=True)
         out[:, slow] = least
 
 
-def _least(rows: Columns, some: Floats, out: Floats, *, held: bool = False) -> None:
-    """(alone, work, spread) of some lengths by the quickest of ``rows``, or of those that hold
-    them."""
+def _least(rows: Columns, lengths: Floats, out: Floats, *, held: bool = False) -> None:
+    """Write the seconds of :func:`prices` to ``out`` [3, sequences] for ``lengths`` [sequences] by
+    the quickest of ``rows``; with ``held`` by the quickest that holds each length."""
     a, b, c, share, caps = rows
-    work = (a * some + b) * some
+    work = (a * lengths + b) * lengths
     if held:
-        work[caps < some] = np.inf
+        work[caps < lengths] = np.inf
     np.minimum.reduce(work + c, axis=0, out=out[0])
     np.minimum.reduce(work, axis=0, out=out[1])
-    np.minimum.reduce(work + share * some, axis=0, out=out[2])
+    np.minimum.reduce(work + share * lengths, axis=0, out=out[2])

@@ -94,10 +94,16 @@ _ROUNDING = 1e-10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Seconds of computation that no plan beats; ``longest_s`` is the longest sequence's quickest
-    run. ``by_wave``: what the longest wave leaves is the reason
-    (:mod:`headrace.planning.wave_bounds`). ``exact``: it is the time of the best plan, which a
-    dynamic program has found (:mod:`headrace.planning.exact_waves`)."""
+    """Seconds of computing that no plan beats, without the costs' scale.
+
+    Attributes:
+        seconds: The bound.
+        longest_s: The quickest run of the longest sequence.
+        by_wave: Whether the reason is what the longest wave leaves to the others
+            (:mod:`headrace.planning.wave_bounds`).
+        exact: Whether it is the time of the best plan, which a dynamic program has found
+            (:mod:`headrace.planning.exact_waves`).
+    """
 
     seconds: float
     longest_s: float
@@ -115,15 +121,16 @@ class BoundRows:
     """What the claim needs to know of schemes and runs.
 
     Attributes:
-        ranks: Ranks of each scheme [schemes, 1].
-        stages: Stages of each, likewise.
-        opening: Least seconds of a constant of each, likewise.
-        shared: Seconds per second of work that two sequences of one pipeline take at least,
-            likewise.
-        over: Seconds of a pipeline by which the sum of ``spread`` may be too high, likewise.
-        alone: As in :mod:`headrace.planning.batch` [schemes, runs].
-        work: Likewise.
-        spread: Likewise.
+        ranks: Ranks of a pipeline of each scheme [schemes, 1].
+        stages: Stages of a pipeline of each scheme [schemes, 1].
+        opening: Least seconds of a micro-batch's constant [schemes, 1].
+        shared: Seconds for each second of work that two sequences of one pipeline take at least
+            [schemes, 1].
+        over: Seconds of a pipeline by which the sum of ``spread`` may be too high [schemes, 1].
+        alone: Least seconds of a micro-batch of its own, as in :mod:`headrace.planning.batch`
+            [schemes, runs].
+        work: Least seconds without any constant [schemes, runs].
+        spread: Least seconds with a share of the constant [schemes, runs].
         counts: Sequences of each run [runs].
     """
 
@@ -156,15 +163,15 @@ class BoundRows:
     def of_models(cls, batch: SortedBatch, models: Sequence[Least]) -> BoundRows:
         """Rows for whole models cut into stages: a micro-batch keeps the ranks of a width busy for
         its seconds on all stages together."""
-        rows = [(*batch.row(one.alone)[:2], batch.row(one.dealt)[1]) for one in models]
+        rows = [(*batch.row(model.alone)[:2], batch.row(model.dealt)[1]) for model in models]
         alone, work, dealt = np.stack(rows, axis=1)
         column = np.ones((len(models), 1))
         return cls(
-            ranks=np.array([[float(one.width)] for one in models]),
+            ranks=np.array([[float(model.width)] for model in models]),
             stages=column,
             opening=0 * column,
-            shared=np.array([[1 / one.depth] for one in models]),
-            over=np.array([[one.over_s] for one in models]),
+            shared=np.array([[1 / model.depth] for model in models]),
+            over=np.array([[model.over_s] for model in models]),
             alone=alone,
             work=work,
             spread=dealt,
@@ -172,38 +179,40 @@ class BoundRows:
         )
 
     @classmethod
-    def joined(cls, some: Sequence[BoundRows]) -> BoundRows:
-        """Rows of several for the same batch, one after the other."""
-        if len(some) == 1:
-            return some[0]
+    def joined(cls, parts: Sequence[BoundRows]) -> BoundRows:
+        """The schemes of all parts, which are of the same batch, one part after the other."""
+        if len(parts) == 1:
+            return parts[0]
         return cls(
-            **{name: np.concatenate([getattr(one, name) for one in some]) for name in _COLUMNS},
-            counts=some[0].counts,
+            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS},
+            counts=parts[0].counts,
         )
 
-    def only(self, some: Sequence[int]) -> BoundRows:
-        """The same columns for some of the schemes."""
+    def only(self, schemes: Sequence[int]) -> BoundRows:
+        """The rows of the given schemes only, by their numbers."""
         return BoundRows(
-            **{name: getattr(self, name)[list(some)] for name in _COLUMNS}, counts=self.counts
+            **{name: getattr(self, name)[list(schemes)] for name in _COLUMNS}, counts=self.counts
         )
 
     @cached_property
     def elapsed(self) -> Floats:
-        """Least seconds of a sequence of each run on its way through a pipeline [rows, runs]."""
+        """Least seconds of a sequence of each run through all stages of a pipeline
+        [schemes, runs]."""
         return self.stages * self.alone
 
     @cached_property
     def _from(self) -> tuple[Floats, Floats]:
-        """Sums of spread and of work over each run and all shorter ones, 0 in the last column
-        [rows, runs + 1]."""
+        """Seconds of ``spread`` and of ``work`` of the sequences of each run and all shorter ones
+        together, 0 in the last column, each [schemes, runs + 1]."""
         spread, work = np.zeros((2, len(self.ranks), len(self.counts) + 1))
         for sums, each in ((spread, self.spread), (work, self.work)):
             np.cumsum((each * self.counts)[:, ::-1], axis=1, out=sums[:, -2::-1])
         return spread, work
 
     def shares(self, tau: float) -> Floats:
-        """Devices that each sequence of a run takes of each scheme [rows, runs], infinite where it
-        is not open: by 2a or by 2b, whichever sums to more."""
+        """Devices that a sequence of each run takes of each scheme within ``tau`` seconds
+        [schemes, runs], infinite where the scheme is not open to it: by part 2a of the claim or by
+        2b, whichever sums to more."""
         bubbles, closed = self.stages - 1, self.elapsed > tau
         spread, work = (
             np.take_along_axis(sums, closed.sum(axis=1, keepdims=True), axis=1)
@@ -226,12 +235,14 @@ class BoundRows:
         return shares
 
     def held(self, shares: Floats) -> float:
-        """Devices that ``shares`` need by part 4 of the claim, where pipelines share none."""
+        """Devices needed by part 4 of the claim, where pipelines share none, given the
+        :meth:`shares` [schemes, runs]."""
         opened = np.flatnonzero(np.isfinite(shares[:, 0])).tolist()
         return min((self._with_one(shares, k) for k in opened), default=float("inf"))
 
     def _with_one(self, shares: Floats, k: int) -> float:
-        """Devices needed by part 4 of the claim if there is a pipeline of scheme k."""
+        """Devices needed by part 4 of the claim if the longest sequence has a pipeline of scheme k,
+        given the :meth:`shares` [schemes, runs]."""
         own, ranks = shares[k], float(self.ranks[k, 0])
         others = np.delete(shares, k, axis=0).min(axis=0, initial=np.inf)
         fits = np.isfinite(own)
@@ -277,11 +288,13 @@ def lower_bound(
 
 
 def allows(rows: BoundRows, devices: int, tau: float) -> bool:
-    """Whether the bound of a batch is at most ``tau`` seconds, without working it out."""
+    """Whether the bound of a batch on ``devices`` is at most ``tau`` seconds, without working it
+    out."""
     return _longest_s(rows) <= tau and _Crowding(rows, devices)(tau) <= 1
 
 
 def _longest_s(rows: BoundRows) -> float:
+    """Seconds of the quickest run of the sequence whose quickest run takes longest."""
     return float(rows.elapsed.min(axis=0).max())
 
 
@@ -306,11 +319,11 @@ class _Crowding:
 
 
 def _least_tau(crowding: Callable[[float], float], low_s: float, low: float, close: float) -> float:
-    """The least time, in seconds and from below, in which enough devices are there; in ``low_s``
-    ``low`` times as many are needed. Needs are about inverse to the time less a constant, so the
-    next guess is where a hyperbola through both ends crosses 1. Where that has not halved the
-    interval, one end is near: then the next guess is where the need would be 1 if it were inverse
-    to the time, else the middle."""
+    """The least time in seconds, from below and to the share ``close``, in which ``crowding`` is at
+    most 1; it is ``low`` in ``low_s`` seconds. Needs are about inverse to the time less a constant,
+    so the next guess is where a hyperbola through both ends crosses 1. Where that has not halved
+    the interval, one end is near: then the next guess is where the need would be 1 if it were
+    inverse to the time, else the middle."""
     high_s = low_s * min(low, 4.0) * _BEYOND
     high = crowding(high_s)
     while high > 1:

@@ -25,7 +25,7 @@ __all__ = ["published_timeline"]
 def published_timeline(plan: Plan, costs: PipelineCosts | GroupCosts) -> Timeline:
     """The timeline of a plan: a forward row of each rank for each of its micro-batches. Raises
     CostError when the costs lack a scheme of the plan."""
-    schemes = {one.scheme: one for one in priced(costs, plan.devices)}
+    schemes = {known.scheme: known for known in priced(costs, plan.devices)}
     times = [_seconds(plan, number, schemes) for number in range(len(plan.micro_batches))]
     starts = _free(plan, times) if plan.semantics == "free" else _lockstep(plan, times)
     rows: list[list[Row]] = [[] for _ in range(plan.devices)]
@@ -51,6 +51,7 @@ def published_timeline(plan: Plan, costs: PipelineCosts | GroupCosts) -> Timelin
 
 
 def _seconds(plan: Plan, number: int, schemes: Mapping[Scheme, PricedScheme]) -> float:
+    """Seconds of micro-batch ``number`` of a plan on each stage, forward and backward."""
     micro = plan.micro_batches[number]
     scheme = plan.pipelines[micro.pipeline].scheme
     if scheme not in schemes:
@@ -60,6 +61,8 @@ def _seconds(plan: Plan, number: int, schemes: Mapping[Scheme, PricedScheme]) ->
 
 
 def _free(plan: Plan, times: list[float]) -> list[float]:
+    """When each micro-batch starts, in seconds, if it waits for its own ranks only; ``times`` are
+    the seconds of each."""
     free, starts = [0.0] * plan.devices, list[float]()
     for micro, taken_s in zip(plan.micro_batches, times, strict=True):
         ranks = plan.pipelines[micro.pipeline].ranks
@@ -70,6 +73,8 @@ def _free(plan: Plan, times: list[float]) -> list[float]:
 
 
 def _lockstep(plan: Plan, times: list[float]) -> list[float]:
+    """When each micro-batch starts, in seconds, if the i-th micro-batches of all ranks start
+    together; ``times`` are the seconds of each."""
     done, waves, at = [0] * plan.devices, list[float](), list[int]()
     for micro, taken_s in zip(plan.micro_batches, times, strict=True):
         ranks = plan.pipelines[micro.pipeline].ranks
@@ -84,8 +89,8 @@ def _lockstep(plan: Plan, times: list[float]) -> list[float]:
 
 
 def _drain(plan: Plan, times: list[float], rows: list[list[Row]]) -> None:
-    """Add a row of waiting behind each pipeline with stages, as long as its last stage is behind
-    the first."""
+    """Add to the ``rows`` of each rank a row of waiting behind each pipeline with stages, as long
+    as its last stage is behind the first; ``times`` are the seconds of each micro-batch."""
     for number, pipeline in enumerate(plan.pipelines):
         own = [
             taken_s

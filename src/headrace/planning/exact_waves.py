@@ -26,8 +26,8 @@ from math import inf
 import numpy as np
 
 from headrace.planning.batch import PriceTable
+from headrace.planning.filling import Pipelines
 from headrace.planning.schedule import launch_s
-from headrace.planning.side_by_side import Pipelines
 
 __all__ = ["MOST_SEQUENCES", "exact_waves", "rejoined"]
 
@@ -113,7 +113,7 @@ def rejoined(
             before_s = sum(now[n][0] for n in group)
             found = exact_waves(table, kinds, members)
             if found is not None and found[0] < before_s * (1 - _GAIN):
-                rest = [one for n, one in enumerate(now) if n not in group]
+                rest = [own for n, own in enumerate(now) if n not in group]
                 now = [*rest, *((_wave_s(table, wave), wave) for wave in found[1])]
                 gained = True
                 break
@@ -121,7 +121,8 @@ def rejoined(
 
 
 def _small(waves: Sequence[tuple[float, Pipelines]]) -> Iterator[tuple[int, ...]]:
-    """Triples, then pairs of waves, then single ones, that have few sequences together."""
+    """Numbers of the waves in triples, then pairs, then single waves, that have few enough
+    sequences together to be solved exactly; ``waves`` are (seconds, launches)."""
     counts = [sum(len(own) for _, own in wave) for _, wave in waves]
     few = [n for n, count in enumerate(counts) if count <= MOST_SEQUENCES]
     for size in (3, 2, 1):
@@ -136,7 +137,7 @@ def _wave_s(table: PriceTable, wave: Pipelines) -> float:
 
 
 def _parts(subset: int) -> Iterator[int]:
-    """The subsets that have the lowest member of ``subset``, as bits."""
+    """The subsets of ``subset`` that have its lowest member; sets are bits of a number."""
     lowest = subset & -subset
     rest = subset ^ lowest
     part = rest
@@ -148,9 +149,11 @@ def _parts(subset: int) -> Iterator[int]:
 
 
 class _Launches:
-    """What subsets of some sequences take as one launch each.
+    """What subsets of a few sequences take as one launch each; subsets are bits of a number.
 
     Attributes:
+        seconds: Seconds of a launch of each subset on each kind of group [kinds, subsets],
+            infinite where it does not fit.
         times_s: The seconds of all launches, rising, each once [times].
         least_ranks: The fewest ranks that run each subset within each time [subsets, times],
             infinite where none do.
@@ -177,11 +180,12 @@ class _Launches:
         return [i for bit, i in enumerate(self.members) if subset >> bit & 1]
 
     def split(self, wave: int, needed: np.ndarray, at: int) -> Iterator[tuple[int, list[int]]]:
-        """The launches (scheme, sequences) of a wave that needs ``needed[wave, at]`` ranks."""
+        """The launches (scheme, positions) of a ``wave``, a subset, that lasts as long as the time
+        number ``at``; ``needed`` are the ranks that each subset needs in each time."""
         while wave:
             part = min(
                 _parts(wave),
-                key=lambda one: float(self.least_ranks[one, at] + needed[wave ^ one, at]),
+                key=lambda part: float(self.least_ranks[part, at] + needed[wave ^ part, at]),
             )
             fast = [
                 (self.table.width[k], float(self.seconds[row, part]), k)

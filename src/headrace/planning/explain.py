@@ -24,60 +24,114 @@ __all__ = [
     "require_strategies",
 ]
 
-_SAME = 1e-6
-_GAP_SHOWN = 0.005  # the bound of unstaged plans is told where its gap is smaller by this
-_EXPOSED_SHOWN = 0.05  # exposed traffic is told from this share of the step on
+_GAP_SHOWN = 0.005  # The bound of unstaged plans is told where its gap is smaller by this.
+_EXPOSED_SHOWN = 0.05  # Exposed traffic is told from this share of the step on.
+_EQUAL = 1e-5  # Relative difference of seconds that is no difference.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidate:
-    """A schedule and its plan, timed without the costs' scale."""
+    """A schedule with the seconds of its step.
+
+    Attributes:
+        schedule: The packed schedule.
+        seconds: Seconds of its step on the clock that counts, without the costs' scale.
+    """
 
     schedule: Assignment
-    plan: Plan
+    seconds: float
 
 
 def reasons(
     problem: Problem,
     bound: Bound,
     tried: Sequence[Candidate],
-    static: Candidate | None,
+    plan: Plan,
+    static: Candidate | None = None,
     flat: Bound | None = None,
 ) -> tuple[str, ...]:
-    """Reasons for the first of ``tried``, the quickest: what binds, how far it is above ``flat``,
-    the bound of plans without stages and tensor blocks, what the best static plan and
-    the next strategy would take, which layers there are and what is recomputed, and what of the
-    exchange no computation hides (Hydraulis, appendix B.2)."""
+    """Why a plan is as it is.
+
+    Args:
+        problem: What was planned for.
+        bound: The bound of computing.
+        tried: The candidates that were timed, the quickest first: that of the plan.
+        plan: The plan.
+        static: The best static candidate.
+        flat: The bound of plans without stages and tensor blocks, where it is known apart.
+
+    Returns:
+        Sentences: what binds and how far the plan is above bounds, which pipeline is busiest, what
+        the best static plan and the next strategy would take, the layers and what is recomputed,
+        idle ranks, and what of the exchange no computation hides (Hydraulis, appendix B.2).
+    """
     best = tried[0]
-    texts = [_binding(problem, bound, best)]
-    if flat is not None and (text := _flat(problem, bound, flat, best)):
-        texts[0] += f"; {text}"
-    if static is not None:
-        texts.append(_static(problem, best, static))
-    for text in (_next(problem, tried, static), _layers(problem, best.plan)):
-        if text:
-            texts.append(text)
-    texts.append(_recomputed(best.plan))
-    for text in (_idle(best.plan), _exposed(problem, best)):
-        if text:
-            texts.append(text)
-    return tuple(texts)
+    simulated = not problem.is_published and problem.semantics == "free"
+    texts = [_binding(problem, bound, best, plan) if simulated else _gap(problem, bound, best)]
+    if flat is not None:
+        texts[0] += _flat(problem, bound, flat, best) or ""
+    found = [
+        None if simulated else _busiest(best),
+        None if static is None else _static(problem, best, static),
+        _next(problem, tried, static),
+        None if problem.is_published else _layers(problem, plan),
+        None if problem.is_published else _recomputed(plan),
+        _idle(plan),
+        _exposed(problem, best) if simulated else None,
+    ]
+    return (*texts, *(text for text in found if text is not None))
 
 
 def _text(problem: Problem, seconds: float) -> str:
-    return seconds_text(seconds * problem.model.scale)
+    """Seconds as text, with the costs' scale."""
+    scale = 1.0 if problem.is_published else problem.model.scale
+    return seconds_text(seconds * scale)
 
 
 def _ratio(there_s: float, here_s: float) -> float:
+    """How many times as long something takes; 1 where there is nothing to compare with."""
     return there_s / here_s if here_s > 0 else 1.0
 
 
-def _binding(problem: Problem, bound: Bound, best: Candidate) -> str:
+def _gap(problem: Problem, bound: Bound, best: Candidate) -> str:
+    """How far a plan by formula is above its bound, and what the bound is of."""
+    if bound.exact:
+        binds = "no plan of so few sequences is quicker: all were compared"
+    elif bound.by_wave:
+        binds = (
+            "on few devices the longest sequences make a wave longer than what fits into memory "
+            "beside them, on many devices they take more device-seconds"
+        )
+    elif bound.by_longest:
+        binds = "the longest sequence is quicker nowhere"
+    else:
+        binds = (
+            "all sequences on the schemes that need the fewest devices keep "
+            f"{problem.devices} busy so long"
+        )
+    gap = percent_text(_ratio(best.seconds, bound.seconds) - 1)
+    return f"bound {_text(problem, bound.seconds)}, {gap} above it: {binds}"
+
+
+def _busiest(best: Candidate) -> str:
+    """The pipeline that takes longest, with its sequences."""
+    schedule, table = best.schedule, best.schedule.table
+    longest = max(range(len(schedule.packs)), key=lambda g: schedule.packs[g].seconds)
+    k, _, members = schedule.groups[longest]
+    micro_batches = len(schedule.packs[longest].bins)
+    return (
+        f"the busiest pipeline is a {table.schemes[k]}: {counted(len(members), 'sequence')} in "
+        f"{micro_batches:,} micro-batch{'es' if micro_batches != 1 else ''}, the longest of "
+        f"{table.tokens[min(members)]:,} tokens"
+    )
+
+
+def _binding(problem: Problem, bound: Bound, best: Candidate, plan: Plan) -> str:
+    """What a model's step is bound by: the exchange, the longest sequence, memory or all work."""
     costs, batch = problem.model, best.schedule.table.batch
     if costs.exchange_s.total_s > best.schedule.seconds:
         seconds = _text(problem, costs.exchange_s.total_s)
         return f"bound by pull, push and update: {seconds} of every step"
-    bound_s = step_bound_s(costs.replace(scale=1.0), bound.seconds)
     if bound.by_longest:
         where = next(k for k, _, members in best.schedule.groups if 0 in members)
         return (
@@ -85,11 +139,12 @@ def _binding(problem: Problem, bound: Bound, best: Candidate) -> str:
             f"{_text(problem, bound.longest_s)} at best, here on "
             f"{best.schedule.table.schemes[where]}"
         )
-    if best.plan.working == "sharded" or _recomputing(best.plan):
+    if plan.working == "sharded" or _recomputing(plan):
         return (
             f"bound by memory: {bytes_text(costs.capacity_bytes)} of a rank, "
-            f"{bytes_text(costs.state_bytes)} of it state, weights {best.plan.working}"
+            f"{bytes_text(costs.state_bytes)} of it state, weights {plan.working}"
         )
+    bound_s = step_bound_s(costs.replace(scale=1.0), bound.seconds)
     return (
         f"bound by the total work: it keeps {counted(problem.devices, 'rank')} busy for "
         f"{_text(problem, bound_s)}, exchange included"
@@ -97,39 +152,35 @@ def _binding(problem: Problem, bound: Bound, best: Candidate) -> str:
 
 
 def _flat(problem: Problem, bound: Bound, flat: Bound, best: Candidate) -> str | None:
-    """Gap to the bound of unstaged plans, where it is much smaller."""
+    """The gap to the bound of unstaged plans, where it is much smaller than that to ``bound``."""
     unscaled = problem.model.replace(scale=1.0)
     over, flat_over = (
-        _ratio(best.plan.predicted_s, step_bound_s(unscaled, one.seconds)) - 1
-        for one in (bound, flat)
+        _ratio(best.seconds, step_bound_s(unscaled, low.seconds)) - 1 for low in (bound, flat)
     )
     if flat_over < 0 or flat_over > over - _GAP_SHOWN:
         return None
-    return f"at most {percent_text(flat_over)} above any plan without stages and tensor blocks"
+    return f"; at most {percent_text(flat_over)} above any plan without stages and tensor blocks"
 
 
 def _static(problem: Problem, best: Candidate, static: Candidate) -> str:
-    there_s = static.plan.predicted_s
-    name = "the best static plan" if static.plan is best.plan else "best static"
+    """What the best static plan takes; that it is the plan where it is."""
     where = str(static.schedule.table.schemes[static.schedule.groups[0][0]])
-    text = f"{name}: {where} everywhere, {_text(problem, there_s)}"
-    if static.plan is best.plan:
-        return text
-    return f"{text} ({_ratio(there_s, best.plan.predicted_s):.3g}x)"
+    text = f"{where} everywhere, {_text(problem, static.seconds)}"
+    if static is best:
+        return f"the best static plan: {text}"
+    return f"best static: {text} ({_ratio(static.seconds, best.seconds):.3g}x)"
 
 
 def _next(problem: Problem, tried: Sequence[Candidate], static: Candidate | None) -> str | None:
-    """A sentence about the next candidate of another strategy that is not the static plan."""
-    best_s, mine = tried[0].plan.predicted_s, tried[0].schedule.strategy
+    """The next candidate of another strategy that is not the static plan."""
+    best = tried[0]
     for other in tried[1:]:
-        if other is static or other.schedule.strategy == mine:
+        if other is static or other.schedule.strategy == best.schedule.strategy:
             continue
-        if other.plan.predicted_s > best_s * (1 + _SAME):
-            over = percent_text(_ratio(other.plan.predicted_s, best_s) - 1)
-            return (
-                f"next strategy: {other.schedule.strategy}, "
-                f"{_text(problem, other.plan.predicted_s)} (+{over})"
-            )
+        over = _ratio(other.seconds, best.seconds) - 1
+        more = f"+{percent_text(over)}" if over >= _EQUAL else "as fast"
+        names = other.schedule.names
+        return f"next strategy: {names}, {_text(problem, other.seconds)} ({more})"
     return None
 
 
@@ -167,6 +218,7 @@ def _recomputing(plan: Plan) -> Counter[str]:
 
 
 def _recomputed(plan: Plan) -> str:
+    """A sentence about what is recomputed, in how many micro-batches."""
     counts = _recomputing(plan)
     if not counts:
         return "nothing is recomputed: everything fits"
@@ -175,21 +227,20 @@ def _recomputed(plan: Plan) -> str:
 
 
 def _idle(plan: Plan) -> str | None:
+    """How many ranks no pipeline has."""
     idle = plan.devices - len({rank for p in plan.pipelines for rank in p.ranks})
     return f"{idle} of {counted(plan.devices, 'rank')} are idle" if idle else None
 
 
 def _exposed(problem: Problem, best: Candidate) -> str | None:
-    """A sentence about seconds of the step that are neither computing nor the update, where there
-    are many."""
-    step_s = best.plan.predicted_s
-    bare_s = step_s - best.schedule.seconds - problem.model.exchange_s.update_s
-    if bare_s <= _EXPOSED_SHOWN * step_s:
+    """Seconds of the step that are neither computing nor the update, where there are many."""
+    bare_s = best.seconds - best.schedule.seconds - problem.model.exchange_s.update_s
+    if bare_s <= _EXPOSED_SHOWN * best.seconds:
         return None
     return (
         f"{_text(problem, bare_s)} of moving weights and gradients, "
-        f"{percent_text(bare_s / step_s)} of the step, are not hidden: few tokens for so many "
-        "weights"
+        f"{percent_text(bare_s / best.seconds)} of the step, are not hidden: few tokens for so "
+        "many weights"
     )
 
 
@@ -212,7 +263,7 @@ def require_lockstep(problem: Problem, longest: int, index: int) -> None:
     from the whole world."""
     _require_positions(problem, longest, index)
     priced = problem.pricing.lockstep()
-    holds = max((one.most_tokens for one in priced), default=0)
+    holds = max((scheme.most_tokens for scheme in priced), default=0)
     if holds < longest:
         raise InfeasiblePlan(
             f"{_name(index, longest)} does not fit",
@@ -237,6 +288,8 @@ def require_strategies(
 
 
 def _require_positions(problem: Problem, longest: int, index: int) -> None:
+    """Raise InfeasiblePlan when sequence ``index`` of ``longest`` tokens is longer than the model's
+    positions."""
     limit = problem.model.shape.longest
     if limit is not None and longest > limit:
         raise InfeasiblePlan(
@@ -248,24 +301,29 @@ def _require_positions(problem: Problem, longest: int, index: int) -> None:
 
 
 def _name(index: int, longest: int) -> str:
+    """What errors call sequence ``index`` of ``longest`` tokens."""
     return f"sequence {index} of {longest:,} tokens"
 
 
 def _most_tokens(problem: Problem, schemes: Iterable[Scheme]) -> int:
+    """The longest sequence, in tokens, that one of the schemes holds; 0 when they hold nothing."""
     found = [problem.pricing.price(scheme, w) for scheme in schemes for w in problem.holding]
     return max((priced.most_tokens for priced in found if priced is not None), default=0)
 
 
 def _most_of(problem: Problem, strategy: Strategy) -> int:
-    """The longest sequence that a strategy takes; 0 where some pipeline of it holds nothing."""
+    """The longest sequence, in tokens, that a strategy holds; 0 where one of its pipelines holds
+    nothing."""
     most = 0
     for weights in problem.holding:
         priced = problem.pricing.strategy(strategy, weights)
-        most = max([most, *(one.most_tokens for one in priced or ())])
+        most = max([most, *(scheme.most_tokens for scheme in priced or ())])
     return most
 
 
 def _require(problem: Problem, schemes: Sequence[Scheme], longest: int, index: int) -> None:
+    """Raise InfeasiblePlan when sequence ``index`` of ``longest`` tokens fits none of the
+    schemes."""
     holds = _most_tokens(problem, schemes)
     if holds < longest:
         _refuse(problem, schemes, longest, index, holds)
@@ -274,6 +332,9 @@ def _require(problem: Problem, schemes: Sequence[Scheme], longest: int, index: i
 def _refuse(
     problem: Problem, among: Sequence[Scheme], longest: int, index: int, holds: int
 ) -> None:
+    """Raise InfeasiblePlan for sequence ``index`` of ``longest`` tokens: by how many bytes it
+    exceeds the roomiest scheme ``among`` those allowed, which hold ``holds`` tokens, and what
+    helps."""
     needed, where, scheme = _least_bytes(problem, among, longest)
     capacity = problem.model.capacity_bytes
     raise InfeasiblePlan(
@@ -285,7 +346,8 @@ def _refuse(
 
 
 def _least_bytes(problem: Problem, among: Iterable[Scheme], tokens: int) -> tuple[int, str, Scheme]:
-    """The fewest bytes that hold a micro-batch of ``tokens``, how in words, and the scheme."""
+    """The fewest bytes of a rank that hold a micro-batch of ``tokens`` on a scheme ``among`` those
+    given, how this is done in words, and the scheme."""
     found = list[tuple[int, Scheme, str]]()
     capacity = problem.model.capacity_bytes
     for scheme in among:
@@ -312,6 +374,8 @@ def _least_bytes(problem: Problem, among: Iterable[Scheme], tokens: int) -> tupl
 def _ways_out(
     problem: Problem, among: Sequence[Scheme], scheme: Scheme, needed: int, longest: int, holds: int
 ) -> list[str]:
+    """What would help a sequence of ``longest`` tokens that needs ``needed`` bytes on ``scheme``,
+    the roomiest ``among`` those allowed, which hold ``holds`` tokens at most."""
     ways, pricing = list[str](), problem.pricing
     roomy = [
         other

@@ -29,6 +29,8 @@ __all__ = ["listed_frontier"]
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 Kind = tuple[int, ...]
+"""The options of a layer by their numbers in the table, the largest transient first: layers of one
+kind may take the same options."""
 
 _TRIED = 20_000  # plans, at most
 
@@ -63,7 +65,8 @@ def _falling(table: Table, slot: Sequence[LayerOption]) -> Kind:
 
 
 def _by_kind(kinds: Sequence[Kind], distinct: Sequence[Kind]) -> Counts:
-    """Rows of one option for every layer: all counts of levels of all kinds, or coarser ones."""
+    """Layer plans [plans, layers] as numbers of options: all counts of levels of all kinds, or
+    coarser ones. ``kinds`` are those of the layers, ``distinct`` each of these once."""
     numbers = [kinds.count(kind) for kind in distinct]
     steps = max(numbers)
     while (
@@ -79,7 +82,7 @@ def _by_kind(kinds: Sequence[Kind], distinct: Sequence[Kind]) -> Counts:
         np.array([np.repeat(kind, counts) for counts in _counts(n, len(kind), min(steps, n))])
         for n, kind in zip(numbers, distinct, strict=True)
     ]
-    places = [[i for i, kind in enumerate(kinds) if kind == one] for one in distinct]
+    places = [[i for i, own in enumerate(kinds) if own == kind] for kind in distinct]
     picks = np.array(list(product(*(range(len(block)) for block in blocks))), dtype=np.int64)
     layers = np.zeros((len(picks), len(kinds)), dtype=np.int64)
     for block, place, pick in zip(blocks, places, picks.T, strict=True):
@@ -88,7 +91,8 @@ def _by_kind(kinds: Sequence[Kind], distinct: Sequence[Kind]) -> Counts:
 
 
 def _counts(total: int, parts: int, steps: int) -> list[tuple[int, ...]]:
-    """Counts >= 0 of ``parts`` that sum to ``total``, in ``steps`` steps."""
+    """All rows of ``parts`` counts >= 0 that sum to ``total``, where counts change by about
+    ``total / steps``."""
     marks = [round(total * step / steps) for step in range(steps + 1)]
     inner = product(marks, repeat=parts - 1)
     ends = [(0, *cut, total) for cut in inner if list(cut) == sorted(cut)]
@@ -96,8 +100,8 @@ def _counts(total: int, parts: int, steps: int) -> list[tuple[int, ...]]:
 
 
 def _along(table: Table, kinds: Sequence[Kind]) -> Counts:
-    """Rows in which the levels change twice along the list; a layer for which a level is not open
-    takes its first option."""
+    """Layer plans [plans, layers] as numbers of options in which the levels change at most twice
+    along the list; a layer for which a level is not open takes its first option."""
     levels = [option.recompute for option in table.options]
     by_level = np.array(
         [
@@ -114,7 +118,8 @@ def _along(table: Table, kinds: Sequence[Kind]) -> Counts:
 
 
 def _caps(table: Table, layers: Counts) -> Floats:
-    """Tokens of which the activations fit, with the layers in this order [plans]."""
+    """Tokens that a micro-batch of each layer plan holds [plans], with its ``layers``, numbers of
+    options [plans, layers], in this order."""
     most = np.full(len(layers), float(MOST_TOKENS))
     slope = np.full(len(layers), table.kept[-1, 0])
     constant = np.full(len(layers), table.kept[-1, 1])

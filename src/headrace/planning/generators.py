@@ -1,94 +1,172 @@
-"""Generators: ways to draft schedules of one table, beside each other.
+"""What a search asks for schedules: the protocol of generators, and what all of them share.
 
-side by side    pipelines that share no device (:mod:`headrace.planning.side_by_side`), with the
-                schemes of one stage, with all where some have more, and with strategies that
-                exchange pipelines (:mod:`headrace.planning.strategy_search`)
-nested          groups one in another (:mod:`headrace.planning.nested`), where schemes allow it
+A :class:`Generator` says for which problems and for which tables of prices it is, and drafts
+schedules of one such table. A :class:`Draft` is timed by the usual rows of its schemes; the search
+packs the best drafts exactly. A generator may also give schedules that are packed already.
 
-A draft is timed by the usual rows of its schemes. :func:`scheduled` packs the best drafts exactly
-and improves the best of those by local search.
+Most generators are dual approximations. A *filling* answers whether everything ends within a
+guessed time and, if not, about which share of the work found no place. :func:`least_time` searches
+the least time in which a filling succeeds: from a bound upwards the time grows by that share until
+a filling succeeds; every second share is guessed from the one before, as a filling that is not
+measured may end sooner. Then the time is halved between what failed and what did not. Effort is
+counted in fillings, never in seconds, so plans do not depend on the machine.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import inf, isinf
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Generic, Literal, Protocol, TypeVar
 
-import numpy as np
-
+from headrace.costs.group_costs import GroupCosts
+from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.planning.batch import PriceTable
-from headrace.planning.local_search import improved
-from headrace.planning.nested import Nesting
 from headrace.planning.packing import likely, pack
-from headrace.planning.schedule import Assignment, Group, placed
-from headrace.planning.search import Effort, Searched, least_time
-from headrace.planning.side_by_side import Filler, Pipelines
-from headrace.planning.strategy_search import Counts, climbed, counts_of, worthwhile
+from headrace.planning.problem import Problem
+from headrace.planning.schedule import Assignment, Group
+from headrace.spec.plan import Semantics
 
-__all__ = ["Draft", "SearchLimits", "nested", "scheduled", "side_by_side"]
+__all__ = [
+    "Draft",
+    "Effort",
+    "Fill",
+    "Generator",
+    "Known",
+    "Offer",
+    "Role",
+    "Searched",
+    "TableKind",
+    "cost_kind",
+    "least_time",
+]
+
+CostKind = Literal["model", "groups", "pipelines"]
+"""Where seconds come from: a model's costs, or published ones of groups or of pipelines."""
+
+TableKind = Literal["one size", "groups", "nested", "any scheme", "every scheme"]
+"""Which tables of prices a generator drafts from.
+
+one size      the schemes of static plans: of a model the groups, by how weights are held
+groups        groups of a model's costs side by side, by how weights are held
+nested        groups of which ranks may work in several in one step, and hold the weights for all
+any scheme    all schemes, where those with stages or tensor blocks may gain something
+every scheme  all schemes, whether they may gain something or not
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchLimits:
-    """What a search may spend, in fillings, steps and schedules: never in time. What each is worth
-    is printed by ``benchmarks/worlds.py --ablate``.
-
-    Seconds and bounds are compared by ratios. *Fluid* tables have frontiers of many rows, of which
-    packing takes longer.
+class Role:
+    """For which problems a generator is, and when the search asks it.
 
     Attributes:
-        few: Batches of up to so many sequences are tried in more ways.
-        many: Of more sequences than this, each of which matters less, less is tried.
-        enough: Up to this share above the bound, nothing more is tried.
-        worth: Up to this share above the bound, nested groups of many sequences are not filled.
-        probe: Share of the best known time that a draft must gain to be searched.
-        levels: Shares of the time; sequences up to each are dealt out again.
-        biases: How many times their devices schemes with stages are taken to need.
-        exchanged: Fillings of exchanged pipelines.
-        halvings: Halvings of a time that succeeded.
-        packed: Drafts that are packed exactly.
-        polished: Packed drafts that are improved by local search.
-        alike: Of these, drafts of one source.
-        near: Packed drafts up to this share above the best are improved; nested drafts up to this
-            share above it are made.
-        steps: Steps of local search for each draft.
-        step_work: Sequences placed in these steps.
-        loose: Where the plan is this share above the bound, the bound of waves is asked for.
-        loose_each: And only where each device has so many sequences.
+        name: What errors call it.
+        tables: The tables that it drafts from.
+        costs: The kinds of costs that it is for.
+        semantics: When micro-batches may start.
+        beyond: Share above the bound from which on it is asked: it is left out where the best
+            schedule is closer.
+        final: Whether what it gives is packed already and stays as it is.
+        last: Whether it is asked when the drafts of the others are packed, to beat these.
     """
 
-    few: int = 140
-    many: int = 20_000
-    enough: float = 1e-4
-    worth: float = 0.005
-    probe: float = 5e-4
-    levels: Sequence[float] = (0.08, 0.3, float("inf"))
-    biases: Sequence[float] = (1.0, 1.1, 1.25)
-    exchanged: int = 60
-    halvings: int = 5
-    packed: int = 5
-    polished: int = 2
-    alike: int = 2
-    near: float = 0.01
-    steps: int = 100
-    step_work: int = 20_000
-    loose: float = 0.02
-    loose_each: int = 4
+    name: str
+    tables: TableKind
+    costs: tuple[CostKind, ...] = ("model", "groups", "pipelines")
+    semantics: tuple[Semantics, ...] = ("free",)
+    beyond: float = 2e-4
+    final: bool = False
+    last: bool = False
 
-    def of(self, sequences: int) -> SearchLimits:
-        """The limits for a batch of ``sequences``: less for each where there are more than
-        ``many``."""
-        if sequences <= self.many:
-            return self
-        return replace(
-            self,
-            levels=self.levels[:1],
-            biases=self.biases[:1],
-            halvings=self.halvings // 2,
-            packed=2,
-        )
+    def covers(self, problem: Problem) -> bool:
+        """Whether a generator of this role can plan a problem."""
+        return cost_kind(problem) in self.costs and problem.semantics in self.semantics
+
+    def __str__(self) -> str:
+        words = {"model": "a model", "groups": "groups", "pipelines": "pipelines"}
+        costs = " or ".join(words[kind] for kind in self.costs)
+        return f"{self.name} for costs of {costs}, semantics {' or '.join(self.semantics)}"
+
+
+def cost_kind(problem: Problem) -> CostKind:
+    """Where the seconds of a problem come from."""
+    if isinstance(problem.costs, PipelineCosts):
+        return "pipelines"
+    return "groups" if isinstance(problem.costs, GroupCosts) else "model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Offer:
+    """A table of prices to draft schedules from.
+
+    Attributes:
+        table: The prices.
+        bound_s: Seconds of computing that no schedule of the table beats.
+        most: The most pipelines of each scheme of the table; None where only the devices limit
+            them.
+    """
+
+    table: PriceTable
+    bound_s: float
+    most: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What a search knows when it asks a generator for schedules of one table.
+
+    Attributes:
+        problem: What is planned for.
+        bound_s: Seconds of computing that no schedule beats.
+        best_s: Least seconds of computing of all drafts and schedules so far, infinite without any.
+        packed_s: The same of schedules only, whose micro-batches are exact.
+        drafted: Whether pipelines were drafted before.
+        unstaged: Whether schemes of one stage were drafted side by side before.
+        most: The most pipelines of each scheme of the table; None where only the devices limit
+            them.
+        seed: Seed of drawn orders.
+        latest_s: Seconds of computing from which on no step beats that of a schedule, nor the
+            steps timed before; None where the step takes what computing takes.
+    """
+
+    problem: Problem
+    bound_s: float
+    best_s: float = inf
+    packed_s: float = inf
+    drafted: bool = False
+    unstaged: bool = False
+    most: Sequence[int] | None = None
+    seed: int = 0
+    latest_s: Callable[[Assignment | None], float] | None = None
+
+
+class Generator(Protocol):
+    """Drafts schedules of one table of prices.
+
+    Example:
+        >>> class Alone:
+        ...     role = Role(name="alone", tables="one size", final=True)
+        ...
+        ...     def drafts(self, table, known):
+        ...         yield from best_statics(table)
+    """
+
+    @property
+    def role(self) -> Role:
+        """For which problems it is, and when it is asked."""
+        ...
+
+    def drafts(self, table: PriceTable, known: Known) -> Iterator[Draft | Assignment]:
+        """Schedules of all sequences of a table, drafts or packed ones.
+
+        Args:
+            table: The prices of the batch.
+            known: What the search knows so far.
+
+        Yields:
+            Schedules in any order; none where the table's schemes do not hold the batch.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,7 +178,7 @@ class Draft:
         seconds: Expected seconds of computing.
         expected_s: Expected seconds until gradients are sent.
         groups: Its pipelines with their sequences, larger ones first.
-        source: The generator, by name.
+        source: What drafted it, by name.
         ends: Pipelines that are the last of some rank, those expected to end last first where that
             is known.
     """
@@ -134,267 +212,124 @@ class Draft:
     def is_late(self, limit_s: float) -> bool:
         """Whether a pipeline of ``ends``, packed exactly after those that it waits for, has its
         gradients sent at ``limit_s`` or later: then the rest need no packing."""
-        before = (
-            self.table.chained(ranks for _, ranks, _ in self.groups).before if self.ends else []
-        )
-        ends = dict[int, tuple[float, float]]()  # each free, and its gradients sent
+        if not self.ends:
+            return False
+        before = self.table.chained(ranks for _, ranks, _ in self.groups).before
+        sent = dict[int, tuple[float, float]]()
+        return any(self._sent_s(g, before, sent)[1] >= limit_s for g in self.ends)
 
-        def end(g: int) -> tuple[float, float]:
-            if g not in ends:
-                k, _, members = self.groups[g]
-                there_s, seconds, behind_s = self.table.times(k, pack(self.table, k, members))
-                free_s = max([there_s, *(end(h)[0] for h in before[g])]) + seconds
-                ends[g] = free_s, free_s + behind_s
-            return ends[g]
+    def _sent_s(
+        self, g: int, before: Sequence[Sequence[int]], sent: dict[int, tuple[float, float]]
+    ) -> tuple[float, float]:
+        """Seconds until pipeline ``g``, packed exactly, has computed and has sent its gradients;
+        ``sent`` keeps both for every pipeline that was asked for."""
+        if g not in sent:
+            k, _, members = self.groups[g]
+            there_s, seconds, behind_s = self.table.times(k, pack(self.table, k, members))
+            start_s = max([there_s, *(self._sent_s(h, before, sent)[0] for h in before[g])])
+            sent[g] = start_s + seconds, start_s + seconds + behind_s
+        return sent[g]
 
-        return any(end(g)[1] >= limit_s for g in self.ends)
+
+Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
+
+_SHORTFALL_LEFT = 0.4  # After a filling that was not measured: the share of the last shortfall.
 
 
-def side_by_side(
-    table: PriceTable,
-    bound_s: float,
-    high_s: float,
-    *,
-    limits: SearchLimits,
-    most: Sequence[int] | None = None,
-    deeper: bool = False,
-    known: bool = False,
-    exchanges: bool = True,
-) -> Iterator[Draft]:
-    """Drafts of pipelines side by side that may take less than ``high_s`` seconds.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How hard :func:`least_time` searches.
+
+    Attributes:
+        least: Least share by which a time grows that failed.
+        wider: Factor of ``least`` from one growth to the next.
+        growth: Growth of a time over the share of the work that found no place in it.
+        steps: Fillings until one succeeds, at most.
+        halvings: Fillings after that, at most.
+        close: Halving ends when the least time is known to this share.
+        probe: Share of the best known time that must be gained at once for a search to begin.
+    """
+
+    least: float = 2e-3
+    wider: float = 1.0
+    growth: float = 0.7
+    steps: int = 16
+    halvings: int = 5
+    close: float = 1e-3
+    probe: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched(Generic[Result]):
+    """What a filling gave, and the time in seconds in which it succeeded."""
+
+    seconds: float
+    result: Result
+
+
+class Fill(Protocol[Result_co]):
+    """Places all sequences within a time."""
+
+    def __call__(self, tau: float, *, measured: bool = True) -> Result_co | float:
+        """What was placed within ``tau`` seconds; else, as a float, the share of the work that
+        found no place, which is any number unless ``measured``."""
+        ...
+
+
+def least_time(
+    fill: Fill[Result], low_s: float, high_s: float, effort: Effort
+) -> Searched[Result] | None:
+    """The least time found in which a filling succeeds.
 
     Args:
-        table: The prices.
-        bound_s: Seconds that no plan beats.
-        high_s: Seconds of the best schedule known.
-        limits: What the search may spend.
-        most: The most pipelines of each scheme.
-        deeper: Whether drafts without stages are known already.
-        known: Whether other drafts are known, so that what hardly gains is not searched.
-        exchanges: Whether pipelines of a strategy are exchanged even where filling finds none.
+        fill: Places all sequences within a time, or fails.
+        low_s: Seconds that nothing beats.
+        high_s: Seconds from which on a success is of no use.
+        effort: How hard to search.
+
+    Returns:
+        What was placed, and in how many seconds; None when nothing below ``high_s`` succeeds.
     """
-    starts = list[Counts]()
-    tried = list[Filler]()
-    for bias in _biases(table, limits, deeper=deeper):
-        filler = Filler(table, most=most, bias=bias)
-        if not starts and any(filler.is_like(other, high_s) for other in tried[-1:]):
-            continue
-        tried.append(filler)
-        probe = limits.probe if known or starts else 0.0
-        found = _filled(filler, bound_s, high_s, limits, probe)
-        if found is not None:
-            starts.append(counts_of(table, found.result))
-            high_s = min(high_s, found.seconds)
-            reached = not any(table.fluid) and high_s <= bound_s * (1 + limits.enough)
-            levels = limits.levels[-1:] if reached else limits.levels
-            yield from _dealt(filler, found, levels)
-            if reached:
-                return
-    if most is not None or high_s <= bound_s * (1 + limits.enough):
-        return
-    if not (exchanges or starts):
-        return
-    kinds, starts = worthwhile(table, bound_s * 1.1), starts[::-1] or _homogeneous(table)
-    climbs = [*climbed(table, starts, kinds, high_s, bound_s, limits.exchanged)]
-    if climbs:
-        yield from _dealt(*climbs[-1], limits.levels)
-
-
-def _biases(table: PriceTable, limits: SearchLimits, *, deeper: bool) -> Iterator[list[float]]:
-    """Biases of schemes to fill with, infinite for those that are left out, by families: schemes of
-    one stage, then all; of each first those with a power of two of ranks, which leave few ranks
-    over, as filling is misled by more schemes. Schemes with stages are biased by ``limits`` too."""
-    single = [depth == 1 for depth in table.depth]
-    even = [width & (width - 1) == 0 for width in table.width]
-    families = list[tuple[list[bool], float]]()
-    if any(single) and not deeper:
-        families.append((single, 1.0))
-    if not all(single):
-        families += [([True] * len(table), bias) for bias in limits.biases]
-    for family, bias in families:
-        some = [a and b for a, b in zip(family, even, strict=True)]
-        for chosen in (some, family) if any(some) and some != family else (family,):
-            yield [
-                (1.0 if one else bias) if used else inf
-                for used, one in zip(chosen, single, strict=True)
-            ]
-
-
-def _homogeneous(table: PriceTable) -> list[Counts]:
-    """Strategies of one scheme that hold the longest sequence, those that need the least first."""
-    fits = [
-        k
-        for k in range(len(table))
-        if np.isfinite(table.alone[k, 0]) and table.width[k] <= table.devices
-    ]
-    fits.sort(key=lambda k: float(table.ranks[k, 0] * (table.spread[k] @ table.batch.counts)))
-    return [
-        tuple(table.devices // table.width[k] if j == k else 0 for j in range(len(table)))
-        for k in fits
-    ]
-
-
-def _filled(
-    filler: Filler, bound_s: float, high_s: float, limits: SearchLimits, probe: float
-) -> Searched[Pipelines] | None:
-    table = filler.table
-    # Where sequences are few, the order in which schemes are looked at matters.
-    few = len(table.tokens) <= limits.few
-
-    def fill(tau: float, *, measured: bool = True) -> Pipelines | float:
-        found = filler.fill(tau, measured=measured)
-        if isinstance(found, float) and few:
-            found = filler.fill(tau, join_any=False, measured=measured)
-        return found
-
-    effort = Effort(probe=0.0 if few else probe, halvings=limits.halvings)
-    return least_time(fill, bound_s, high_s, effort)
-
-
-def _dealt(filler: Filler, found: Searched[Pipelines], levels: Sequence[float]) -> Iterator[Draft]:
-    """Drafts of a filling: as it is, and with short sequences dealt out again up to each of
-    ``levels``."""
-    table = filler.table
-    yield Draft.of(table, found.seconds, placed(table, found.result), "filled")
-    for level in levels:
-        limit_s = level if isinf(level) else found.seconds * level
-        seconds, dealt = filler.levelled(found.result, limit_s)
-        if dealt:
-            yield Draft.of(table, seconds, placed(table, dealt), f"dealt {level}")
-
-
-def nested(
-    table: PriceTable, bound_s: float, high_s: float, *, limits: SearchLimits
-) -> Iterator[Draft]:
-    """Drafts of nested groups: with the sizes that divide one another, and, for few sequences,
-    with all where there are others. Where frontiers have many rows packing decides what fits into
-    a time, so there nothing is filled but for few."""
-    rows = [
-        k for k in range(len(table)) if table.depth[k] == 1 and table.schemes[k].scheme.tensor == 1
-    ]
-    chain = _chain(table, rows)
-    few = len(table.tokens) <= limits.few
-    for some in [chain, rows] if few and len(chain) < len(rows) else [chain]:
-        nesting = Nesting(table, some)
-        for draft in _drafts(nesting, bound_s, high_s * (1 + limits.near)):
-            high_s = min(high_s, draft.seconds)
-            yield draft
-        near = high_s <= bound_s * (1 + limits.worth)
-        if not few and (any(table.fluid) or near):
-            continue
-        if some is chain:
-            found = least_time(
-                lambda tau, **_: nesting.by_deadline(tau),  # noqa: B023
-                bound_s,
-                high_s,
-                Effort(least=8e-3, wider=2.0),
-            )
-            if found is not None:
-                high_s = found.seconds
-                yield Draft.of(table, found.seconds, found.result, "by deadline")
-
-        def fill(tau: float, *, measured: bool = True) -> list[Group] | float:
-            found = nesting.fill(tau)  # noqa: B023
-            if isinstance(found, float) and few:
-                found = nesting.fill(tau, longest=True)  # noqa: B023
-            return found
-
-        effort = Effort(probe=0.0 if isinf(high_s) else limits.probe)
-        found = least_time(fill, bound_s, high_s, effort)
-        if found is not None:
-            high_s = found.seconds
-            yield Draft.of(table, found.seconds, found.result, "nested")
-
-
-_TARGETS = (1.0, 1.4, inf)
-"""Times for which nested groups are drafted, over the bound: with later ones sequences take fewer
-devices."""
-
-
-def _drafts(nesting: Nesting, bound_s: float, high_s: float) -> list[Draft]:
-    """Nested drafts: for each target time, then without sizes that cost more than they bring."""
-    drafts, tried = list[tuple[float, list[Group]]](), set[tuple[int, ...]]()
-
-    def drafted(target_s: float, levels: Sequence[int]) -> tuple[float, float, tuple[int, ...]]:
-        below_s = min((seconds for seconds, _ in drafts), default=high_s)
-        seconds, key, groups = nesting.dealt(target_s, levels, tried, below_s)
-        tried.add(key)
-        if groups:
-            drafts.append((seconds, groups))
-        return seconds, target_s, key
-
-    levels = list(range(len(nesting.rows)))
-    best_s, target_s, sizes = min(drafted(bound_s * factor, levels) for factor in _TARGETS)
-    gained = True
-    while gained and len(levels) > 1:
-        gained = False
-        for left_out in sorted(set(sizes)):
-            fewer = [level for level in levels if level != left_out]
-            seconds, _, fewer_sizes = drafted(target_s, fewer)
-            if seconds < best_s:
-                best_s, sizes, levels, gained = seconds, fewer_sizes, fewer, True
-                break
-    drafts.sort(key=lambda draft: draft[0])
-    return [Draft.of(nesting.table, seconds, groups, "nested") for seconds, groups in drafts[:2]]
-
-
-def _chain(table: PriceTable, rows: Sequence[int]) -> list[int]:
-    """The longest chain of sizes that divide the next and, the largest, the devices."""
-    best: dict[int, list[int]] = {}
-    for k in rows:
-        width = table.width[k]
-        below = [best[j] for j in best if table.width[j] < width and width % table.width[j] == 0]
-        best[k] = [*max(below, key=len, default=[]), k]
-
-    def key(chain: list[int]) -> tuple[bool, int]:
-        return table.devices % table.width[chain[-1]] == 0, len(chain)
-
-    return max(best.values(), key=key, default=[])
-
-
-def _various(drafts: Iterable[Draft], limits: SearchLimits) -> list[Draft]:
-    """The best drafts, some of each source and of several tables, as packing may reorder them; all
-    of few sequences where packing is quick."""
-    drafts = sorted(drafts, key=lambda draft: draft.expected_s)
-    if not drafts:
-        return []
-    fluid = any(any(draft.table.fluid) for draft in drafts)
-    if len(drafts[0].table.tokens) <= limits.few and not fluid:
-        return drafts
-    limit_s, found = drafts[0].expected_s * (1 + 2 * limits.near), list[Draft]()
-    for shared in (max(1, limits.packed - 1), limits.packed):
-        for draft in drafts:
-            if draft.expected_s > limit_s or len(found) == limits.packed:
-                break
-            alike = sum(other.source == draft.source for other in found)
-            beside = sum(other.table is draft.table for other in found)
-            if draft not in found and alike < limits.alike and beside < shared:
-                found.append(draft)
-    return found
-
-
-def scheduled(
-    drafts: Iterable[Draft], found: Iterable[Assignment], bound_s: float, limits: SearchLimits
-) -> list[Assignment]:
-    """The best ``drafts`` packed exactly, with the schedules ``found``, the best of all improved;
-    quickest first."""
-    made = list(found)
-    for draft in _various(drafts, limits):
-        known_s = min((schedule.expected_s for schedule in made), default=inf)
-        if not draft.is_late(known_s * (1 + limits.near)):
-            made.append(Assignment.of(draft.table, draft.groups, draft.source))
-    made.sort(key=lambda schedule: schedule.expected_s)
-    limit_s, seen = made[0].expected_s * (1 + limits.near), Counter[str]()
-    for schedule in list(made):
-        done = made[0].expected_s <= bound_s * (1 + limits.enough)
-        if done or schedule.expected_s > limit_s or seen.total() >= limits.polished:
+    best: Searched[Result] | None = None
+    if effort.probe:
+        tau = high_s * (1 - effort.probe)
+        result = 0.0 if tau < low_s else fill(tau, measured=False)
+        if isinstance(result, float):
+            return None
+        best, high_s = Searched(seconds=tau, result=result), tau
+    tau, lacks, least = low_s * (1 + 1e-9), 0.0, effort.least
+    for step in range(effort.steps):
+        tau = min(tau, high_s)
+        if best is not None and tau >= high_s:
             break
-        if seen[schedule.source] >= limits.alike:
-            continue
-        seen[schedule.source] += 1
-        steps = min(limits.steps, limits.step_work // len(schedule.table.tokens))
-        better = improved(schedule, target_s=bound_s, steps=steps)
-        if better is not schedule:
-            made.append(replace(better, source="improved"))
-            made.sort(key=lambda schedule: schedule.expected_s)
-    return made
+        result = fill(tau, measured=step % 2 == 0)  # unmeasured probes are quicker
+        if not isinstance(result, float):
+            best, high_s = Searched(seconds=tau, result=result), tau
+            break
+        if tau >= high_s:
+            return None
+        low_s = tau
+        lacks = lacks * _SHORTFALL_LEFT if step % 2 else result
+        reached = tau * (1 + lacks) >= high_s  # even high_s may fail
+        tau = high_s if reached else tau * (1 + max(least, effort.growth * lacks))
+        least *= effort.wider
+    for _ in range(effort.steps if best is None else 0):  # none of the steps succeeded
+        tau = min(high_s, 2 * low_s)
+        result = fill(tau, measured=False)
+        if not isinstance(result, float):
+            best, high_s = Searched(seconds=tau, result=result), tau
+            break
+        if tau >= high_s:
+            return None
+        low_s = tau
+    for _ in range(effort.halvings if best is not None else 0):
+        if high_s <= low_s * (1 + effort.close):
+            break
+        tau = (low_s + high_s) / 2
+        result = fill(tau, measured=False)
+        if isinstance(result, float):
+            low_s = tau
+        else:
+            best, high_s = Searched(seconds=tau, result=result), tau
+    return best

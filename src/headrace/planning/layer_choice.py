@@ -40,11 +40,23 @@ __all__ = ["best_layers", "layer_frontier", "layer_table"]
 def best_layers(
     costs: CostModel, lengths: Iterable[int], p: int, working: Working = "replicated"
 ) -> LayerPlan | None:
-    """The quickest layer plan that fits a micro-batch of ``lengths`` on p ranks; None when not
-    even the thriftiest does. Whoever asks often keeps the frontier instead."""
+    """The quickest layer plan for one micro-batch. Whoever asks often keeps the frontier instead.
+
+    Args:
+        costs: The model's costs.
+        lengths: Tokens of the micro-batch's sequences.
+        p: Ranks of the group.
+        working: How the group holds weights.
+
+    Returns:
+        The layer plan; None when not even the thriftiest fits.
+    """
     frontier, tokens = layer_frontier(costs, p, working), tuple(lengths)
     found = frontier.best(sum(n * n for n in tokens), sum(tokens))
-    return None if found is None else frontier.layer_plan(found[1])
+    if found is None:
+        return None
+    _, row = found
+    return frontier.layer_plan(row)
 
 
 def layer_frontier(
@@ -54,10 +66,17 @@ def layer_frontier(
     sizes: Collection[int] = (),
     options: Collection[LayerOption] | None = None,
 ) -> Frontier:
-    """The layer plans of group size p.
+    """The layer plans worth having on one group size.
 
-    ``sizes``: the other group sizes in which the ranks work in the same step, for the working
-    weights they hold. ``options`` restricts the choice (all that have costs by default).
+    Args:
+        costs: The model's costs.
+        p: Ranks of the group.
+        working: How the group holds weights.
+        sizes: Other group sizes in which the same ranks work in the step, and hold weights for.
+        options: The layer options to choose from; all that have costs when left out.
+
+    Returns:
+        The frontier, in seconds and tokens of a micro-batch.
     """
     allowed = [
         option
@@ -74,6 +93,7 @@ def layer_table(
     sizes: Collection[int],
     options: Iterable[LayerOption],
 ) -> Table:
-    """What ``options`` cost on group size p, with the memory that is left beside the weights."""
+    """What ``options`` cost on groups of ``p`` ranks, with the memory that is left beside the
+    weights of this and all other ``sizes``."""
     room = costs.capacity_bytes - costs.state_bytes - costs.held_bytes({p, *sizes}, working)
     return Table.of(costs, p, working, tuple(options), room)

@@ -14,7 +14,12 @@ __all__ = ["ListedLayer", "parse_layers"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedLayer:
-    """What is given of one layer: its methods, and whether the recompute level is given too."""
+    """What is given of one layer.
+
+    Attributes:
+        option: Its methods and its recompute level.
+        levelled: Whether the recompute level is given too, else any level is allowed.
+    """
 
     option: LayerOption
     levelled: bool
@@ -48,6 +53,7 @@ def parse_layers(
 
 
 def _parsed(text: str, known: Collection[str]) -> ListedLayer:
+    """The description of a layer. Raises SpecError for a method that is not ``known``."""
     option = LayerOption.parse(text)
     for method in (option.attention, option.feed_forward):
         if method not in known:

@@ -35,9 +35,18 @@ _TRIED = 6_000  # mixtures, at most
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """What options cost as arrays: ``seconds`` [options, 3] of one layer's forward and backward,
-    ``kept`` and ``passing`` [options, 2], slope and constant of its bytes; the same of the ends in
-    a last row. ``room`` is the memory left for activations."""
+    """What layer options cost on one group size, as arrays with a last row for the ends, embedding
+    and head.
+
+    Attributes:
+        options: The options.
+        seconds: Coefficients (a, b, c) of the seconds of one layer's forward and backward
+            [options + 1, 3].
+        kept: Slope and constant of the bytes that a layer keeps for its backward
+            [options + 1, 2].
+        passing: Slope and constant of the bytes that it needs in passing [options + 1, 2].
+        room: Bytes of a rank that are left for activations.
+    """
 
     options: tuple[LayerOption, ...]
     seconds: Floats
@@ -49,7 +58,8 @@ class Table:
     def of(
         cls, costs: CostModel, p: int, working: Working, options: Sequence[LayerOption], room: int
     ) -> Table:
-        """The table of group size p."""
+        """The table of some options on ``p`` ranks that hold weights as ``working`` says, with
+        ``room`` bytes left for activations."""
         layers = [*(costs.option(p, option) for option in options), costs.ends[p]]
         gathers = [*(sum(costs.gather_seconds(p, option, working)) for option in options), 0.0]
         both = [layer.forward + layer.backward for layer in layers]
@@ -63,7 +73,8 @@ class Table:
         )
 
     def pruned(self) -> Table:
-        """Without the options that another beats, the largest transient first."""
+        """The table without the options that another beats in everything, the largest transient
+        first."""
         table = np.hstack([self.seconds, self.kept, self.passing])[:-1]
         no_worse = (table[:, None] <= table[None, :]).all(axis=2)
         first = np.arange(len(table))
@@ -80,12 +91,12 @@ class Table:
         )
 
     def tokens(self, slope: Floats, constant: Floats) -> Floats:
-        """Tokens of which ``slope * tokens + constant`` bytes fit; one thousandth of a byte is
-        rounding."""
+        """Tokens of which ``slope * tokens + constant`` bytes fit; a thousandth of a byte is
+        rounding. All arrays are [plans]."""
         free = self.room - constant
         per_token = np.where(slope > 0, slope, 1.0)
-        some = np.where(slope > 0, (free + 1e-3) / per_token, float(MOST_TOKENS))
-        return np.where(free < 0, 0.0, np.minimum(some, float(MOST_TOKENS)))
+        fitting = np.where(slope > 0, (free + 1e-3) / per_token, float(MOST_TOKENS))
+        return np.where(free < 0, 0.0, np.minimum(fitting, float(MOST_TOKENS)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +104,9 @@ class _Mixtures:
     """Layer plans by counts of options.
 
     Attributes:
-        chosen: Options of each plan [plans, options], in the order of the layers.
-        counts: Layers that take each of them, likewise.
+        chosen: Numbers of the options of each plan [plans, options of a plan], in the order of the
+            layers.
+        counts: How many layers take each of them [plans, options of a plan].
         seconds: Coefficients (a, b, c) of each plan [plans, 3].
         caps: Tokens that each plan holds [plans].
     """
@@ -135,15 +147,17 @@ def mixed_frontier(table: Table, layers: int) -> Frontier:
 
 
 def _lines(lines: Sequence[Linear]) -> Floats:
+    """Slopes and constants of some lines [lines, 2]."""
     return np.array([(line.slope, line.constant) for line in lines], dtype=np.float64)
 
 
 def _subsets(options: Iterable[int], size: int) -> Counts:
+    """All subsets of ``size`` options [subsets, size]."""
     return np.array(list(combinations(options, size)), dtype=np.int64).reshape(-1, size)
 
 
 def _compositions(total: int, parts: int) -> Counts:
-    """All rows of ``parts`` counts >= 1 that sum to ``total``."""
+    """All rows of ``parts`` counts >= 1 that sum to ``total`` [rows, parts]."""
     before = list(product(range(1, total + 1), repeat=parts - 1))
     grid = np.array(before, dtype=np.int64).reshape(len(before), parts - 1)
     last = total - grid.sum(axis=1)
@@ -151,8 +165,8 @@ def _compositions(total: int, parts: int) -> Counts:
 
 
 def _coarse(total: int, parts: int, subsets: int) -> Counts:
-    """Rows of counts that sum to ``total``, all but one of each from a geometric series as fine as
-    the budget allows."""
+    """Rows of ``parts`` counts that sum to ``total`` [rows, parts], all but one of each row from a
+    geometric series that is as fine as :data:`_TRIED` mixtures of ``subsets`` subsets allow."""
     found = _of_row(total, parts, (1, max(1, total - parts + 1)))
     for marks in range(3, total):
         row = np.geomspace(1, total - parts + 1, marks).round().astype(int).tolist()
@@ -164,16 +178,18 @@ def _coarse(total: int, parts: int, subsets: int) -> Counts:
 
 
 def _of_row(total: int, parts: int, row: Sequence[int]) -> list[tuple[int, ...]]:
-    some = [
+    """All rows of ``parts`` counts that sum to ``total``, all but one of each from ``row``."""
+    summing = [
         (*counts, total - sum(counts))
         for counts in product(set(row), repeat=parts - 1)
         if sum(counts) < total
     ]
-    return sorted({order for counts in some for order in permutations(counts)})
+    return sorted({order for counts in summing for order in permutations(counts)})
 
 
 def _of_all(table: Table, subsets: Counts, counts: Counts) -> _Mixtures:
-    """Every row of counts for every subset, in the order of layers that holds the most tokens."""
+    """The mixtures of every subset of options [subsets, options of a plan] with every row of
+    ``counts``, in the order of layers that holds the most tokens."""
     chosen, counts = np.repeat(subsets, len(counts), axis=0), np.tile(counts, (len(subsets), 1))
     seconds = np.tile(table.seconds[-1], (len(chosen), 1))
     for o, number in zip(chosen.T, counts.T, strict=True):
@@ -199,7 +215,8 @@ def _of_all(table: Table, subsets: Counts, counts: Counts) -> _Mixtures:
 
 
 def _caps(table: Table, chosen: Counts, counts: Counts) -> Floats:
-    """Tokens that fit when the options stand in the order of the columns."""
+    """Tokens that each mixture holds [plans] when its options, ``chosen`` with ``counts`` layers
+    each, stand in the order of the columns."""
     slope = np.full(len(chosen), table.kept[-1, 0])
     constant = np.full(len(chosen), table.kept[-1, 1])
     most = np.full(len(chosen), float(MOST_TOKENS))

@@ -15,39 +15,60 @@ next larger size, and the sizes from there on are filled again.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heapreplace
+from math import inf, isinf
 
 import numpy as np
 
 from headrace.planning.batch import PriceTable
+from headrace.planning.generators import Draft, Effort, Known, Role, least_time
 from headrace.planning.schedule import Group
 
-__all__ = ["Nesting"]
+__all__ = ["Nested", "Nesting"]
 
 _ROUNDING = 1e-9
 
 Segment = tuple[float, tuple[int, ...]]
-"""Ranks that are free at the same time, and when."""
+"""When some ranks are free, in seconds, and these ranks."""
 
 
 class Nesting:
-    """Fills nested groups of a table's schemes, which have one stage each and different widths;
-    ``rows`` are those to use."""
+    """Fills nested groups of a table's schemes, which have one stage each and different widths.
+
+    Args:
+        table: The prices.
+        rows: The numbers of the schemes to use. Sizes go by *levels*, the smallest first: level i
+            is the i-th of these schemes.
+    """
 
     def __init__(self, table: PriceTable, rows: Sequence[int]) -> None:
         self.table, self.rows = table, sorted(rows)
         self.alone = table.alone[self.rows]
         self.area = table.ranks[self.rows] * table.spread[self.rows]
 
+    def fill_in_two_ways(self, tau: float, *, measured: bool = True) -> list[Group] | float:
+        """:meth:`fill`, and where that fails, again with the longest of a size promoted."""
+        found = self.fill(tau, measured=measured)
+        return self.fill(tau, longest=True) if isinstance(found, float) else found
+
     def fill(
-        self, tau: float, *, promotions: int = 2, longest: bool = False
+        self, tau: float, *, measured: bool = True, promotions: int = 2, longest: bool = False
     ) -> list[Group] | float:
-        """Groups in which every rank is free within ``tau`` by the usual rows, larger ones first;
-        about the part of the work that finds no place where some does not. ``promotions``: how many
-        sequences may be given a larger size, those without a place or the ``longest`` of their
-        size."""
+        """Place all sequences in nested groups in which every rank is free within a time.
+
+        Args:
+            tau: The time in seconds, by the usual rows.
+            measured: Of no use here: a failure is measured where that costs nothing.
+            promotions: How many sequences may be given a larger size.
+            longest: Whether these are the longest of their size, else those without a place.
+
+        Returns:
+            The groups, larger ones first; else, as a float, about the share of the work that finds
+            no place, 0 where it is unknown.
+        """
         area = self.table.batch.each(np.where(self.alone > tau, np.inf, self.area))
         total = float(area.min(axis=0).sum())
         if not total <= self.table.devices * tau:
@@ -78,10 +99,10 @@ class Nesting:
             level -= 1
         return [group for at in sorted(done, reverse=True) for group in done[at]]
 
-    def by_deadline(self, tau: float) -> list[Group] | float:
+    def by_deadline(self, tau: float, *, measured: bool = True) -> list[Group] | float:
         """:meth:`fill` in another way, for sizes that divide one another and few sequences. Longest
         first, each goes to the size on which it takes the fewest device-seconds and still ends by
-        ``tau``, into the group that it fills best."""
+        ``tau`` seconds, into the group that it fills best."""
         table = self.table
         area = table.batch.each(np.where(self.alone > tau, np.inf, self.area))
         order = area.argsort(axis=0, kind="stable").T.tolist()
@@ -99,9 +120,9 @@ class Nesting:
             if rest_s[i] > spare_s:
                 return 0.0
             for level in levels[:count]:
-                some, need_s = ready[level], seconds[level][i]
-                g = int(np.where(some <= tau - need_s, some, -1.0).argmax())
-                end = float(some[g]) + need_s
+                starts, need_s = ready[level], seconds[level][i]
+                g = int(np.where(starts <= tau - need_s, starts, -1.0).argmax())
+                end = float(starts[g]) + need_s
                 if end > tau:
                     continue
                 room = rooms.setdefault((level, g), [])
@@ -134,18 +155,27 @@ class Nesting:
 
     @cached_property
     def _rest_s(self) -> list[float]:
-        """Least device-seconds of each sequence and all shorter ones together."""
+        """Least device-seconds of each sequence and all shorter ones together [sequences]."""
         least = self.table.batch.each(self.table.usual[self.rows].min(axis=0))
         return np.cumsum(least[::-1])[::-1].tolist()
 
     def dealt(
         self, target_s: float, levels: Sequence[int], known: Container[Hashable], below_s: float
     ) -> tuple[float, tuple[int, ...], list[Group]]:
-        """Every sequence on the size of the fewest device-seconds, of the sizes ``levels``, that
-        runs it within ``target_s``, else the quickest; each to the group that is free first, which
-        gives groups sequences of all lengths. Returns the seconds, the sizes chosen for runs, and
-        the groups; infinite seconds for sizes that are ``known``, or cannot take less than
-        ``below_s``."""
+        """Give every sequence a size, and deal the sequences of a size out to its groups, each to
+        the one that is free first, so that groups have sequences of all lengths.
+
+        Args:
+            target_s: A sequence gets the size of the fewest device-seconds that runs it within so
+                many seconds, else the quickest.
+            levels: The sizes to choose from.
+            known: Choices of sizes that are not dealt out again.
+            below_s: Seconds that the groups must stay below.
+
+        Returns:
+            Seconds, the scheme chosen for each run, and the groups, larger ones first; infinite
+            seconds and no groups for a known choice, and where they cannot stay below ``below_s``.
+        """
         alone, area = self.alone[levels], self.area[levels]
         within = np.where(alone > target_s, np.inf, area)
         late = ~np.isfinite(within).any(axis=0)
@@ -161,9 +191,9 @@ class Nesting:
         segments: list[Segment] = [(0.0, tuple(range(devices)))]
         found = list[Group]()
         for at in range(len(levels) - 1, -1, -1):
-            some = np.flatnonzero(chosen == at).tolist()
-            if some:
-                made = self._dealt(self.rows[levels[at]], some, segments, below_s)
+            members = np.flatnonzero(chosen == at).tolist()
+            if members:
+                made = self._dealt(self.rows[levels[at]], members, segments, below_s)
                 if made is None:
                     return float("inf"), key, []
                 segments, groups = made
@@ -171,9 +201,11 @@ class Nesting:
         return max(free for free, _ in segments), key, found
 
     def _dealt(
-        self, k: int, some: Sequence[int], segments: Sequence[Segment], below_s: float
+        self, k: int, given: Sequence[int], segments: Sequence[Segment], below_s: float
     ) -> tuple[list[Segment], list[Group]] | None:
-        """:meth:`_level` by Graham's rule; None when a group takes ``below_s`` or more."""
+        """Deal the positions ``given``, longest first, out to groups of scheme k on ranks that are
+        free as ``segments`` say, each to the group that is free first (Graham's rule). Returns when
+        ranks are free then, and the groups; None when a group takes ``below_s`` or more."""
         table = self.table
         seconds, tokens = table.seconds(k), table.room(k)
         groups, left = _cut(segments, table.width[k])
@@ -182,7 +214,7 @@ class Nesting:
         members = [list[int]() for _ in groups]
         if table.fluid[k]:  # the rule of ``added_s`` and ``put``, without calls: the innermost loop
             room_of, share = [table.cap[k]] * len(groups), table.share[k]
-            for i in some:
+            for i in given:
                 load, g = loads[0]
                 load += seconds[i]
                 unused = room_of[g] - tokens[i]
@@ -194,9 +226,9 @@ class Nesting:
                     return None
                 members[g].append(i)
                 heapreplace(loads, (load, g))
-            some = ()
+            given = ()
         rooms = [list[int]() for _ in groups]
-        for i in some:
+        for i in given:
             load, g = loads[0]
             if rooms[g]:
                 load += table.added_s(k, rooms[g], tokens[i])
@@ -222,17 +254,19 @@ class Nesting:
         return level + 1 + int(above.argmin())
 
     def _level(
-        self, level: int, some: Sequence[int], segments: Sequence[Segment], tau: float
+        self, level: int, given: Sequence[int], segments: Sequence[Segment], tau: float
     ) -> tuple[list[Segment], list[Group]] | int:
-        """Free times of ranks after the sequences ``some`` of one size, and the groups made; or the
-        position of a sequence without room."""
+        """Put the positions ``given``, longest first, into groups of one size on ranks that are
+        free as ``segments`` say, each into the group that it fills best within ``tau`` seconds.
+        Returns when ranks are free then, and the groups; or the position of a sequence without
+        room."""
         table, k = self.table, self.rows[level]
         seconds, tokens, c = table.seconds(k), table.room(k), table.c[k]
         groups, left = _cut(segments, table.width[k])
         loads = sorted([(free + c, g) for g, (free, _) in enumerate(groups)])
         spaces, members = [list[int]() for _ in groups], [list[int]() for _ in groups]
         last = len(groups)
-        for i in some:
+        for i in given:
             need = seconds[i]
             at = bisect_right(loads, (tau - need, last))
             while at > 0:
@@ -259,7 +293,8 @@ class Nesting:
 
 
 def _cut(segments: Sequence[Segment], p: int) -> tuple[list[Segment], list[Segment]]:
-    """Groups of p ranks that are free at about the same time, and what is left over."""
+    """Groups of ``p`` ranks that are free at about the same time, with the seconds when the last of
+    these is free; and the ranks left over, one by one."""
     groups, single = list[Segment](), list[tuple[float, int]]()
     for free, ranks in segments:
         end = len(ranks) - len(ranks) % p
@@ -268,6 +303,123 @@ def _cut(segments: Sequence[Segment], p: int) -> tuple[list[Segment], list[Segme
     single.sort()
     end = len(single) - len(single) % p
     for at in range(0, end, p):
-        some = single[at : at + p]
-        groups.append((some[-1][0], tuple(sorted(rank for _, rank in some))))
+        last_s, _ = single[at + p - 1]
+        groups.append((last_s, tuple(sorted(rank for _, rank in single[at : at + p]))))
     return groups, [(free, (rank,)) for free, rank in single[end:]]
+
+
+_NESTED = Role(name="nested", tables="nested", costs=("model", "groups"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nested:
+    """Drafts groups one in another: with the sizes that divide one another and, for few sequences,
+    with all where there are others.
+
+    Attributes:
+        role: For which problems it is, and when it is asked.
+        few: Batches of up to so many sequences are tried in more ways.
+        worth: Up to this share above the bound, groups of many sequences are not filled.
+        near: Drafts up to this share above the best are made.
+        probe: Share of the best known time that a filling must gain to be searched.
+    """
+
+    role: Role = _NESTED
+    few: int = 140
+    worth: float = 0.005
+    near: float = 0.01
+    probe: float = 5e-4
+
+    def drafts(self, table: PriceTable, known: Known) -> Iterator[Draft]:
+        """Dealt groups for several target times, then filled ones in the least time. Where
+        frontiers have many rows packing decides what fits into a time, so there nothing is filled
+        but for few."""
+        rows = [
+            k
+            for k in range(len(table))
+            if table.depth[k] == 1 and table.schemes[k].scheme.tensor == 1
+        ]
+        chain, few = _chain(table, rows), len(table.tokens) <= self.few
+        bound_s, high_s = known.bound_s, known.best_s
+        if few and not any(table.fluid):
+            high_s = inf
+        for sizes in [chain, rows] if few and len(chain) < len(rows) else [chain]:
+            nesting = Nesting(table, sizes)
+            dealing = _Dealing(nesting, high_s * (1 + self.near))
+            for draft in dealing.drafts(bound_s):
+                high_s = min(high_s, draft.seconds)
+                yield draft
+            near = high_s <= bound_s * (1 + self.worth)
+            if not few and (any(table.fluid) or near):
+                continue
+            if sizes is chain:
+                found = least_time(
+                    nesting.by_deadline, bound_s, high_s, Effort(least=8e-3, wider=2.0)
+                )
+                if found is not None:
+                    high_s = found.seconds
+                    yield Draft.of(table, found.seconds, found.result, "by deadline")
+            effort = Effort(probe=0.0 if isinf(high_s) else self.probe)
+            fill = nesting.fill_in_two_ways if few else nesting.fill
+            found = least_time(fill, bound_s, high_s, effort)
+            if found is not None:
+                high_s = found.seconds
+                yield Draft.of(table, found.seconds, found.result, "nested")
+
+
+_TARGETS = (1.0, 1.4, inf)
+"""Times for which nested groups are drafted, over the bound: with later ones sequences take fewer
+devices."""
+
+
+class _Dealing:
+    """Drafts of nested groups by dealing, each quicker than all before.
+
+    Args:
+        nesting: Deals sequences out.
+        high_s: Seconds that drafts must stay below.
+    """
+
+    def __init__(self, nesting: Nesting, high_s: float) -> None:
+        self.nesting, self.high_s = nesting, high_s
+        self.dealt, self.tried = list[tuple[float, list[Group]]](), set[tuple[int, ...]]()
+
+    def drafts(self, bound_s: float) -> list[Draft]:
+        """The best two drafts: for each target time, over ``bound_s`` seconds, then without sizes
+        that cost more than they bring."""
+        levels = list(range(len(self.nesting.rows)))
+        best_s, target_s, sizes = min(self._deal(bound_s * own, levels) for own in _TARGETS)
+        gained = True
+        while gained and len(levels) > 1:
+            gained = False
+            for left_out in sorted(set(sizes)):
+                fewer = [level for level in levels if level != left_out]
+                seconds, _, fewer_sizes = self._deal(target_s, fewer)
+                if seconds < best_s:
+                    best_s, sizes, levels, gained = seconds, fewer_sizes, fewer, True
+                    break
+        self.dealt.sort(key=lambda item: item[0])
+        table = self.nesting.table
+        return [Draft.of(table, seconds, groups, "nested") for seconds, groups in self.dealt[:2]]
+
+    def _deal(self, target_s: float, levels: Sequence[int]) -> tuple[float, float, tuple[int, ...]]:
+        """(seconds, target in seconds, schemes chosen for runs) of dealing with some sizes for a
+        target time; the seconds are infinite where that is no quicker than what was dealt."""
+        below_s = min((seconds for seconds, _ in self.dealt), default=self.high_s)
+        seconds, sizes, groups = self.nesting.dealt(target_s, levels, self.tried, below_s)
+        self.tried.add(sizes)
+        if groups:
+            self.dealt.append((seconds, groups))
+        return seconds, target_s, sizes
+
+
+def _chain(table: PriceTable, rows: Sequence[int]) -> list[int]:
+    """The longest chain of sizes that divide the next and, the largest, the devices."""
+    best: dict[int, list[int]] = {}
+    for k in rows:
+        width = table.width[k]
+        below = [best[j] for j in best if table.width[j] < width and width % table.width[j] == 0]
+        best[k] = [*max(below, key=len, default=[]), k]
+
+    filling = [own for own in best.values() if table.devices % table.width[own[-1]] == 0]
+    return max(filling or best.values(), key=len, default=[])

@@ -22,9 +22,9 @@ from functools import partial
 from heapq import heapreplace
 from math import inf
 
-from headrace.planning.batch import Packed, PriceTable, longest_two
-from headrace.planning.priced import Frontier
-from headrace.planning.staged_packing import Line, best_fit, pack_stages
+from headrace.planning.batch import Packed, PriceTable, best_fit, longest_two
+from headrace.planning.priced import Frontier, Line
+from headrace.planning.staged_packing import pack_stages
 
 __all__ = ["likely", "pack"]
 
@@ -33,11 +33,21 @@ _COUNTS_TRIED = 2  # of these, the best that are filled
 _FEW_PACKS = 3  # beyond so many packs of the quickest row, the roomiest row is not tried
 
 Bins = list[list[int]]
+"""Positions of the sequences of each micro-batch."""
 
 
 def pack(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
-    """Pack ``members`` (positions, longest first), each of which scheme ``k`` holds. Drafts share
-    many pipelines, so packs are kept."""
+    """Pack the sequences of one pipeline into micro-batches. Drafts share many pipelines, so packs
+    are kept with the table.
+
+    Args:
+        table: The prices.
+        k: The scheme of the pipeline.
+        members: Positions of the sequences, longest first, each of which the scheme holds.
+
+    Returns:
+        The micro-batches.
+    """
     key = (k, *members)
     if key not in table.packs:
         table.packs[key] = _packed(table, k, members)
@@ -45,6 +55,7 @@ def pack(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
 
 
 def _packed(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
+    """:func:`pack` without the cache."""
     scheme = table.schemes[k]
     frontier, tokens = scheme.frontier, table.tokens
     if not members:
@@ -84,7 +95,7 @@ def _tries(
     tokens: Sequence[int], members: Sequence[int], total: int, squares: float, frontier: Frontier
 ) -> Iterator[tuple[int, Callable[[], Bins | None]]]:
     """(least number of micro-batches, function that packs) for each way to pack ``members`` that is
-    worth trying."""
+    worth trying; ``total`` is the sum of their tokens, ``squares`` that of squared tokens."""
     quick, most = frontier.quickest_cap(squares, total), frontier.most_tokens
     if len(members) == 1 or total <= quick:  # in one micro-batch there is nothing to choose
         yield 1, lambda: [list(members)]
@@ -112,22 +123,24 @@ def likely(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
 
 
 def _priced(bins: Bins, tokens: Sequence[int], frontier: Frontier) -> tuple[list[float], list[int]]:
-    """(seconds, row) of each micro-batch."""
+    """Two lists: seconds of each micro-batch, and its row of the frontier."""
     times, rows = list[float](), list[int]()
     for held in bins:
         own = [tokens[i] for i in held]
         found = frontier.nearly_best(sum([n * n for n in own]), sum(own))
         assert found is not None, "a pack is within the capacity"
-        times.append(found[0])
-        rows.append(found[1])
+        seconds, row = found
+        times.append(seconds)
+        rows.append(row)
     return times, rows
 
 
 def _counts(
     sequences: int, total: int, squares: float, quick: int, frontier: Frontier
 ) -> list[int]:
-    """Numbers of micro-batches worth trying, best first by the seconds of an even split; at most
-    one more than the quickest row, of ``quick`` tokens, needs."""
+    """Numbers of micro-batches worth trying for ``sequences`` of ``total`` tokens and ``squares``
+    squared ones, best first by the seconds of an even split; at most one more than the quickest
+    row, of ``quick`` tokens, needs."""
     least = -(-total // frontier.most_tokens)
     most = min(sequences, max(least, -(-total // quick)) + 1)
     step = (most / least) ** (1 / _COUNTS_RANKED)
@@ -136,12 +149,14 @@ def _counts(
     for count in grid:
         found = frontier.nearly_best(squares / count, -(-total // count))
         if found is not None and count <= sequences:
-            ranked.append((count * found[0], count))
+            each_s, _ = found
+            ranked.append((count * each_s, count))
     return [count for _, count in sorted(ranked)[:_COUNTS_TRIED]]
 
 
 def _fill(tokens: Sequence[int], members: Sequence[int], count: int, cap: int) -> Bins | None:
-    """Longest first, each into the emptiest of ``count`` bins; None when one overflows."""
+    """``members``, longest first, each in the emptiest of ``count`` micro-batches of ``cap``
+    tokens; None when one overflows."""
     bins: Bins = [[] for _ in range(count)]
     unit = 1 << count.bit_length()
     heap = list(range(count))  # units filled, and the bin, in one number
@@ -156,7 +171,8 @@ def _fill(tokens: Sequence[int], members: Sequence[int], count: int, cap: int) -
 
 
 def _staged(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
-    """All micro-batches by one row, the best of those that hold the longest sequence."""
+    """Pack a pipeline of scheme k with stages: all micro-batches by one row, the best of those that
+    hold the longest sequence."""
     scheme, tokens = table.schemes[k], table.tokens
     best: Packed | None = None
     for row, ((a, b, c), cap) in enumerate(

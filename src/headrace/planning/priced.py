@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import exp, floor, log
+from math import ceil, exp, floor, inf, log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ __all__ = [
     "Frontier",
     "LayerTable",
     "Least",
+    "Line",
     "PricedScheme",
     "Row",
     "Share",
@@ -51,25 +52,25 @@ _STEP = 1e-3
 """Seconds within this share of each other count as equal when plans are picked."""
 
 _LIKE = 8
-"""Packs whose mean length and tokens agree within a factor of exp(1 / 8) count as alike."""
+"""Micro-batches whose mean length and tokens agree within a factor of exp(1 / 8) count as alike."""
 
 _PACKS = [(length, length * many) for length in (64, 1024, 16_384, 262_144) for many in (1, 64)]
-"""Shapes of packs by which plans are picked: (tokens of a sequence, tokens of the pack)."""
+"""Micro-batches by which plans are picked: (tokens of a sequence, tokens of the micro-batch)."""
 
 
 Columns = tuple[Floats, Floats, Floats, Floats, Floats]
-"""Columns a, b, c, c / cap, cap of some rows, each [rows, 1]."""
+"""Columns a, b, c, c / cap and cap of the rows of a frontier, each [rows, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The rows of a frontier when a sequence bears some of the constant.
+    """The rows of a frontier when a sequence is charged for the constant in one of three ways.
 
     Attributes:
-        b: Seconds per token of each row.
-        c: Seconds of the constant that is borne whole, of each row.
-        rules: Whether a row is as quick as every later one for any sequence.
-        quickest: Rows that are the quickest for some sequence if memory is no matter.
+        b: Seconds per token of each row, the constant's share included [rows].
+        c: Seconds of the constant that a sequence bears whole [rows].
+        rules: Whether each row is as quick as every later one for any sequence [rows].
+        quickest: Numbers of the rows that are the quickest for some length if memory is no matter.
     """
 
     b: Floats
@@ -84,11 +85,11 @@ class Frontier:
 
     Attributes:
         options: Layer options of the plans.
-        a: Seconds per squared token of each plan, forward and backward.
-        b: Seconds per token.
-        c: Seconds per micro-batch.
+        a: Seconds per squared token of each plan, forward and backward [plans].
+        b: Seconds per token of each plan [plans].
+        c: Seconds per micro-batch of each plan [plans].
         caps: Tokens that a micro-batch of each plan holds.
-        layers: Indices of options [plans, layers].
+        layers: The option of every layer by its number [plans, layers].
     """
 
     options: tuple[LayerOption, ...]
@@ -123,13 +124,14 @@ class Frontier:
 
     @cached_property
     def quick(self) -> Columns:
-        """The columns of the rows in :attr:`quickest`."""
+        """The columns of the rows in :attr:`quickest`, each [rows, 1]."""
         a, b, c, share, caps = self._columns
-        some = self.quickest
-        return a[some], b[some], c[some], share[some], caps[some]
+        rows = self.quickest
+        return a[rows], b[rows], c[rows], share[rows], caps[rows]
 
     @cached_property
     def _columns(self) -> Columns:
+        """The columns of all rows, each [rows, 1]."""
         share = self.c / self.limits
         a, b, c, share, caps = (
             each[:, None] for each in (self.a, self.b, self.c, share, self.limits)
@@ -143,21 +145,22 @@ class Frontier:
 
     @cached_property
     def rows(self) -> list[tuple[float, float, float]]:
-        """(a, b, c) of every plan."""
+        """Coefficients (a, b, c) of the seconds of every plan."""
         return list(zip(self.a.tolist(), self.b.tolist(), self.c.tolist(), strict=True))
 
     @cached_property
     def least(self) -> tuple[float, float, float]:
-        """The least a, b and c of all plans."""
+        """The least a, the least b and the least c of all plans, each by itself."""
         return float(self.a.min()), float(self.b.min()), float(self.c.min())
 
     @cached_property
     def _table(self) -> Floats:
+        """Coefficients (a, b, c) of every plan [plans, 3]."""
         return np.column_stack([self.a, self.b, self.c])
 
     @cached_property
     def rules(self) -> list[bool]:
-        """Whether plan i is at least as quick as every later one whatever the pack."""
+        """Whether each plan is at least as quick as every later one whatever the micro-batch."""
         return [bool(rule) for rule in _ruling(self.a, self.b, self.c)]
 
     @cached_property
@@ -187,8 +190,8 @@ class Frontier:
         return np.unique(np.concatenate([share.quickest for share in self.shares]))
 
     def best(self, squares: float, tokens: int) -> tuple[float, int] | None:
-        """(seconds, plan) of the quickest plan that holds a pack of sum(l^2) ``squares`` and
-        sum(l) ``tokens``; None when not even the thriftiest does."""
+        """(seconds, number of the plan) of the quickest plan that holds a micro-batch of ``tokens``
+        tokens whose squared lengths sum to ``squares``; None when not even the thriftiest does."""
         first = bisect_left(self.caps, tokens)
         if first == len(self.caps):
             return None
@@ -198,8 +201,8 @@ class Frontier:
         return a * squares + b * tokens + c, first
 
     def nearly_best(self, squares: float, tokens: int) -> tuple[float, int] | None:
-        """:meth:`best`, quicker: packs of about the same mean length and tokens that the same plans
-        hold share an answer."""
+        """:meth:`best`, but quicker to answer: micro-batches of about the same mean length and
+        tokens that the same plans hold share an answer."""
         first = bisect_left(self.caps, tokens)
         if first == len(self.caps):
             return None
@@ -214,8 +217,8 @@ class Frontier:
         return a * squares + b * tokens + c, first
 
     def quickest_cap(self, squares: float, tokens: int) -> int:
-        """Capacity of the plan that would be quickest, or close to it, for a pack if memory were no
-        matter."""
+        """Tokens that the plan holds which would be quickest, or close to it, for a micro-batch of
+        ``tokens`` tokens and ``squares`` squared ones if memory were no matter."""
         if self.rules[0]:
             return self.caps[0]
         key = int(log(squares / tokens) * _LIKE), int(log(tokens) * _LIKE)
@@ -244,7 +247,8 @@ def worth_keeping(seconds: Floats, caps: Floats) -> Counts:
 
 
 def _alike(mean: int, tokens: int) -> Floats:
-    """(sum of squared lengths, sum of lengths, 1) in the middle of packs that are alike."""
+    """(sum of squared tokens, sum of tokens, 1) in the middle of the micro-batches that are alike,
+    given the rounded logarithms of their mean length and tokens."""
     length, total = exp((mean + 0.5) / _LIKE), exp((tokens + 0.5) / _LIKE)
     return np.array((length * total, total, 1.0))
 
@@ -318,10 +322,11 @@ class LayerTable:
     Attributes:
         plans: The layer plans.
         options: The layer options in them.
-        layers: Indices of options [plans, layers].
-        seconds: Coefficients of one layer's forward and backward [options, 3].
-        kept: Slope and constant of the bytes that a layer keeps [options, 2].
-        passing: Slope and constant of the bytes that it needs in passing, likewise.
+        layers: The option of every layer by its number [plans, layers].
+        seconds: Coefficients (a, b, c) of the seconds of one layer's forward and backward
+            [options, 3].
+        kept: Slope and constant of the bytes that a layer keeps for its backward [options, 2].
+        passing: Slope and constant of the bytes that it needs in passing [options, 2].
     """
 
     plans: tuple[LayerPlan, ...]
@@ -335,7 +340,7 @@ class LayerTable:
     def of(
         cls, costs: CostModel, scheme: Scheme, working: Working, plans: Sequence[LayerPlan]
     ) -> LayerTable:
-        """The table for some layer plans on a scheme."""
+        """The table of ``plans`` on a scheme whose ranks hold weights as ``working`` says."""
         number: dict[LayerOption, int] = {}
         layers = [
             [at for o, count in plan.counts for at in [number.setdefault(o, len(number))] * count]
@@ -356,10 +361,12 @@ class LayerTable:
             passing=_lines([cost.transient for cost in listed]),
         )
 
-    def only(self, some: Counts) -> LayerTable:
-        """The table with some of its layer plans only."""
+    def only(self, numbers: Counts) -> LayerTable:
+        """The table with the layer plans of the given numbers only."""
         return replace(
-            self, plans=tuple(self.plans[i] for i in some.tolist()), layers=self.layers[some]
+            self,
+            plans=tuple(self.plans[i] for i in numbers.tolist()),
+            layers=self.layers[numbers],
         )
 
 
@@ -370,9 +377,9 @@ class Least:
     Attributes:
         width: Ranks of a stage.
         depth: Number of stages.
-        alone: Rows of a sequence in a micro-batch of its own.
-        dealt: Rows of a sequence with its share of the constants.
-        over_s: Seconds per stage by which the constants of ``dealt`` may be too high in all.
+        alone: Rows for a sequence in a micro-batch of its own.
+        dealt: Rows for a sequence that bears its share of the constants.
+        over_s: Seconds by which the constants of ``dealt`` may be too high in one pipeline.
     """
 
     width: int
@@ -384,8 +391,15 @@ class Least:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageCosts:
-    """What micro-batches of the layer plans of ``table`` cost the stages of a pipeline, without the
-    costs' scale; plans go by their number."""
+    """What micro-batches cost the stages of a pipeline, by layer plan; plans go by their number.
+
+    Attributes:
+        costs: The model's costs, without their scale.
+        scheme: The degrees of the pipeline.
+        shares: Layers of each stage.
+        working: How its ranks hold weights.
+        table: The layer plans.
+    """
 
     costs: CostModel
     scheme: Scheme
@@ -412,7 +426,8 @@ class StageCosts:
 
     @cached_property
     def rows(self) -> Floats:
-        """Seconds of each plan on each stage, messages included [plans, stages, 3]."""
+        """Coefficients (a, b, c) of the seconds of a micro-batch of each plan on each stage,
+        messages included [plans, stages, 3]."""
         width, table = self.scheme.width, self.table
         starts = [stage.start for stage in self.stages]
         rows: Floats = np.add.reduceat(table.seconds[table.layers], starts, axis=1)
@@ -426,13 +441,13 @@ class StageCosts:
 
     @cached_property
     def bytes(self) -> list[tuple[Floats, Floats]]:
-        """By stage, the bytes kept of a micro-batch by plan [plans, 2], and those at each moment
-        that may be its peak [plans, moments, 2], as slopes over tokens and constants."""
+        """For each stage slope and constant of the bytes that it keeps of a micro-batch by plan
+        [plans, 2], and of those at each moment that may be its peak [plans, moments, 2]."""
         return [self._moments(stage) for stage in self.stages]
 
     @cached_property
     def slowest(self) -> list[Row]:
-        """By plan, coefficients (a, b, c) that no stage exceeds."""
+        """For each plan coefficients (a, b, c) of seconds that no stage exceeds."""
         return [(a, b, c) for a, b, c in self.rows.max(axis=1).tolist()]
 
     @property
@@ -442,7 +457,7 @@ class StageCosts:
 
     @cached_property
     def caps(self) -> list[int]:
-        """By plan, the most tokens of a micro-batch of which as many fit as are in flight."""
+        """For each plan the most tokens of a micro-batch of which as many fit as are in flight."""
         return self.caps_at(len(self.stages))
 
     def variants(self) -> Iterator[StageCosts]:
@@ -478,15 +493,16 @@ class StageCosts:
 
     @property
     def in_flight(self) -> Floats:
-        """By plan, tokens of each of as many micro-batches as there are stages, if they alone
-        filled the first stage's memory."""
+        """Tokens of each of as many micro-batches as there are stages, if they alone filled the
+        first stage's memory [plans]."""
         held, _ = self._moments(self.stages[0])
         slope = len(self.stages) * held[:, 0]
         most = np.full(len(slope), float(MOST_TOKENS))
         return np.divide(max(0, self.rooms[0]), slope, out=most, where=slope > 0)
 
     def caps_at(self, at_once: int) -> list[int]:
-        """:attr:`caps` where up to ``at_once`` micro-batches are in flight."""
+        """For each plan the most tokens of a micro-batch of which up to ``at_once`` are in flight
+        and fit every stage."""
         table, depth = self.table, len(self.stages)
         most = np.full(len(table.plans), float(MOST_TOKENS))
         for s, (stage, room) in enumerate(zip(self.stages, self.rooms, strict=True)):
@@ -498,8 +514,8 @@ class StageCosts:
         return [floor(tokens) for tokens in most.tolist()]
 
     def _moments(self, stage: Stage) -> tuple[Floats, Floats]:
-        """:func:`kept_line` [plans, 2] and :func:`moments` [plans, moments, 2] of a stage, slopes
-        and constants."""
+        """Slopes and constants of the bytes that a stage keeps of a micro-batch [plans, 2], and of
+        those at each moment that may be its peak [plans, moments, 2]."""
         chosen = self.table.layers[:, stage.start : stage.stop]
         kept, passing = self.table.kept[chosen], self.table.passing[chosen]
         held = kept.cumsum(axis=1)
@@ -514,15 +530,15 @@ class StageCosts:
         )
 
     def seconds(self, squares: Floats, tokens: Floats) -> Floats:
-        """Seconds on the slowest stage of packs with sums ``squares`` of l^2 and ``tokens`` of l,
-        [packs] each, by plan [packs, plans]."""
+        """Seconds of micro-batches on the slowest stage by plan [micro-batches, plans], given the
+        sums of their squared tokens and of their tokens, each [micro-batches]."""
         sums = np.stack([squares, tokens, np.ones(len(tokens))])
         each: Floats = (self.rows @ sums).max(axis=1)
         return each.T
 
     def needs(self, plan: int, tokens: int) -> int:
-        """Bytes that micro-batches of ``tokens`` lack on the fullest stage; 0 or less where they
-        fit."""
+        """Bytes that the fullest stage lacks for micro-batches of ``tokens`` tokens with the layers
+        of a plan, as many as are in flight; 0 or less where they fit."""
         depth, own = len(self.stages), np.array([float(tokens), 1.0])
         lacks = [
             (depth - s - 1) * float(kept[plan] @ own) + float((peaks[plan] @ own).max()) - room
@@ -549,7 +565,7 @@ class StageCosts:
 
 
 def _bare(a: Floats, b: Floats, c: Floats, caps: tuple[int, ...]) -> Frontier:
-    """A frontier without layer plans."""
+    """A frontier without layer plans: coefficients and capacities, each [rows]."""
     layers = np.zeros((len(caps), 0), dtype=np.int64)
     return Frontier(options=(), a=a.copy(), b=b.copy(), c=c.copy(), caps=caps, layers=layers)
 
@@ -559,7 +575,75 @@ _ROUNDING_BYTES = 1e-3
 
 
 def _lines(lines: Sequence[Linear]) -> Floats:
+    """Slopes and constants of some lines [lines, 2]."""
     return np.array([(line.slope, line.constant) for line in lines])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A pipeline by one row of its scheme.
+
+    Attributes:
+        stages: Number of stages.
+        c: Seconds of the constant of a micro-batch on each stage.
+        cap: Tokens that a micro-batch holds.
+        util: Tokens from which on a micro-batch keeps the devices busy.
+    """
+
+    stages: int
+    c: float
+    cap: int
+    util: int = 1
+
+    def count(self, work_s: float, tokens: float, longest_s: float) -> int:
+        """How many micro-batches to expect for sequences of ``work_s`` seconds together, the
+        longest of them ``longest_s``.
+
+        One stage: the fewest that hold the tokens. More: with V alike micro-batches a pipeline
+        takes work + c V + (P - 1) max(longest, work / V), least at V = sqrt(work (P - 1) / c), or
+        where the longest sequence fills a micro-batch alone. No more than keep the devices busy.
+        """
+        least = max(1, ceil(tokens / self.cap))
+        if self.stages == 1 or work_s <= 0:
+            return least
+        even = work_s / longest_s if longest_s > 0 else 1.0
+        if self.c > 0:
+            even = min(even, sqrt(work_s * (self.stages - 1) / self.c))
+        most = max(least, int(tokens // self.util))
+        floor = max(least, int(even))
+        if floor >= most:
+            return most
+        bubbles = self.stages - 1
+        low = self.c * floor + bubbles * max(longest_s, work_s / floor)
+        high = self.c * (floor + 1) + bubbles * max(longest_s, work_s / (floor + 1))
+        return floor if low <= high else floor + 1
+
+    def usable_s(self, limit_s: float, longest_s: float) -> float:
+        """Seconds of work on one stage that a pipeline ends within ``limit_s`` seconds, if its
+        longest sequence takes ``longest_s``."""
+        return self.usable(limit_s, longest_s)[0]
+
+    def usable(self, limit_s: float, longest_s: float) -> tuple[float, int]:
+        """Seconds of work on one stage that a pipeline ends within ``limit_s`` seconds, if its
+        longest sequence takes ``longest_s``, and the tokens of the V micro-batches whose constants
+        are paid then.
+
+        With V micro-batches, work + c V + (P - 1) (max(longest, work / V) + c) <= limit. More of
+        them help until the longest sequence fills one, or their constants cost more than the
+        bubbles.
+        """
+        if self.stages == 1:
+            return limit_s - self.c, self.cap
+        bubbles = self.stages - 1
+        rest_s = limit_s - bubbles * self.c
+        if rest_s <= 0 or longest_s == inf:  # no micro-batch holds such a sequence
+            return 0.0, 0
+        count = (rest_s - bubbles * longest_s) / (longest_s + self.c) if longest_s else rest_s
+        if self.c > 0:
+            count = min(count, sqrt(limit_s * bubbles / self.c) - bubbles)
+        v = max(int(count + 0.5), 1)
+        by_count = (rest_s - self.c * v) * v / (v + bubbles)
+        return min(by_count, rest_s - self.c * v - bubbles * longest_s), v * self.cap
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -587,17 +671,17 @@ class PricedScheme:
 
     @property
     def devices(self) -> int:
-        """The number of devices of one pipeline."""
+        """Devices of one pipeline of the scheme."""
         return self.scheme.devices
 
     @property
     def depth(self) -> int:
-        """The number of stages of one pipeline."""
+        """Stages of one pipeline of the scheme."""
         return self.scheme.pipeline
 
     @property
     def most_tokens(self) -> int:
-        """The longest sequence that a micro-batch holds."""
+        """Tokens of the longest sequence that a micro-batch holds."""
         return self.frontier.most_tokens
 
     def layer_plan(self, row: int) -> LayerPlan | None:

@@ -57,8 +57,12 @@ _LENGTHS = 40
 
 
 class Pricing:
-    """Prices schemes of a problem, each when first asked for. Prices serve every scale of the
-    problem's seconds."""
+    """Prices the schemes of a problem with a model's costs, each when first asked for. Prices are
+    without the costs' scale, so they serve all of them.
+
+    Args:
+        problem: The problem.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -76,6 +80,7 @@ class Pricing:
     def _several(
         self, kind: str, weights: Working, schemes: Iterable[Scheme]
     ) -> tuple[PricedScheme, ...]:
+        """The priced ones of ``schemes`` that hold a token, worked out once for each ``kind``."""
         if (kind, weights) not in self._kinds:
             found = (self.price(scheme, weights) for scheme in schemes)
             self._kinds[kind, weights] = tuple(priced for priced in found if priced is not None)
@@ -85,24 +90,29 @@ class Pricing:
         """Groups of every size for steps in lockstep: weights are gathered from the whole world at
         every layer, which costs seconds, and each rank holds a shard of the world's."""
         if "lockstep" not in self._lockstep:
-            world = max(self.costs.working_bytes)
-            found = (self._in_lockstep(p, world) for p in self.problem.group_sizes)
-            self._lockstep["lockstep"] = tuple(one for one in found if one.most_tokens)
+            found = (self._in_lockstep(p) for p in self.problem.group_sizes)
+            self._lockstep["lockstep"] = tuple(priced for priced in found if priced.most_tokens)
         return self._lockstep["lockstep"]
 
-    def _in_lockstep(self, p: int, world: int) -> PricedScheme:
-        costs, slots = self.costs, self.problem.slots[p]
-        room = costs.capacity_bytes - costs.state_bytes - costs.held_bytes({world}, "sharded")
-        table = Table.of(costs, p, "replicated", self.problem.options[p], room)
-        seconds = table.seconds.copy()
-        # A layer that is computed again has its weights there: its backward gathers them anyway.
-        seconds[:-1, 2] += sum(costs.gather_s.get(world, (0.0, 0.0)))
-        table = replace(table, seconds=seconds)
+    def _in_lockstep(self, p: int) -> PricedScheme:
+        """A group of ``p`` ranks in lockstep."""
+        table, slots = self.lockstep_table(p, self.problem.options[p]), self.problem.slots[p]
         if len(slots) == 1:
-            frontier = mixed_frontier(table, costs.shape.layers)
+            frontier = mixed_frontier(table, self.costs.shape.layers)
         else:
             frontier = listed_frontier(table, slots)
         return PricedScheme(scheme=Scheme(context=p), frontier=frontier, weights="sharded")
+
+    def lockstep_table(self, p: int, options: Sequence[LayerOption]) -> Table:
+        """What layers of some options cost a group of ``p`` ranks in lockstep, whose weights are
+        gathered from the whole world."""
+        costs, world = self.costs, max(self.costs.working_bytes)
+        room = costs.capacity_bytes - costs.state_bytes - costs.held_bytes({world}, "sharded")
+        table = Table.of(costs, p, "replicated", options, room)
+        seconds = table.seconds.copy()
+        # A layer that is computed again has its weights there: its backward gathers them anyway.
+        seconds[:-1, 2] += sum(costs.gather_s.get(world, (0.0, 0.0)))
+        return replace(table, seconds=seconds)
 
     def nested(self, weights: Working, sizes: Sequence[int]) -> tuple[PricedScheme, ...]:
         """Groups of all ``sizes`` on ranks that work in each of them in one step: they hold the
@@ -126,12 +136,13 @@ class Pricing:
         """Schemes with tensor blocks or several stages, which leave more room: degrees that are
         powers of two, or fill a width. Those that never pay are left out."""
         if ("paying", weights) not in self._kinds:
-            every = self._several("deeper", weights, self._deeper())
-            groups = [one for held in self.problem.holding for one in self.groups(held)]
-            self._kinds["paying", weights] = _paying(every, groups)
+            deeper = self._several("deeper", weights, self._deeper())
+            groups = [group for held in self.problem.holding for group in self.groups(held)]
+            self._kinds["paying", weights] = _paying(deeper, groups)
         return self._kinds["paying", weights]
 
     def _deeper(self) -> Iterator[Scheme]:
+        """All schemes with tensor blocks or several stages that the costs support."""
         devices = self.problem.devices
         layers = self.costs.shape.layers if self.problem.stages else 1
         for width in self.problem.group_sizes:
@@ -169,8 +180,8 @@ class Pricing:
     def strategy(self, strategy: Strategy, weights: Working) -> tuple[PricedScheme, ...] | None:
         """The schemes of a strategy; None when one of them fits nothing."""
         found = [self.price(scheme, weights) for scheme, _ in strategy.counts]
-        some = tuple(priced for priced in found if priced is not None)
-        return some if len(some) == len(found) else None
+        holding = tuple(priced for priced in found if priced is not None)
+        return holding if len(holding) == len(found) else None
 
     def require(self, strategy: Strategy) -> None:
         """Raise InfeasiblePlan for a strategy that this problem's ranks or costs do not
@@ -191,6 +202,7 @@ class Pricing:
                 )
 
     def _lacking(self, scheme: Scheme) -> str:
+        """What a scheme that the costs do not support lacks, in words."""
         width, layers = scheme.width, self.costs.shape.layers
         if scheme.pipeline > layers:
             return f"the model has {layers} layers, and each stage needs one"
@@ -218,6 +230,7 @@ class Pricing:
         ]
 
     def _made(self, scheme: Scheme, weights: Working) -> PricedScheme | None:
+        """:meth:`price` without the cache, of a scheme that the costs support."""
         if scheme.pipeline > 1:
             return self._staged(scheme, weights)
         return PricedScheme(scheme=scheme, frontier=self._mixed(scheme, weights), weights=weights)
@@ -276,8 +289,8 @@ class Pricing:
 def _paying(
     deeper: Sequence[PricedScheme], groups: Sequence[PricedScheme]
 ) -> tuple[PricedScheme, ...]:
-    """Schemes on which sequences of some length take clearly fewer device-seconds than on every
-    group that is as quick for them."""
+    """Those of the ``deeper`` schemes on which sequences of some length take clearly fewer
+    device-seconds than on every one of ``groups`` that is as quick for them."""
     most = max((scheme.most_tokens for scheme in deeper), default=1)
     lengths = np.geomspace(most, 1, _LENGTHS).round()
     with np.errstate(invalid="ignore"):
@@ -301,8 +314,20 @@ def _powers(most: int) -> list[int]:
 
 Costs = CostModel | PipelineCosts | GroupCosts
 
-_OTHERS = ("bucket", "packed", "dcp")
-"""Baselines that plan groups, by their names in :mod:`headrace.planning.baselines`."""
+_OTHERS = (
+    "bucket",
+    "packed",
+    "dcp",
+    "flexsp",
+    "hydraulis",
+    "paradyse",
+    "karmarkar-karp",
+    "dp-balanced",
+    "hybrid-cp",
+    "max-length",
+    "token-balance",
+)
+"""Planners of others, by their names in ``headrace.planners.PLANNERS``."""
 
 _PLANNERS = ("adaptive", "static", "strategies", *_OTHERS)
 _KEPT = ("_frontiers", "_ideals", "_pricings")
@@ -323,8 +348,9 @@ class Problem:
         semantics: When micro-batches start: ``free`` as soon as their ranks are free, ``lockstep``
             in waves, as all ranks meet at every layer.
         planner: What plans may be: ``adaptive`` anything, ``strategies`` pipelines side by side,
-            ``static`` one group size. To compare with, ``bucket``, ``packed`` and ``dcp`` are what
-            others do (:mod:`headrace.planning.baselines`).
+            ``static`` one group size. To compare with, the others are what papers and frameworks
+            do, such as ``bucket``, ``packed``, ``dcp``, ``flexsp``, ``hydraulis`` and
+            ``paradyse`` (``headrace.planners.PLANNERS``).
         static_size: The group size of ``static``; the best one when left out.
         strategies: All strategies that may be chosen, if there are any.
         sizes: Group sizes that may be used; all with costs when left out.
@@ -414,6 +440,7 @@ class Problem:
             )
 
     def _check_words(self) -> None:
+        """Raise SpecError for unknown semantics, an unknown planner and a size without one."""
         for name, got, known in (
             ("semantics", self.semantics, get_args(Semantics)),
             ("planner", self.planner, _PLANNERS),
@@ -466,7 +493,7 @@ class Problem:
 
     @property
     def others(self) -> str | None:
-        """The baseline that plans, where it is one."""
+        """The name of the planner where it is one of others."""
         return self.planner if self.planner in _OTHERS else None
 
     @property
@@ -494,6 +521,7 @@ class Problem:
 
     @property
     def _choices(self) -> str:
+        """What may be chosen, in words for errors."""
         chosen = f"layers {self.layers}" if self.layers else f"methods {self.methods}"
         return f"{chosen}, recompute {self.recompute}"
 
@@ -516,6 +544,7 @@ class Problem:
 
     @cached_property
     def _listed(self) -> tuple[ListedLayer, ...]:
+        """What ``layers`` gives of each layer."""
         return parse_layers(self.layers or (), self.model.shape.layers, self._known)
 
     @cached_property
@@ -542,12 +571,15 @@ class Problem:
         return {p: self._slots(p, self._levels(p)) for p in sizes}
 
     def _levels(self, p: int) -> tuple[LayerOption, ...]:
+        """All options with costs on ``p`` ranks whose recompute level is allowed."""
         options = map(LayerOption.parse, self.model.options[p])
         return tuple(option for option in options if option.recompute in self.recompute)
 
     def _slots(
         self, p: int, options: tuple[LayerOption, ...]
     ) -> tuple[tuple[LayerOption, ...], ...]:
+        """Those of ``options`` that each layer may take on ``p`` ranks, or one tuple for all layers
+        where they are free."""
         if self.layers is not None:
             slots = tuple(
                 tuple(o for o in options if listed.allows(o, self.model, p))
@@ -633,6 +665,7 @@ class Problem:
         return self._frontiers[key]
 
     def _frontier(self, p: int, working: Working, sizes: Collection[int]) -> Frontier:
+        """:meth:`frontier` without the cache."""
         unscaled, options = self.model.replace(scale=1.0), self.options[p]
         if len(self.slots[p]) == 1:
             return layer_frontier(unscaled, p, working, sizes, options)
@@ -676,4 +709,5 @@ class Problem:
 
 
 def _at_level(slot: tuple[LayerOption, ...], level: Recompute) -> LayerOption:
+    """The option of a layer with a recompute level; its first where it may not have that level."""
     return next((option for option in slot if option.recompute == level), slot[0])

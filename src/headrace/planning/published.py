@@ -30,6 +30,7 @@ def priced(costs: PipelineCosts | GroupCosts, devices: int) -> tuple[PricedSchem
 
 
 def _groups(costs: GroupCosts, devices: int) -> tuple[PricedScheme, ...]:
+    """Groups of all sizes that fit the devices. Raises InfeasiblePlan when none does."""
     if costs.sizes[0] > devices:
         raise InfeasiblePlan(
             "devices",
@@ -49,6 +50,8 @@ def _groups(costs: GroupCosts, devices: int) -> tuple[PricedScheme, ...]:
 
 
 def _pipelines(costs: PipelineCosts, devices: int) -> tuple[PricedScheme, ...]:
+    """Pipelines that fit the devices and hold tokens there. Raises CostError when the costs say
+    nothing of so few devices, InfeasiblePlan when no pipeline fits."""
     known = costs.known_devices
     if devices < known[0]:
         raise CostError(
@@ -87,7 +90,8 @@ def require_held(
     longest: int,
     index: int,
 ) -> None:
-    """Raise InfeasiblePlan when sequence ``index``, the ``longest``, fits no scheme."""
+    """Raise InfeasiblePlan when the longest sequence of a batch, of ``longest`` tokens and number
+    ``index``, fits none of the schemes for so many devices."""
     roomiest = max(schemes, key=lambda scheme: scheme.most_tokens)
     if longest <= roomiest.most_tokens:
         return

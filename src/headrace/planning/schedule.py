@@ -15,37 +15,31 @@ phases, one after the other, with other pipelines on the same ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import inf
 from operator import mul
 
-import numpy as np
-
-from headrace.costs import CostModel
-from headrace.planning.batch import Packed, PriceTable, SortedBatch
+from headrace.planning.batch import Packed, PriceTable
 from headrace.planning.packing import pack
-from headrace.planning.priced import PricedScheme, StageCosts
-from headrace.simulator import step_s
-from headrace.spec import LayerPlan, Lengths, MicroBatch, Pipeline, Plan, Strategy
+from headrace.spec import Strategy
 from headrace.spec.plan import Semantics
 
 __all__ = [
     "Assignment",
     "Group",
     "expected_s",
-    "laid_out",
     "launch_s",
-    "micro_batches_of",
+    "launched",
     "placed",
 ]
 
 Group = tuple[int, tuple[int, ...], list[int]]
-"""A pipeline: the number of its scheme in the table, its ranks, its sequences (positions)."""
+"""A pipeline: (number of its scheme in the table, its ranks, positions of its sequences)."""
 
 _Bins = tuple[int, tuple[int, ...], list[list[int]]]
-"""A pipeline whose sequences are in micro-batches already."""
+"""A pipeline whose sequences are in micro-batches already: (number of its scheme, its ranks,
+positions of each micro-batch)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,8 +71,14 @@ class Assignment:
 
     @classmethod
     def of(cls, table: PriceTable, groups: Iterable[Group], source: str) -> Assignment:
-        """Pack ``groups``, each with its sequences longest first; ``source`` names what made
-        them."""
+        """The schedule of pipelines that run in this order, packed exactly; those without
+        sequences are left out.
+
+        Args:
+            table: The prices.
+            groups: The pipelines, each with its sequences longest first.
+            source: What made them, by name.
+        """
         order = tuple(group for group in groups if group[2])
         packs = tuple(pack(table, k, members) for k, _, members in order)
         seconds, expected = _ends(table, order, packs)
@@ -99,9 +99,15 @@ class Assignment:
         source: str,
         semantics: Semantics = "free",
     ) -> Assignment:
-        """Each of ``launches``, in the order in which they are issued, is one micro-batch that
-        its scheme holds. Where groups are free, those between which a group did nothing else are
-        one pipeline's."""
+        """The schedule of micro-batches that are issued one by one. Where groups are free, those
+        between which a group did nothing else are one pipeline's.
+
+        Args:
+            table: The prices.
+            launches: The micro-batches in order, each a group that its scheme holds at once.
+            source: What made them, by name.
+            semantics: When they start.
+        """
         alone = ((k, ranks, [members]) for k, ranks, members in launches)
         given = _joined(alone) if semantics == "free" else alone
         return cls.of_bins(table, given, source, semantics)
@@ -110,10 +116,17 @@ class Assignment:
     def of_bins(
         cls, table: PriceTable, given: Iterable[_Bins], source: str, semantics: Semantics = "free"
     ) -> Assignment:
-        """Pipelines, (scheme, ranks, micro-batches), whose sequences are packed already."""
-        some = [(k, ranks, bins) for k, ranks, bins in given if bins]
-        packs = tuple(_timed(table, k, bins) for k, _, bins in some)
-        groups = tuple((k, ranks, sorted(chain.from_iterable(bins))) for k, ranks, bins in some)
+        """The schedule of pipelines whose sequences are packed already.
+
+        Args:
+            table: The prices.
+            given: The pipelines in order; those without micro-batches are left out.
+            source: What made them, by name.
+            semantics: When they start.
+        """
+        used = [(k, ranks, bins) for k, ranks, bins in given if bins]
+        packs = tuple(_timed(table, k, bins) for k, _, bins in used)
+        groups = tuple((k, ranks, sorted(chain.from_iterable(bins))) for k, ranks, bins in used)
         if semantics == "free":
             seconds, expected = _ends(table, groups, packs)
         else:
@@ -161,8 +174,8 @@ def _joined(given: Iterable[_Bins]) -> list[_Bins]:
 def _ends(
     table: PriceTable, groups: Sequence[Group], packs: Sequence[Packed]
 ) -> tuple[float, float]:
-    """Seconds until the last rank has computed, all weights there at once; and, estimated, until
-    all have sent their gradients."""
+    """Seconds until the last rank has computed, if all weights are there at once; and, estimated,
+    seconds until all ranks have sent their gradients."""
     chains = table.chained(ranks for _, ranks, _ in groups)
     free_s = max(chains.free_s((0.0, own.seconds, 0.0) for own in packs), default=0.0)
     if not table.push_s:
@@ -172,12 +185,13 @@ def _ends(
 
 
 def expected_s(table: PriceTable, groups: Sequence[Group], packs: Sequence[Packed]) -> float:
-    """About when all ranks have their gradients sent, if pipelines run in this order."""
+    """Estimated seconds until all ranks have sent their gradients, if pipelines run in this
+    order."""
     return _ends(table, groups, packs)[1]
 
 
 def _in_step_s(devices: int, groups: Iterable[Group], packs: Iterable[Packed]) -> float:
-    """Seconds until the last rank is free in lockstep, given pipelines in order."""
+    """Seconds until the last rank is free if the i-th pipelines of all ranks start together."""
     done, steps = [0] * devices, list[float]()
     for (_, ranks, _), own in zip(groups, packs, strict=True):
         seconds = own.seconds
@@ -199,225 +213,72 @@ def launch_s(table: PriceTable, k: int, members: Sequence[int]) -> float:
         return sum([seconds[i] for i in members]) + table.c[k]
     found = scheme.frontier.best(*_sums(table, members))
     assert found is not None, "a scheme holds its micro-batches"
-    return found[0]
+    seconds_of_row, _ = found
+    return seconds_of_row
 
 
 def _sums(table: PriceTable, members: Sequence[int]) -> tuple[int, int]:
-    """(sum of squared lengths, sum of lengths)."""
+    """(sum of squared tokens, sum of tokens) of the sequences of a micro-batch."""
     own = [table.tokens[i] for i in members]
     return sum(map(mul, own, own)), sum(own)
 
 
 def _timed(table: PriceTable, k: int, bins: Sequence[Sequence[int]]) -> Packed:
-    """Micro-batches with their rows: the quickest that holds each, or, with stages, all."""
+    """The micro-batches of a pipeline of scheme k with their rows: with one stage the quickest row
+    that holds each, with several the quickest that holds all."""
     scheme, frontier = table.schemes[k], table.schemes[k].frontier
     sums = [_sums(table, members) for members in bins]
     held = max(tokens for _, tokens in sums)
     assert held <= frontier.most_tokens, "a scheme holds its micro-batches"
     if scheme.depth == 1:
         found = [frontier.best(squares, tokens) for squares, tokens in sums]
-        best = [one for one in found if one is not None]
+        best = [choice for choice in found if choice is not None]
         return Packed.of(bins, [row for _, row in best], [seconds for seconds, _ in best])
-
-    def by(row: int) -> Packed:
-        a, b, c = frontier.rows[row]
-        times = [a * squares + b * tokens + c for squares, tokens in sums]
-        return Packed.of(bins, (row,) * len(bins), times, scheme.depth)
-
-    rows = (row for row, cap in enumerate(frontier.caps) if cap >= held)
-    return min(map(by, rows), key=lambda packed: packed.seconds)
+    made = list[Packed]()
+    for row, ((a, b, c), cap) in enumerate(zip(frontier.rows, frontier.caps, strict=True)):
+        if cap >= held:
+            times = [a * squares + b * tokens + c for squares, tokens in sums]
+            made.append(Packed.of(bins, (row,) * len(bins), times, scheme.depth))
+    return min(made, key=lambda packed: packed.seconds)
 
 
-def placed(table: PriceTable, some: Iterable[tuple[int, list[int]]]) -> list[Group]:
-    """Pipelines side by side, (scheme, sequences), on ranks from the first: wide tensor blocks
-    first, and among equals large pipelines; so blocks start at multiples of their width wherever
-    widths divide one another."""
+def placed(table: PriceTable, pipelines: Iterable[tuple[int, list[int]]]) -> list[Group]:
+    """Put pipelines side by side on ranks from the first: wide tensor blocks first, and among
+    equals large pipelines; so blocks start at multiples of their width wherever widths divide one
+    another.
+
+    Args:
+        table: The prices.
+        pipelines: (scheme, sequences) of each pipeline.
+
+    Returns:
+        The pipelines with their ranks.
+    """
     first, groups = 0, list[Group]()
-
-    def key(item: tuple[int, list[int]]) -> tuple[int, int, int]:
-        scheme = table.schemes[item[0]].scheme
-        return -scheme.tensor, -scheme.devices, item[0]
-
-    for k, members in sorted(some, key=key):
+    schemes = [priced.scheme for priced in table.schemes]
+    order = sorted(
+        pipelines,
+        key=lambda item: (-schemes[item[0]].tensor, -schemes[item[0]].devices, item[0]),
+    )
+    for k, members in order:
         width = table.width[k]
         groups.append((k, tuple(range(first, first + width)), members))
         first += width
     return groups
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setup:
-    """A pipeline with stages and its micro-batches in order, each with a row of its scheme."""
-
-    pipeline: Pipeline
-    bins: tuple[tuple[int, ...], ...]
-    rows: tuple[int, ...]
-
-
-def laid_out(schedule: Assignment, costs: CostModel, *, larger_last: bool = False) -> Plan:
-    """The plan of a schedule with the seconds that the simulator predicts, and no bound yet.
-    ``larger_last``: ranks work in larger groups after smaller ones, not before."""
+def launched(schedule: Assignment) -> Assignment:
+    """A schedule of pipelines side by side without stages in lockstep: its micro-batches are issued
+    one by one, the longest of every pipeline before the second longest of any."""
     table = schedule.table
-    batch, groups = table.batch, list(zip(schedule.groups, schedule.packs, strict=True))
-    pipelines, micro_batches = list[Pipeline](), list[MicroBatch]()
-    groups = groups[::-1] if larger_last else groups
-    ends = _pipeline_ends([ranks for (_, ranks, _), _ in groups])
-    for ((k, ranks, _), packed), (first, last) in zip(groups, ends, strict=True):
-        priced = table.schemes[k]
-        if priced.stages is not None:
-            setup = _set_up(priced, ranks, packed, batch, costs)
-        else:
-            setup = _plain(priced, ranks, packed, first=first, last=last)
-        number = len(pipelines)
-        micro_batches += micro_batches_of(priced, setup.bins, setup.rows, number, batch, costs)
-        pipelines.append(setup.pipeline)
-    weights = {table.schemes[k].weights for k, _, _ in schedule.groups}
-    plan = Plan(
-        lengths=batch.lengths,
-        devices=table.devices,
-        working="sharded" if "sharded" in weights else "replicated",
-        pipelines=tuple(pipelines),
-        micro_batches=tuple(micro_batches),
-        predicted_s=0.0,
-        lower_bound_s=0.0,
-    )
-    return plan.replace(predicted_s=step_s(plan, costs))
-
-
-def micro_batches_of(
-    priced: PricedScheme,
-    bins: Sequence[Sequence[int]],
-    rows: Sequence[int],
-    pipeline: int,
-    batch: SortedBatch,
-    costs: CostModel,
-) -> Iterator[MicroBatch]:
-    """The micro-batches of a pipeline of a plan."""
-    for members, row in zip(bins, rows, strict=True):
-        layers = priced.layer_plan(row) or LayerPlan()
-        yield MicroBatch(
-            pipeline=pipeline,
-            sequences=tuple([batch.order[i] for i in members]),
-            layers=layers,
-            order=priced.order_of(row, costs),
+    launches = list[tuple[int, tuple[int, ...], Group]]()
+    for (k, ranks, _), own in zip(schedule.groups, schedule.packs, strict=True):
+        seconds = table.seconds(k)
+        falling = sorted(
+            map(list, own.bins), key=lambda held: (-sum([seconds[i] for i in held]), held[0])
         )
-
-
-def _pipeline_ends(groups: Sequence[tuple[int, ...]]) -> list[tuple[bool, bool]]:
-    """Whether each group of ranks, in order, is the first of some rank, and whether the last."""
-    first, last = dict[int, int](), dict[int, int]()
-    for number, ranks in enumerate(groups):
-        for rank in ranks:
-            first.setdefault(rank, number)
-            last[rank] = number
-    firsts, lasts = set(first.values()), set(last.values())
-    return [(number in firsts, number in lasts) for number in range(len(groups))]
-
-
-def _plain(
-    priced: PricedScheme, ranks: tuple[int, ...], packed: Packed, *, first: bool, last: bool
-) -> _Setup:
-    pipeline = Pipeline(scheme=priced.scheme, ranks=ranks)
-    if len(packed.bins) == 1:
-        return _Setup(pipeline=pipeline, bins=packed.bins, rows=packed.rows)
-    order = _falling(packed)
-    if last or not first:
-        order = [*order[1:], order[0]]
-    return _Setup(
-        pipeline=pipeline,
-        bins=tuple(packed.bins[j] for j in order),
-        rows=tuple(packed.rows[j] for j in order),
+        launches += [(n, ranks, (k, ranks, held)) for n, held in enumerate(falling)]
+    launches.sort(key=lambda item: item[:2])
+    return Assignment.of_launches(
+        table, [launch for _, _, launch in launches], schedule.source, "lockstep"
     )
-
-
-def _falling(packed: Packed) -> list[int]:
-    """Micro-batches by their seconds, longest first."""
-    times, bins = packed.times, packed.bins
-    return sorted(range(len(bins)), key=lambda j: (-times[j], bins[j]))
-
-
-def _set_up(
-    priced: PricedScheme,
-    ranks: tuple[int, ...],
-    packed: Packed,
-    batch: SortedBatch,
-    costs: CostModel,
-) -> _Setup:
-    """The quickest shares of layers for micro-batches longest first, then the quickest order of
-    these: shortest first, or the longest in the middle, so that short ones fill and drain the
-    pipeline."""
-    assert priced.stages is not None, "asked only of pipelines with stages"
-    falling = _falling(packed)
-    orders = [falling, falling[::-1], [*falling[1::2][::-1], *falling[::2]]]
-    made = [
-        (*_timed_orders(priced, stages, ranks, packed, falling, batch, costs), stages)
-        for stages in priced.stages.variants()
-    ]
-    best_s, best, stages = min(made, key=lambda item: item[0])
-    for order in orders[1:] if len(falling) > 1 else ():
-        seconds, tried = _timed_orders(priced, stages, ranks, packed, order, batch, costs)
-        if seconds < best_s:
-            best_s, best = seconds, tried
-    assert best_s < inf, "micro-batches of the same layers fit in any order"
-    return best
-
-
-def _timed_orders(
-    priced: PricedScheme,
-    stages: StageCosts,
-    ranks: tuple[int, ...],
-    packed: Packed,
-    order: Sequence[int],
-    batch: SortedBatch,
-    costs: CostModel,
-) -> tuple[float, _Setup]:
-    """Seconds of a pipeline alone with its micro-batches in the best order, infinite where they do
-    not fit; and that set-up."""
-    bins = tuple(packed.bins[j] for j in order)
-    rows = _quickened(stages, bins, [packed.rows[j] for j in order], batch)
-    pipeline = Pipeline(scheme=priced.scheme, ranks=ranks, shares=stages.shares)
-    setup = _Setup(pipeline=pipeline, bins=bins, rows=rows)
-    held = [sum([batch.tokens[i] for i in own]) for own in bins]
-    if not stages.fits(list(zip(held, rows, strict=True))):
-        return inf, setup
-    return step_s(_alone(priced, setup, batch, costs), costs), setup
-
-
-def _alone(priced: PricedScheme, setup: _Setup, batch: SortedBatch, costs: CostModel) -> Plan:
-    """The plan of one pipeline with its sequences only."""
-    held = sorted(i for members in setup.bins for i in members)
-    place = {i: at for at, i in enumerate(held)}
-    lengths = Lengths(tokens=tuple(batch.tokens[i] for i in held))
-    own = SortedBatch.of(lengths)
-    at = {index: position for position, index in enumerate(own.order)}
-    bins = [[at[place[i]] for i in members] for members in setup.bins]
-    return Plan(
-        lengths=lengths,
-        devices=costs.cluster.devices,
-        working=priced.weights,
-        pipelines=(setup.pipeline,),
-        micro_batches=tuple(micro_batches_of(priced, bins, setup.rows, 0, own, costs)),
-        predicted_s=0.0,
-        lower_bound_s=0.0,
-    )
-
-
-def _quickened(
-    stages: StageCosts, bins: Sequence[Sequence[int]], rows: Sequence[int], batch: SortedBatch
-) -> tuple[int, ...]:
-    """The rows of micro-batches in this order, made quicker where the stages have memory for all
-    that is in flight, the largest gains first."""
-    held = [sum([batch.tokens[i] for i in own]) for own in bins]
-    squares = [float(sum([batch.tokens[i] ** 2 for i in own])) for own in bins]
-    table = stages.seconds(np.array(squares), np.array(held, dtype=np.float64))
-    chosen = list(rows)
-    over = table - table[np.arange(len(rows)), chosen][:, None]
-    gains = sorted((float(over[j, other]), j, other) for j, other in np.argwhere(over < 0).tolist())
-    done = set[int]()
-    for _, j, other in gains:
-        if j not in done:
-            tried = [*chosen[:j], other, *chosen[j + 1 :]]
-            if stages.fits(list(zip(held, tried, strict=True))):
-                chosen[j] = other
-                done.add(j)
-    return tuple(chosen)

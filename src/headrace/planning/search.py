@@ -1,105 +1,295 @@
-"""Searches the least time in which a filling succeeds: steps up, then halving.
+"""The search: from the lengths of a batch to the quickest plan found.
 
-A filling (:mod:`headrace.planning.side_by_side`, :mod:`headrace.planning.nested`) answers whether
-everything ends within a guessed time, and if not, about which part of the work found no place. From
-a bound upwards the time grows by that part until a filling succeeds; every second part is guessed
-from the one before, as a filling that is not measured may end sooner. Then the time is halved
-between what failed and what did not. Effort is counted in fillings, never in time, so that plans do
-not depend on the machine.
+Data        lengths l_i; priced schemes (seconds, tokens and layer plans of a micro-batch); N
+            devices.
+Variables   the pipelines and their ranks; the pipeline and micro-batch of each sequence; the layers
+            and order of each micro-batch.
+Constraint  a micro-batch holds at most the tokens of its layers; a rank does one thing at a time.
+Objective   minimise the step: of published costs when the last rank is free, of a model's costs the
+            end of the simulated step with its exchange.
+
+Solve.
+1. Prices: tables of what each sequence takes on each scheme (:mod:`headrace.planning.batch`).
+2. A lower bound (:mod:`headrace.planning.bounds`).
+3. Drafts of the generators, one generator after the other (:mod:`headrace.planning.generators`):
+   static schedules, pipelines side by side, nested groups, then schemes with tensor blocks and
+   stages; in lockstep waves. A generator is left out where the best is close to the bound.
+4. The best drafts are packed exactly (:mod:`headrace.planning.packing`) and the best schedules
+   improved by local search (:mod:`headrace.planning.improvement`).
+5. The best schedule and the static ones are timed by the clock that counts; the quickest is the
+   plan, so no plan is worse than a static one.
+6. The plan says why (:mod:`headrace.planning.explain`).
+
+What differs between costs is behind :class:`CostSource`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Protocol
 
-__all__ = ["Effort", "Searched", "least_time"]
+from headrace.errors import InfeasiblePlan, SpecError
+from headrace.planning.batch import SortedBatch
+from headrace.planning.bounds import Bound
+from headrace.planning.explain import Candidate, reasons
+from headrace.planning.formula_source import FormulaSource
+from headrace.planning.generators import Draft, Generator, Known, Offer, TableKind
+from headrace.planning.improvement import Improvement
+from headrace.planning.model_source import ModelSource
+from headrace.planning.nested import Nested
+from headrace.planning.problem import Problem
+from headrace.planning.schedule import Assignment
+from headrace.planning.side_by_side import ANY_SCHEME, SideBySide
+from headrace.planning.static import Static
+from headrace.planning.waves import Waves
+from headrace.spec import Lengths, Plan
 
-Result = TypeVar("Result")
-Result_co = TypeVar("Result_co", covariant=True)
+__all__ = ["GENERATORS", "CostSource", "plan"]
 
-_NEXT = 0.4  # After an unmeasured probe, assume 40 % of the last shortfall is left.
+GENERATORS: Mapping[str, tuple[Generator, ...]] = {
+    "adaptive": (Static(), SideBySide(), Nested(), SideBySide(role=ANY_SCHEME), Waves()),
+    "strategies": (Static(), SideBySide(), SideBySide(role=ANY_SCHEME), Waves()),
+    "static": (Static(),),
+}
+"""The generators of each planner of this room, in the order in which they are asked."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """How hard a search tries.
+class CostSource(Protocol):
+    """What a search needs of costs: tables of prices, bounds, and a clock.
 
-    A time grows by ``growth`` times the part that found no place, at least by ``least``, which is
-    ``wider`` times as much each time; then it is halved until it is known to ``close``, or
-    ``halvings`` are done. A search with a ``probe`` ends where not so much is gained at once.
+    Attributes:
+        simulates: Whether timing a schedule takes a simulation, so that only the best are timed.
+        flat: The bound of plans without stages and tensor blocks, where it is known apart.
     """
 
-    least: float = 2e-3
-    wider: float = 1.0
-    growth: float = 0.7
-    steps: int = 16
-    halvings: int = 5
-    close: float = 1e-3
-    probe: float = 0.0
+    simulates: bool
+    flat: Bound | None
 
+    @property
+    def bound(self) -> Bound:
+        """The bound of all plans that the tables offered so far allow."""
+        ...
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Searched(Generic[Result]):
-    """What a filling gave, and the time in which it succeeded."""
+    def offers(self, kind: TableKind, best_s: Callable[[], float]) -> Iterator[Offer]:
+        """The tables of a kind that promise something; ``best_s`` gives the least seconds of
+        computing so far."""
+        ...
 
-    seconds: float
-    result: Result
+    def closer(self, bound: Bound, found: Sequence[Assignment]) -> Bound:
+        """A bound at least as close, given packed schedules, the quickest first."""
+        ...
 
+    def latest_s(self, best: Assignment | None) -> float:
+        """Seconds of computing from which on no step beats that of a schedule."""
+        ...
 
-class Fill(Protocol[Result_co]):
-    """Places all sequences within ``tau`` seconds."""
+    def least_s(self, schedule: Assignment) -> float:
+        """Seconds that the step of a schedule takes at least."""
+        ...
 
-    def __call__(self, tau: float, *, measured: bool = True) -> Result_co | float:
-        """What was placed; else, as a float, the share of the work that found no place, which is
-        any number unless ``measured``."""
+    def timed(self, schedule: Assignment) -> Candidate:
+        """A schedule with the seconds of its step."""
+        ...
+
+    def plan(self, best: Candidate, bound: Bound, previous: Plan | None) -> Plan:
+        """The plan of the best candidate."""
         ...
 
 
-def least_time(
-    fill: Fill[Result], low_s: float, high_s: float, effort: Effort
-) -> Searched[Result] | None:
-    """The least time found between ``low_s``, which nothing beats, and ``high_s`` in which ``fill``
-    succeeds; None when none is below ``high_s``."""
-    best: Searched[Result] | None = None
-    if effort.probe:
-        tau = high_s * (1 - effort.probe)
-        result = 0.0 if tau < low_s else fill(tau, measured=False)
-        if isinstance(result, float):
-            return None
-        best, high_s = Searched(seconds=tau, result=result), tau
-    tau, lacks, least = low_s * (1 + 1e-9), 0.0, effort.least
-    for step in range(effort.steps):
-        tau = min(tau, high_s)
-        if best is not None and tau >= high_s:
-            break
-        result = fill(tau, measured=step % 2 == 0)  # unmeasured probes are quicker
-        if not isinstance(result, float):
-            best, high_s = Searched(seconds=tau, result=result), tau
-            break
-        if tau >= high_s:
-            return None
-        low_s = tau
-        lacks = lacks * _NEXT if step % 2 else result
-        reached = tau * (1 + lacks) >= high_s  # even high_s may fail
-        tau = high_s if reached else tau * (1 + max(least, effort.growth * lacks))
-        least *= effort.wider
-    for _ in range(effort.steps if best is None else 0):  # none of the steps succeeded
-        tau = min(high_s, 2 * low_s)
-        result = fill(tau, measured=False)
-        if not isinstance(result, float):
-            best, high_s = Searched(seconds=tau, result=result), tau
-            break
-        if tau >= high_s:
-            return None
-        low_s = tau
-    for _ in range(effort.halvings if best is not None else 0):
-        if high_s <= low_s * (1 + effort.close):
-            break
-        tau = (low_s + high_s) / 2
-        result = fill(tau, measured=False)
-        if isinstance(result, float):
-            low_s = tau
-        else:
-            best, high_s = Searched(seconds=tau, result=result), tau
-    return best
+def plan(
+    problem: Problem,
+    lengths: Lengths,
+    *,
+    seed: int = 0,
+    previous: Plan | None = None,
+    generators: Sequence[Generator] | None = None,
+    improvement: Improvement | None = None,
+) -> Plan:
+    """The quickest plan found for one batch.
+
+    Deterministic in its arguments.
+
+    Args:
+        problem: What is planned for.
+        lengths: Tokens of each sequence.
+        seed: Feeds the search.
+        previous: The plan of the step before: where the problem smooths, its layers stay if others
+            would hardly be quicker (:mod:`headrace.planning.smoothing`).
+        generators: What drafts schedules, in this order; those of the problem's planner when left
+            out.
+        improvement: How much drafts are packed and improved.
+
+    Returns:
+        The plan, with a lower bound and reasons.
+
+    Raises:
+        InfeasiblePlan: When a sequence fits no pipeline, saying by how much and what would help.
+        SpecError: When no generator is for such problems.
+    """
+    if generators is None:
+        generators = GENERATORS.get(problem.planner, ())
+    chosen = [generator for generator in generators if generator.role.covers(problem)]
+    if not chosen:
+        _refuse(problem, generators)
+    batch = SortedBatch.of(lengths)
+    source: CostSource
+    if problem.is_published or problem.semantics == "lockstep":
+        source = FormulaSource(problem=problem, batch=batch)
+    else:
+        source = ModelSource(problem=problem, batch=batch)
+    search = _Search(
+        problem=problem,
+        source=source,
+        generators=chosen,
+        seed=seed,
+        improvement=improvement or Improvement(),
+    )
+    return search.plan(batch, previous)
+
+
+def _refuse(problem: Problem, generators: Sequence[Generator]) -> None:
+    """Raise SpecError where no generator is for a problem."""
+    if not generators:
+        raise SpecError(
+            "generators",
+            got=f"none for planner {problem.planner!r}",
+            wanted="at least one",
+            hint="hr.plan has the planners of others",
+        )
+    scopes = dict.fromkeys(str(generator.role) for generator in generators)
+    costs = "published costs" if problem.is_published else "costs of a model"
+    raise SpecError(
+        f"planner {problem.planner!r}",
+        got=f"{costs}, semantics {problem.semantics}",
+        wanted="; ".join(scopes),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """The search for the plan of one batch.
+
+    Attributes:
+        problem: What is planned for.
+        source: Tables, bounds and clock.
+        generators: What drafts, in order.
+        seed: The seed of drawn orders.
+        improvement: How much drafts are packed and improved.
+        found: Schedules that are packed, the quickest first after :meth:`_pack`.
+        drafts: Drafts that are not packed yet.
+        drafted: Whether pipelines were drafted before.
+        unstaged: Whether schemes of one stage were drafted side by side.
+        packed: Whether drafts were packed, and schedules improved, before.
+    """
+
+    problem: Problem
+    source: CostSource
+    generators: Sequence[Generator]
+    seed: int
+    improvement: Improvement
+    found: list[Assignment] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
+    drafted: bool = False
+    unstaged: bool = False
+    packed: bool = False
+
+    def plan(self, batch: SortedBatch, previous: Plan | None) -> Plan:
+        """Plan the batch, as :func:`plan` says."""
+        for generator in self.generators:
+            if not generator.role.last:
+                self._ask(generator)
+        bound = self.source.bound
+        if self.drafts or not self.packed:
+            self._pack(bound.seconds)
+        bound = self.source.closer(bound, self.found)
+        for generator in self.generators:
+            if generator.role.last:
+                self._ask(generator, bound)
+        if not self.found:
+            raise InfeasiblePlan(
+                f"sequence {batch.order[0]} of {batch.tokens[0]:,} tokens does not fit",
+                got=f"planner {self._name}",
+                wanted="a scheme that holds it",
+            )
+        tried = self._timed()
+        made = self.source.plan(tried[0], bound, previous)
+        static = next(filter(_is_static, tried), None)
+        why = reasons(self.problem, bound, tried, made, static, self.source.flat)
+        return made.replace(planner=self._name, seed=self.seed, why=(*why, *made.why))
+
+    @property
+    def _name(self) -> str:
+        """What plans say made them."""
+        size = self.problem.static_size
+        return self.problem.planner if size is None else f"static-cp{size}"
+
+    def _packed_s(self) -> float:
+        """The least seconds of computing of packed schedules."""
+        return min((schedule.seconds for schedule in self.found), default=inf)
+
+    def _best_s(self) -> float:
+        """The least seconds of computing of schedules and drafts."""
+        drafted_s = min((draft.seconds for draft in self.drafts), default=inf)
+        return min(drafted_s, self._packed_s())
+
+    def _ask(self, generator: Generator, bound: Bound | None = None) -> None:
+        """Add what a generator drafts from the tables that it is offered, where the best is so far
+        above their bound, or above ``bound``, that it may gain something."""
+        for offer in self.source.offers(generator.role.tables, self._best_s):
+            bound_s = offer.bound_s if bound is None else bound.seconds
+            if self._best_s() <= bound_s * (1 + generator.role.beyond):
+                continue
+            known = Known(
+                problem=self.problem,
+                bound_s=bound_s,
+                best_s=self._best_s(),
+                packed_s=self._packed_s(),
+                drafted=self.drafted,
+                unstaged=self.unstaged,
+                most=offer.most,
+                seed=self.seed,
+                latest_s=self.source.latest_s if self.source.simulates else None,
+            )
+            for made in generator.drafts(offer.table, known):
+                if isinstance(made, Draft):
+                    self.drafts.append(made)
+                else:
+                    self.found.append(made)
+            self.drafted = self.drafted or bool(self.drafts)
+            few = len(offer.table.tokens) <= self.improvement.few
+            if self.drafts and not few and not any(offer.table.fluid):
+                self._pack(bound_s)
+        self.unstaged = self.unstaged or generator.role.tables == "groups"
+
+    def _pack(self, bound_s: float) -> None:
+        """Pack the best drafts, improve the best schedules, and sort these by time."""
+        self.packed = True
+        if all(generator.role.final for generator in self.generators):
+            self.found.sort(key=lambda schedule: schedule.seconds)
+            return
+        self.found = self.improvement.scheduled(self.drafts, self.found, bound_s)
+        self.drafts = []
+
+    def _timed(self) -> list[Candidate]:
+        """Schedules on the clock, the quickest first. Where the clock simulates, these are the best
+        schedule and the static ones, without those that cannot be the quickest."""
+        promising = self.found
+        if self.source.simulates and not all(generator.role.final for generator in self.generators):
+            statics = (schedule for schedule in self.found[1:] if schedule.source == "static")
+            promising = [self.found[0], *statics]
+        timed = list[Candidate]()
+        for schedule in promising:
+            least_s = min((one.seconds for one in timed), default=inf)
+            known = schedule.source != "static" or any(map(_is_static, timed))
+            late = self.source.simulates and self.source.least_s(schedule) > least_s
+            if not (known and late):
+                timed.append(self.source.timed(schedule))
+        timed.sort(key=lambda one: (one.seconds, not _is_static(one)))
+        return timed
+
+
+def _is_static(candidate: Candidate) -> bool:
+    """Whether a candidate is a static schedule."""
+    return candidate.schedule.source == "static"

@@ -1,345 +1,265 @@
-"""Pipelines side by side: filled like bins, all within one time.
+"""The generator of pipelines side by side, which share no device.
 
-Data        sequences with their seconds on every scheme; N devices; a time tau.
-Variables   the pipelines; the pipeline of each sequence.
-Constraint  pipelines share no device; each ends within tau.
+Drafts come from fillings (:mod:`headrace.planning.filling`) in the least time in which they
+succeed. Many schemes to choose from mislead a filling, so it is done by families of schemes: those
+of one stage, then all; of each first those of which the devices are a power of two, which leave few
+devices over. Each filling is drafted as it is, and with its shorter sequences dealt out again.
 
-A dual approximation: a time is guessed, and the question is whether pipelines that end within it
-can hold everything. Longest first, a sequence joins the pipeline that it fills best, of the scheme
-on which it needs the fewest devices; else it opens a pipeline of such a scheme. A pipeline holds
-its devices for all of tau whatever it has, so joining costs nothing. Pipelines with stages pay for
-their longest sequence P - 1 times: what is left for work is told when the longest opens one, and
-like lengths come together by the order. Best fit decreasing needs at most 22 % more time than the
-optimum where bins are alike (MULTIFIT), and hardly ever more than 1 % with many sequences.
-
-Afterwards short sequences are dealt out again, each where it ends first, which levels the ends.
+Filling opens pipelines as sequences come, which is good where there are many pipelines. Few large
+ones are a choice of their own: from the best strategy known, 1, 2, 4, ... pipelines of a scheme
+take the place of another's, and a strategy is better if its pipelines can be filled in a little
+less time.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain, repeat
-from math import inf, log, sqrt
+from dataclasses import dataclass
+from math import inf, isinf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.planning.batch import PriceTable
-from headrace.planning.dealing import Pipelines, deal, joined
-from headrace.planning.staged_packing import Line
+from headrace.planning.bounds import BoundRows
+from headrace.planning.filling import Filler, Pipelines
+from headrace.planning.generators import (
+    Draft,
+    Effort,
+    Known,
+    Role,
+    Searched,
+    least_time,
+)
+from headrace.planning.schedule import placed
 
-__all__ = ["Filler", "Pipelines"]
+__all__ = ["ANY_SCHEME", "Counts", "GROUPS", "SideBySide", "climbed", "counts_of", "worthwhile"]
 
-Floats = NDArray[np.float64]
+Counts = tuple[int, ...]
+"""A strategy: how many pipelines of each of a table's schemes."""
 
-_STEP = 0.04  # schemes are ranked anew when the time has changed by this share
-_LEAST_S = 1e-30
-_ROUNDING = 1e-9
-_LOOKS = 16  # pipelines tried for a sequence before it takes any with seconds to spare
-_RANKED = 4  # schemes tried for a sequence, the cheapest first
+_GAIN = 1e-3  # Share of the time by which an exchange has to be quicker.
+_KINDS = 8  # Schemes that take part in exchanges, at most.
 
 
-class Filler:
-    """Fills pipelines of a table's schemes.
+GROUPS = Role(name="side by side", tables="groups", costs=("model",))
+ANY_SCHEME = Role(name="side by side with stages", tables="any scheme")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideBySide:
+    """Drafts pipelines side by side.
+
+    Attributes:
+        role: For which problems it is, and when it is asked.
+        few: Of up to so many sequences schemes are looked at in two orders, and no time is probed.
+        probe: Share of the best known time that a draft must gain to be searched.
+        halvings: Halvings of a time that succeeded.
+        levels: Shares of the time; sequences that take up to each are dealt out again.
+        biases: How many times their devices schemes with stages are taken to need.
+        exchanged: Fillings of exchanged pipelines.
+    """
+
+    role: Role = GROUPS
+    few: int = 140
+    probe: float = 5e-4
+    halvings: int = 5
+    levels: tuple[float, ...] = (0.08, 0.3, inf)
+    biases: tuple[float, ...] = (1.0, 1.1, 1.25)
+    exchanged: int = 60
+
+    def drafts(self, table: PriceTable, known: Known) -> Iterator[Draft]:
+        """Pipelines of all families of schemes, then exchanged ones."""
+        few, fluid = len(table.tokens) <= self.few, any(table.fluid)
+        bound_s, enough_s = known.bound_s, known.bound_s * (1 + self.role.beyond)
+        high_s = known.packed_s if few and not fluid else known.best_s
+        exchanges = fluid or few or not known.drafted
+        starts, tried = list[Counts](), list[Filler]()
+        for bias in self._biases(table, deeper=known.unstaged):
+            filler = Filler(table, most=known.most, bias=bias)
+            if not starts and any(filler.is_like(other, high_s) for other in tried[-1:]):
+                continue
+            tried.append(filler)
+            probed = not few and (starts or (known.drafted and known.most is None))
+            effort = Effort(probe=self.probe if probed else 0.0, halvings=self.halvings)
+            fill = filler.fill_in_two_orders if few else filler.fill
+            found = least_time(fill, bound_s, high_s, effort)
+            if found is not None:
+                starts.append(counts_of(table, found.result))
+                high_s = min(high_s, found.seconds)
+                reached = not fluid and high_s <= enough_s
+                yield from _dealt(filler, found, self.levels[-1:] if reached else self.levels)
+                if reached:
+                    return
+        if known.most is not None or high_s <= enough_s or not (exchanges or starts):
+            return
+        kinds, starts = worthwhile(table, bound_s * 1.1), starts[::-1] or _homogeneous(table)
+        climbs = [*climbed(table, starts, kinds, high_s, bound_s, self.exchanged)]
+        if climbs:
+            yield from _dealt(*climbs[-1], self.levels)
+
+    def _biases(self, table: PriceTable, *, deeper: bool) -> Iterator[list[float]]:
+        """Biases of the table's schemes to fill with, infinite for those that are left out; one
+        list for each family. ``deeper`` leaves out the families without stages."""
+        single = [depth == 1 for depth in table.depth]
+        even = [width & (width - 1) == 0 for width in table.width]
+        families = list[tuple[list[bool], float]]()
+        if any(single) and not deeper:
+            families.append((single, 1.0))
+        if not all(single):
+            families += [([True] * len(table), bias) for bias in self.biases]
+        for family, bias in families:
+            powers = [a and b for a, b in zip(family, even, strict=True)]
+            for chosen in (powers, family) if any(powers) and powers != family else (family,):
+                yield [
+                    (1.0 if alone else bias) if used else inf
+                    for used, alone in zip(chosen, single, strict=True)
+                ]
+
+
+def _dealt(filler: Filler, found: Searched[Pipelines], levels: Sequence[float]) -> Iterator[Draft]:
+    """Drafts of a filling: as it is, and with short sequences dealt out again up to each of
+    ``levels``, shares of its time."""
+    table = filler.table
+    yield Draft.of(table, found.seconds, placed(table, found.result), "filled")
+    for level in levels:
+        limit_s = level if isinf(level) else found.seconds * level
+        seconds, dealt = filler.levelled(found.result, limit_s)
+        if dealt:
+            yield Draft.of(table, seconds, placed(table, dealt), f"dealt {level}")
+
+
+def _homogeneous(table: PriceTable) -> list[Counts]:
+    """Strategies of one scheme that hold the longest sequence, those that need the least first."""
+    fits = [
+        k
+        for k in range(len(table))
+        if np.isfinite(table.alone[k, 0]) and table.width[k] <= table.devices
+    ]
+    fits.sort(key=lambda k: float(table.ranks[k, 0] * (table.spread[k] @ table.batch.counts)))
+    return [
+        tuple(table.devices // table.width[k] if j == k else 0 for j in range(len(table)))
+        for k in fits
+    ]
+
+
+def counts_of(table: PriceTable, pipelines: Pipelines) -> Counts:
+    """The strategy of some pipelines."""
+    counts = [0] * len(table)
+    for k, _ in pipelines:
+        counts[k] += 1
+    return tuple(counts)
+
+
+def worthwhile(table: PriceTable, tau: float) -> list[int]:
+    """The schemes that take part in exchanges, at most eight: those on which sequences need the
+    fewest devices within ``tau`` seconds, or nearly so."""
+    shares = BoundRows.of(table).shares(tau)
+    least, chosen = shares.min(axis=0), shares.argmin(axis=0)
+    finite = np.where(np.isfinite(least), least, 0.0) * table.batch.counts
+    weight = np.bincount(chosen, weights=finite, minlength=len(table))
+    near = (shares <= least * 1.1) @ table.batch.counts
+    order = sorted(range(len(table)), key=lambda k: (-weight[k], -int(near[k]), k))
+    return sorted(k for k in order[:_KINDS] if near[k])
+
+
+def climbed(
+    table: PriceTable,
+    starts: Sequence[Counts],
+    kinds: Sequence[int],
+    best_s: float,
+    bound_s: float,
+    work: int,
+) -> Iterator[tuple[Filler, Searched[Pipelines]]]:
+    """Search quicker strategies by exchanging pipelines of one scheme for those of another.
 
     Args:
         table: The prices.
-        most: The most pipelines of each scheme; as many as there is room for when left out.
-        bias: How many times its devices each scheme is taken to need; infinite where it is not to
-            be used.
+        starts: Strategies to begin from, the most promising first.
+        kinds: The schemes that take part in exchanges.
+        best_s: Seconds that a filling has to be below.
+        bound_s: Seconds that no plan beats.
+        work: Fillings, at most.
+
+    Yields:
+        Each filling that is quicker than all before, with its filler.
     """
-
-    def __init__(
-        self,
-        table: PriceTable,
-        *,
-        most: Sequence[int] | None = None,
-        bias: Sequence[float] | None = None,
-    ) -> None:
-        self.table, self.most, self.devices = table, most, table.devices
-        weights = np.ones(len(table)) if bias is None else np.array(bias)
-        if most is not None:
-            weights[np.array(most) == 0] = np.inf
-            self.devices = sum(
-                [count * width for count, width in zip(most, table.width, strict=True)]
-            )
-        self.used = np.flatnonzero(np.isfinite(weights))
-        self.weights = weights[self.used, None]
-        self._after: Floats | None = None
-        self._least_s: tuple[list[float], float] | None = None
-        self._cheapest: dict[int, list[list[int]]] = {}
-
-    def cheapest(self, tau: float) -> list[list[int]]:
-        """For every run the schemes that may end it within about ``tau`` seconds, by the devices
-        that it needs of them."""
-        step = round(log(max(tau, _LEAST_S)) / _STEP)
-        if step not in self._cheapest:
-            if self.most is None or (self.weights != 1).any():
-                self._cheapest[step] = self._first_of(_needs(self.table, step))
-            else:
-                self._cheapest[step] = self._some_of(_ranking(self.table, step))
-        return self._cheapest[step]
-
-    def _first_of(self, needs: Floats) -> list[list[int]]:
-        """For every run the cheapest schemes, with their bias."""
-        needed = needs[self.used] * self.weights
-        opened = np.minimum(np.isfinite(needed).sum(axis=0), _RANKED)
-        runs, order = np.arange(needed.shape[1]), list[NDArray[np.int64]]()
-        for _ in range(int(opened.max())):  # sorting all takes longer
-            least = needed.argmin(axis=0)
-            needed[least, runs] = np.inf
-            order.append(self.used[least])
-        rows = np.stack(order, axis=1).tolist() if order else [[] for _ in runs]
-        if opened.min() < len(order):
-            rows = [row[:count] for row, count in zip(rows, opened.tolist(), strict=True)]
-        return rows
-
-    def _some_of(self, ranking: Sequence[tuple[list[int], int]]) -> list[list[int]]:
-        """The same without a bias, from a ranking of all schemes that serves many strategies."""
-        used = set(self.used.tolist())
-        rows = [([k for k in row if k in used][:_RANKED], count) for row, count in ranking]
-        return [*chain.from_iterable(repeat(row, count) for row, count in rows)]
-
-    def is_like(self, other: Filler, tau: float) -> bool:
-        """Whether another filler of the same table fills alike within ``tau`` seconds."""
-        return tau < inf and self.cheapest(tau) == other.cheapest(tau)
-
-    def fill(
-        self,
-        tau: float,
-        order: Sequence[int] | None = None,
-        *,
-        join_any: bool = True,
-        measured: bool = True,
-    ) -> Pipelines | float:
-        """Pipelines that end within ``tau`` by their usual rows; the part of the work from the
-        first sequence on that finds no place. ``order``: positions as they are taken, longest first
-        where left out, and then runs of equal ones at once. With ``join_any`` a sequence looks for
-        room in pipelines of all its schemes before it opens one, else scheme by scheme. Unless
-        ``measured`` it ends as soon as the sequences left need more device-seconds than are left,
-        and returns 0 for the part, which is unknown then."""
-        table, lines = self.table, self.table.lines
-        caps, widths, staged = table.cap, table.width, table.staged
-        seconds_of, tokens_of = table.each_seconds, table.each_alike
-        cheapest = self.cheapest(tau)
-        c, share, unlimited = table.c, table.share, float("inf")
-        dealt = table.dealt
-        rooms: list[list[tuple[float, int]]] = [[] for _ in widths]  # (seconds left, g), rising
-        found: Pipelines = []
-        spaces, longest = list[list[int]](), list[float]()  # tokens left of micro-batches, rising
-        opened = [-1]  # after this mark the schemes of which there is a pipeline
-        free, left = table.devices, list(self.most) if self.most is not None else None
-        full = set[int]()  # schemes without room for the run that is being placed
-        least, least_s = self._least()
-        spare_s = self.devices * tau - least_s  # that nothing needs, of all devices together
-        given_up_s = -inf if measured else -_ROUNDING * self.devices * tau
-        k, g, rest, space, room = 0, 0, 0.0, list[int](), rooms[0]  # joined last
-        turns, n = table.batch.turns(order), 0
-        while n < len(turns):
-            if spare_s < given_up_s:
-                return 0.0
-            r, i, count = turns[n]
-            n, several = n + 1, count > 1
-            full.clear()
-            while count:
-                opening = -1
-                for k in chain(cheapest[r], opened):
-                    if k < 0:  # nothing can be opened: any pipeline will do
-                        if opening >= 0:
-                            break
-                        continue
-                    need, tokens, room = seconds_of[k][r], tokens_of[k][r], rooms[k]
-                    at = bisect_left(room, (need, -1)) if k not in full else len(room)
-                    looks = at + _LOOKS
-                    while at < len(room):
-                        if at == looks:  # those before have no tokens left: pay for a micro-batch
-                            at, looks = max(at, bisect_left(room, (need + c[k], -1))), -1
-                            continue
-                        spare, g = room[at]
-                        if need <= longest[g]:
-                            rest, space = spare - need, spaces[g]
-                            if tokens > space[-1]:
-                                rest -= (tokens - space[0]) * share[k] if dealt[k] else c[k]
-                            if rest >= 0:
-                                del room[at]
-                                if dealt[k]:
-                                    space[0] = max(0, space[0] - tokens)
-                                elif len(space) == 1 and tokens <= space[0]:
-                                    space[0] -= tokens
-                                else:
-                                    table.put(k, space, tokens)
-                                if count == 1:
-                                    spare_s -= (spare - rest) * widths[k] - least[r]
-                                    found[g][1].append(i)
-                                    count = 0
-                                    break
-                                more, rest = joined(table, k, rest, space, need, tokens, count - 1)
-                                spare_s -= (spare - rest) * widths[k] - least[r] * (1 + more)
-                                found[g][1].extend(range(i, i + 1 + more))
-                                i += 1 + more
-                                count -= 1 + more
-                                if not count:
-                                    break
-                                insort(room, (rest, g))
-                        at += 1  # the one that is full now stands no later
-                    else:
-                        if several:
-                            full.add(k)
-                        if (
-                            opening < 0
-                            and (left[k] > 0 if left is not None else widths[k] <= free)
-                            and need <= lines[k].usable_s(tau, need)
-                        ):
-                            opening = k
-                            if not join_any:
-                                break
-                        continue
-                    break
-                if not count:
-                    break
-                if opening < 0:
-                    return self._rest(i)
-                k, g, room = opening, len(found), rooms[opening]
-                need, tokens = seconds_of[k][r], tokens_of[k][r]
-                free -= widths[k]
-                if not room:
-                    opened.append(k)
-                if left is not None:
-                    left[k] -= 1
-                usable_s, held = lines[k].usable(tau, need)
-                space = [max(0, held - tokens) if staged[k] else caps[k] - tokens]
-                more, rest = 0, usable_s - need
-                if count > 1:
-                    more, rest = joined(table, k, rest, space, need, tokens, count - 1)
-                spare_s -= (tau - rest) * widths[k] - least[r] * (1 + more)
-                found.append((k, [*range(i, i + 1 + more)]))
-                spaces.append(space)
-                longest.append(need if staged[k] else unlimited)
-                i += 1 + more
-                count -= 1 + more
-                if count:
-                    insort(room, (rest, g))
-            # Sequences follow into this pipeline as long as they look for one of its scheme first
-            # and no other is fuller and holds them.
-            members, most_s, at = found[g][1], longest[g], bisect_left(room, (rest, g))
-            fuller_s = room[at - 1][0] if at else -1.0
-            while n < len(turns):
-                r, i, count = turns[n]
-                need, some = seconds_of[k][r], cheapest[r]
-                if count > 1 or not some or some[0] != k or need > most_s or need <= fuller_s:
-                    break
-                tokens, left_s = tokens_of[k][r], rest - need
-                if tokens > space[-1]:
-                    left_s -= (tokens - space[0]) * share[k] if dealt[k] else unlimited
-                elif len(space) > 1:
-                    break
-                if left_s < 0:
-                    break
-                space[0] = max(0, space[0] - tokens)
-                spare_s -= (rest - left_s) * widths[k] - least[r]
-                rest = left_s
-                members.append(i)
-                n += 1
-            insort(room, (rest, g))
-        if order is not None:
-            for _, members in found:
-                members.sort()
-        return found
-
-    def _least(self) -> tuple[list[float], float]:
-        """Least device-seconds of a sequence of each run by the usual rows, and the sum over all
-        sequences."""
-        if self._least_s is None:
-            least = self.table.usual[self.used].min(axis=0, initial=np.inf)
-            self._least_s = least.tolist(), float(least @ self.table.batch.counts)
-        return self._least_s
-
-    def _rest(self, i: int) -> float:
-        """The share of the work that position i and those after it have."""
-        if self._after is None:
-            least = self.table.batch.each((self.table.ranks * self.table.spread).min(axis=0))
-            self._after = np.cumsum(least[::-1])[::-1] / least.sum()
-        return float(self._after[i])
-
-    def levelled(self, found: Pipelines, limit_s: float) -> tuple[float, Pipelines]:
-        """The pipelines with the sequences that take up to ``limit_s`` dealt out again, longest
-        first, each where it ends first; devices that are left get pipelines of the smallest
-        scheme, or those that there may be. Pipelines with stages keep what they have. Returns the
-        later end of those without, too; no pipelines where nothing is to be dealt out."""
-        table = self.table
-        kept, loose = Pipelines(), list[int]()
-        for k, members in found:
-            seconds = table.seconds(k)
-            if table.depth[k] > 1 or seconds[members[-1]] > limit_s:
-                kept.append((k, list(members)))
+    seen, waiting = set(starts), list(starts)
+    needs = _Needs(table)
+    while waiting and work > 0 and best_s > bound_s * (1 + _GAIN):
+        start = waiting.pop(0)
+        for counts in _neighbours(table, start, kinds):
+            if counts in seen:
                 continue
-            first = next(n for n, i in enumerate(members) if seconds[i] <= limit_s)
-            kept.append((k, members[:first]))
-            loose += members[first:]
-        if not loose:
-            return 0.0, []
-        kept += [(k, []) for k in self._idle(found)]
-        end_s = deal(table, kept, sorted(loose))
-        return end_s, [(k, members) for k, members in kept if members]
-
-    def _idle(self, found: Pipelines) -> Iterator[int]:
-        """Schemes without stages of which there may be more pipelines than were found, one for
-        each."""
-        table = self.table
-        if self.most is not None:
-            used = Counter(k for k, _ in found)
-            for k, most in enumerate(self.most):
-                yield from [k] * (most - used[k] if table.depth[k] == 1 else 0)
-        elif table.depth[0] == 1:
-            left = table.devices - sum(table.width[k] for k, _ in found)
-            yield from [0] * (left // table.width[0])
-
-
-def _needs(table: PriceTable, step: int) -> Floats:
-    """:func:`_needed` for a step of the time, worked out once."""
-    if step not in table.needs:
-        table.needs[step] = _needed(table, float(np.exp((step + 1) * _STEP)))
-    return table.needs[step]
+            if work <= 0:
+                return
+            seen.add(counts)
+            gain, tau, found = _GAIN, best_s * (1 - _GAIN), None
+            held = tuple(k for k, number in enumerate(counts) if number)
+            if needs.devices(tau, held) > sum(counts[k] * table.width[k] for k in held):
+                continue
+            filler = Filler(table, most=counts)
+            while True:
+                filled = filler.fill(tau, measured=False)
+                work -= 1
+                if not isinstance(filled, float):
+                    found = Searched(seconds=tau, result=filled)
+                    gain *= 2
+                elif gain > _GAIN:
+                    gain = _GAIN
+                else:
+                    break
+                assert found is not None, "a gain grows where something was found"
+                tau = found.seconds * (1 - gain)
+            if found is not None:
+                best_s = found.seconds
+                yield filler, found
+                waiting.insert(0, counts)
+                break
 
 
-def _ranking(table: PriceTable, step: int) -> list[tuple[list[int], int]]:
-    """For each set of runs that rank them alike: the schemes that may end such a sequence in time,
-    by the devices it needs."""
-    if step not in table.rankings:
-        needed = _needs(table, step)
-        order = needed.argsort(axis=0, kind="stable")
-        order[np.isinf(np.take_along_axis(needed, order, axis=0))] = -1
-        starts = np.flatnonzero(np.append(True, (order[:, 1:] != order[:, :-1]).any(axis=0)))
-        counts = np.diff(np.append(starts, order.shape[1])).tolist()
-        rows = [[k for k in row if k >= 0] for row in order[:, starts].T.tolist()]
-        table.rankings[step] = list(zip(rows, counts, strict=True))
-    return table.rankings[step]
+class _Needs:
+    """Devices that all sequences take, worked out once for each time and set of schemes."""
+
+    def __init__(self, table: PriceTable) -> None:
+        self.counts = table.batch.counts
+        self.rows = BoundRows.of(table)
+        self._shares: dict[float, NDArray[np.float64]] = {}
+        self._devices: dict[tuple[float, tuple[int, ...]], float] = {}
+
+    def devices(self, tau: float, schemes: tuple[int, ...]) -> float:
+        """Devices that sequences take of the cheapest of some schemes to end within ``tau``
+        seconds, as if it did not matter how many pipelines there are of each."""
+        key = tau, schemes
+        if key not in self._devices:
+            if tau not in self._shares:
+                self._shares[tau] = self.rows.shares(tau)
+            least = self._shares[tau][list(schemes)].min(axis=0)
+            self._devices[key] = float(least @ self.counts)
+        return self._devices[key]
 
 
-def _needed(table: PriceTable, tau: float) -> Floats:
-    """Devices that a sequence of each run needs of each scheme for ``tau`` seconds [schemes, runs],
-    as the longest of its pipeline; infinite where it does not end in time."""
-    needed = table.ranks * table.spread / tau
-    needed[table.stages * table.alone > tau] = np.inf
-    for k, line in enumerate(table.lines):
-        if line.stages > 1:
-            usable = _usable_s(line, tau, table.work[k])
-            with np.errstate(divide="ignore", invalid="ignore"):
-                staged = table.width[k] * table.spread[k] / usable
-            needed[k] = np.where(usable >= table.work[k], staged, np.inf)
-    return needed
-
-
-def _usable_s(line: Line, limit_s: float, longest_s: Floats) -> Floats:
-    """:meth:`Line.usable_s` of a line with stages, for many longest sequences."""
-    bubbles = line.stages - 1
-    rest_s = limit_s - bubbles * line.c
-    with np.errstate(divide="ignore", invalid="ignore"):
-        count = (rest_s - bubbles * longest_s) / (longest_s + line.c)
-    if line.c > 0:
-        count = np.minimum(count, sqrt(limit_s * bubbles / line.c) - bubbles)
-    v = np.maximum(np.floor(np.nan_to_num(count) + 0.5), 1.0)
-    by_count = (rest_s - line.c * v) * v / (v + bubbles)
-    return np.minimum(by_count, rest_s - line.c * v - bubbles * longest_s)
+def _neighbours(table: PriceTable, counts: Counts, kinds: Sequence[int]) -> Iterator[Counts]:
+    """Strategies with 1, 2, 4, ... pipelines of one of ``kinds`` more in place of another's in
+    ``counts``; devices that are left over get pipelines of ``kinds``, the largest first."""
+    widths = table.width
+    idle = table.devices - sum([n * width for n, width in zip(counts, widths, strict=True)])
+    held = [k for k in range(len(counts)) if counts[k]]
+    largest = max((counts[k] * widths[k] for k in held), default=0)
+    falling, amount = sorted(kinds, key=lambda k: (-widths[k], k)), 1
+    while amount <= max(1, largest):
+        for j in held:
+            for k in kinds:
+                taken = max(0, -(-(amount * widths[k] - idle) // widths[j]))
+                if k == j or taken > counts[j]:
+                    continue
+                changed = list(counts)
+                changed[j] -= taken
+                changed[k] += amount
+                left = idle + taken * widths[j] - amount * widths[k]
+                for other in falling if left else ():
+                    if left >= widths[other]:
+                        changed[other] += left // widths[other]
+                        left %= widths[other]
+                yield tuple(changed)
+        amount *= 2

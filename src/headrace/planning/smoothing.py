@@ -52,23 +52,22 @@ def _sizes(plan: Plan) -> list[set[int]]:
 def _kept(
     problem: Problem, plan: Plan, micro: MicroBatch, sizes: set[int], before: Plan
 ) -> LayerPlan:
-    """The quickest layer plan for a micro-batch that was used on as many ranks before and is
-    within the limit; its own when there is none."""
+    """The layer plan for a micro-batch: the quickest that the plan ``before`` used on as many ranks
+    and that is within the smoothing's limit; its own when there is none. ``sizes`` are the group
+    sizes in which its ranks work."""
     costs, tokens = problem.model, plan.tokens_of(micro)
     p = len(plan.pipelines[micro.pipeline].ranks)
-
-    def seconds(layers: LayerPlan) -> float:
-        return sum(costs.micro_batch_s(tokens, p, layers, plan.working))
-
-    limit_s = seconds(micro.layers) * (1 + problem.smoothing)
-    found = [
-        layers
-        for layers in _used(before, p)
-        if problem.allows(p, layers)
-        and costs.max_tokens(p, layers, plan.working, sizes) >= sum(tokens)
-        and seconds(layers) <= limit_s
-    ]
-    return min(found, key=seconds, default=micro.layers)
+    own_s = sum(costs.micro_batch_s(tokens, p, micro.layers, plan.working))
+    best, best_s = micro.layers, own_s * (1 + problem.smoothing)
+    found = False
+    for layers in _used(before, p):
+        if not problem.allows(p, layers):
+            continue
+        if costs.max_tokens(p, layers, plan.working, sizes) >= sum(tokens):
+            seconds = sum(costs.micro_batch_s(tokens, p, layers, plan.working))
+            if seconds < best_s or (seconds == best_s and not found):
+                best, best_s, found = layers, seconds, True
+    return best
 
 
 def _used(before: Plan, p: int) -> list[LayerPlan]:

@@ -13,14 +13,15 @@ the least seconds that has room, then improved by moves and swaps out of the lar
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
-from math import ceil, inf, sqrt
 
-__all__ = ["Line", "best_fit", "pack_stages"]
+from headrace.planning.batch import best_fit
+from headrace.planning.priced import Line
+
+__all__ = ["pack_stages"]
 
 _COUNTS_TRIED = 3  # numbers V of micro-batches that are filled, at most
 _STEPS = 12  # moves and swaps of one filling, at most
@@ -28,73 +29,23 @@ _OTHERS = 3  # shortest micro-batches with which the longest exchanges
 _LEVEL = 1.002  # up to this times what no packing beats, nothing is improved
 
 Seconds = Mapping[int, float] | Sequence[float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """A pipeline of ``stages`` by one row: ``c`` seconds and at most ``cap`` tokens a
-    micro-batch, which keeps the devices busy from ``util`` tokens on."""
-
-    stages: int
-    c: float
-    cap: int
-    util: int = 1
-
-    def count(self, work_s: float, tokens: float, longest_s: float) -> int:
-        """How many micro-batches to expect for sequences of ``work_s`` seconds together, the
-        longest of them ``longest_s``.
-
-        One stage: the fewest that hold the tokens. More: with V alike micro-batches a pipeline
-        takes work + c V + (P - 1) max(longest, work / V), least at V = sqrt(work (P - 1) / c), or
-        where the longest sequence fills a micro-batch alone. No more than keep the devices busy.
-        """
-        least = max(1, ceil(tokens / self.cap))
-        if self.stages == 1 or work_s <= 0:
-            return least
-        even = work_s / longest_s if longest_s > 0 else 1.0
-        if self.c > 0:
-            even = min(even, sqrt(work_s * (self.stages - 1) / self.c))
-        most = max(least, int(tokens // self.util))
-        floor = max(least, int(even))
-        if floor >= most:
-            return most
-        bubbles = self.stages - 1
-        low = self.c * floor + bubbles * max(longest_s, work_s / floor)
-        high = self.c * (floor + 1) + bubbles * max(longest_s, work_s / (floor + 1))
-        return floor if low <= high else floor + 1
-
-    def usable_s(self, limit_s: float, longest_s: float) -> float:
-        """Seconds of work that end within ``limit_s``."""
-        return self.usable(limit_s, longest_s)[0]
-
-    def usable(self, limit_s: float, longest_s: float) -> tuple[float, int]:
-        """Seconds of work that end within ``limit_s``, and the tokens of the V micro-batches whose
-        constants are paid then.
-
-        With V micro-batches, work + c V + (P - 1) (max(longest, work / V) + c) <= limit. More of
-        them help until the longest sequence fills one, or their constants cost more than the
-        bubbles.
-        """
-        if self.stages == 1:
-            return limit_s - self.c, self.cap
-        bubbles = self.stages - 1
-        rest_s = limit_s - bubbles * self.c
-        if rest_s <= 0 or longest_s == inf:  # no micro-batch holds such a sequence
-            return 0.0, 0
-        count = (rest_s - bubbles * longest_s) / (longest_s + self.c) if longest_s else rest_s
-        if self.c > 0:
-            count = min(count, sqrt(limit_s * bubbles / self.c) - bubbles)
-        v = max(int(count + 0.5), 1)
-        by_count = (rest_s - self.c * v) * v / (v + bubbles)
-        return min(by_count, rest_s - self.c * v - bubbles * longest_s), v * self.cap
+"""Seconds that each sequence, by its position, adds to its micro-batch on every stage."""
 
 
 def pack_stages(
     line: Line, tokens: Sequence[int], seconds: Seconds, members: Sequence[int]
 ) -> tuple[float, list[list[int]]]:
-    """(seconds of the pipeline, micro-batches) for the sequences ``members``, longest first, each
-    of which fits a micro-batch; sequence i adds ``seconds[i]`` to its micro-batch on every
-    stage."""
+    """Pack the sequences of a pipeline with stages.
+
+    Args:
+        line: The pipeline by one row of its scheme.
+        tokens: Tokens of every position.
+        seconds: Seconds that each member adds to its micro-batch on every stage.
+        members: Positions of the sequences, longest first, each of which fits a micro-batch.
+
+    Returns:
+        Seconds of the pipeline, and the positions of each micro-batch.
+    """
     held = sum([tokens[i] for i in members])
     work, longest = sum([seconds[i] for i in members]), seconds[members[0]]
     bubbles = line.stages - 1
@@ -137,7 +88,13 @@ def _pigeons_s(sums: Sequence[float], v: int) -> float:
 
 @dataclass(slots=True)
 class _Bins:
-    """Micro-batches being made, with their seconds (no constants) and tokens."""
+    """Micro-batches while they are made.
+
+    Attributes:
+        members: Positions of the sequences of each.
+        times: Seconds of each on one stage, without its constant.
+        held: Tokens of each.
+    """
 
     members: list[list[int]]
     times: list[float]
@@ -147,8 +104,8 @@ class _Bins:
 def _longest_first(
     tokens: Sequence[int], seconds: Seconds, cap: int, members: Sequence[int], v: int
 ) -> _Bins | None:
-    """``v`` micro-batches, no more than sequences, of like seconds; None when a sequence finds no
-    room."""
+    """``members``, longest first, each in the one of ``v`` micro-batches with the least seconds
+    that has room; None when a sequence finds none. ``v`` is at most the number of sequences."""
     bins: list[list[int]] = [[] for _ in range(v)]
     held = [0] * v
     heap = [(0.0, b) for b in range(v)]
@@ -181,30 +138,11 @@ def _first_fit(tokens: Sequence[int], seconds: Seconds, cap: int, members: Seque
     )
 
 
-def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> list[list[int]]:
-    """``members``, longest first, each in the bin of ``cap`` tokens that it fills best, a new one
-    where none has room; longer ones stand alone."""
-    bins: list[list[int]] = []
-    unit = 1 << len(members).bit_length()
-    rooms: list[int] = []  # units of room, and the bin, in one number, rising
-    for i in members:
-        length = tokens[i] * unit
-        at = bisect_left(rooms, length)
-        if at < len(rooms):
-            room = rooms.pop(at)
-            bins[room % unit].append(i)
-            insort(rooms, room - length)
-        else:
-            insort(rooms, cap * unit - length + len(bins))
-            bins.append([i])
-    return bins
-
-
 def _improved(
     line: Line, tokens: Sequence[int], seconds: Seconds, filled: _Bins, enough_s: float
 ) -> float:
-    """Move and swap sequences out of the longest micro-batch, in place, until the pipeline takes
-    ``enough_s``; returns its seconds."""
+    """Move and swap sequences out of the longest micro-batch, in place, until that takes
+    ``enough_s`` on one stage; returns the seconds of the pipeline."""
     bins, times, held = filled.members, filled.times, filled.held
     for _ in range(_STEPS if len(bins) > 1 else 0):
         top = times.index(max(times))
@@ -228,8 +166,9 @@ def _improved(
 def _change(
     cap: int, tokens: Sequence[int], seconds: Seconds, filled: _Bins, top: int
 ) -> tuple[int, int, int] | None:
-    """(other micro-batch, sequence to it, sequence back or -1) that lowers the larger of the two
-    the most; None when nothing does."""
+    """The change that lowers the seconds of micro-batch ``top``, the longest, the most, without
+    making another as long: (other micro-batch, sequence to it, sequence back or -1); None when
+    nothing does."""
     bins, times, held = filled.members, filled.times, filled.held
     best_s, found = times[top] * (1 - 1e-6), None
     here_s, here = times[top], held[top]

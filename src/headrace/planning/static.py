@@ -1,32 +1,88 @@
-"""Static schedules: what a user configures by hand, to compare with and never to be worse than.
+"""The generator of static schedules: what a user configures by hand, never to be worse than.
 
 A static schedule of one scheme cuts the devices into as many pipelines of it as there is room for
 (devices that are left over stay idle), and gives the longest sequence first to the pipeline that
-ends first, which packs what it got.
+ends first, which packs what it got. In lockstep its micro-batches are issued one by one, those of
+each group with the longest first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
 from math import inf
 
 import numpy as np
 
 from headrace.planning.batch import PriceTable
-from headrace.planning.dealing import Pipelines, deal
+from headrace.planning.filling import Filler, Pipelines, deal
+from headrace.planning.generators import Effort, Known, Role, least_time
 from headrace.planning.packing import pack
-from headrace.planning.schedule import Assignment, placed
-from headrace.planning.search import Effort, least_time
-from headrace.planning.side_by_side import Filler
+from headrace.planning.schedule import Assignment, launched, placed
 
-__all__ = ["best_static", "best_statics", "static_bounds", "static_s", "static_schedule"]
+__all__ = [
+    "Static",
+    "best_static",
+    "best_statics",
+    "static_bounds",
+    "static_in_lockstep",
+    "static_s",
+    "static_schedule",
+]
+
+_LAUNCHES_SLOWER = 1.01  # Launches are priced by a row up to 1 % slower than the best.
+_EQUAL_BOUNDS = 1.03  # Bounds up to this times the least count as equal.
+
+
+_STATIC = Role(
+    name="static", tables="one size", semantics=("free", "lockstep"), beyond=-inf, final=True
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Static:
+    """Schedules of one scheme everywhere: of the problem's ``static_size`` where it is given.
+
+    Attributes:
+        role: For which problems it is, and when it is asked: whatever the gap, as no plan may be
+            worse than the best static one.
+    """
+
+    role: Role = _STATIC
+
+    def drafts(self, table: PriceTable, known: Known) -> Iterator[Assignment]:
+        """The static schedules that may be the best, or that of the given size."""
+        size, lockstep = known.problem.static_size, known.problem.semantics == "lockstep"
+        if size is not None:
+            if size not in table.width:
+                return
+            table = PriceTable.like(table, [table.schemes[table.width.index(size)]])
+        if lockstep:
+            found = static_in_lockstep(table)
+        elif known.latest_s is not None and size is None:
+            yield from best_statics(table, known.latest_s)
+            return
+        else:
+            found = best_static(table)
+        if found is not None:
+            yield found
 
 
 def static_schedule(
     table: PriceTable, k: int, below_s: float = inf, *, late: Callable[[float], bool] | None = None
 ) -> Assignment | None:
-    """Every sequence on pipelines of scheme k; None when it does not hold the longest, when those
-    with stages seem to take ``below_s``, or when one without takes so long that it is ``late``."""
+    """The static schedule of one scheme.
+
+    Args:
+        table: The prices.
+        k: The scheme.
+        below_s: Seconds that pipelines with stages must stay below.
+        late: Says whether pipelines without stages that take so many seconds are of no use.
+
+    Returns:
+        The schedule; None when the scheme does not hold the longest sequence, or takes too long.
+    """
     count = table.devices // table.width[k]
     if not count or not np.isfinite(table.alone[k, 0]):
         return None
@@ -44,42 +100,94 @@ def static_schedule(
 
 
 def best_static(table: PriceTable) -> Assignment | None:
-    """The static schedule with the least seconds, ties to the fewer devices."""
+    """The static schedule of the least seconds, of equal ones that of the fewest devices; None
+    where no scheme holds the longest sequence."""
     return next(iter(best_statics(table)), None)
 
 
 def best_statics(
     table: PriceTable, latest_s: Callable[[Assignment | None], float] | None = None
 ) -> list[Assignment]:
-    """Static schedules that may be the best, quickest first. Without ``latest_s`` these are those
-    of the least seconds; else those below what it says of the best so far (it is asked before there
-    is one, and about whatever takes longer). Schemes whose bound is above are left out."""
-    found, best_s = list[tuple[float, int, Assignment]](), inf
+    """Static schedules that may be the best. Schemes whose bound is too high are left out.
 
-    def late(seconds: float) -> bool:
-        if found and seconds < best_s:
-            return False
-        if latest_s is None:
-            return found != [] and seconds > best_s
-        best = min(found, key=lambda item: item[:2])[2] if found else None
-        return seconds >= latest_s(best)
+    Args:
+        table: The prices.
+        latest_s: Gives the seconds of computing from which on a schedule is of no use beside the
+            best so far; it is asked before there is one, and about whatever takes longer. Left
+            out, schedules that compute longer than the best are of no use.
 
+    Returns:
+        The schedules, the quickest first.
+    """
+    found = _Statics(latest_s)
     # Those with stages take a search, which is short where there is something to be better than.
     for bound_s, k in sorted(
         static_bounds(table), key=lambda item: (table.depth[item[1]] > 1, item)
     ):
-        if not late(bound_s):
-            made = static_schedule(table, k, best_s, late=late)
+        if not found.is_late(bound_s):
+            made = static_schedule(table, k, found.best_s, late=found.is_late)
             if made is not None:
-                found.append((made.seconds, k, made))
-                best_s = min(best_s, made.seconds)
-    found.sort(key=lambda item: item[:2])
-    return [made for _, _, made in found]
+                found.add(k, made)
+    return [schedule for _, _, schedule in found.sorted()]
+
+
+class _Statics:
+    """The static schedules made so far, as (seconds, scheme, schedule)."""
+
+    def __init__(self, latest_s: Callable[[Assignment | None], float] | None) -> None:
+        self.latest_s = latest_s
+        self.made = list[tuple[float, int, Assignment]]()
+        self.best_s = inf
+
+    def add(self, k: int, schedule: Assignment) -> None:
+        """Keep the schedule of scheme k."""
+        self.made.append((schedule.seconds, k, schedule))
+        self.best_s = min(self.best_s, schedule.seconds)
+
+    def sorted(self) -> list[tuple[float, int, Assignment]]:
+        """All of them, the quickest first, of equal ones that of the fewest devices."""
+        return sorted(self.made, key=lambda item: item[:2])
+
+    def is_late(self, seconds: float) -> bool:
+        """Whether a schedule that computes for so many seconds is of no use."""
+        if self.made and seconds < self.best_s:
+            return False
+        if self.latest_s is None:
+            return bool(self.made) and seconds > self.best_s
+        best = self.sorted()[0][2] if self.made else None
+        return seconds >= self.latest_s(best)
+
+
+def static_in_lockstep(table: PriceTable) -> Assignment | None:
+    """The best static schedule whose micro-batches all ranks start together; None where no scheme
+    holds the longest sequence."""
+    best, best_s, bounds = None, inf, list(static_bounds(table))
+    equal_s = min((bound_s for bound_s, _ in bounds), default=0.0) * _EQUAL_BOUNDS
+    # Of equal bounds the widest groups come first: fewer launches wait for each other.
+    for bound_s, k in sorted(bounds, key=lambda item: (max(item[0], equal_s), -item[1])):
+        if bound_s <= best_s:
+            late = (_LAUNCHES_SLOWER * best_s).__lt__
+            made = _in_lockstep(table, static_schedule(table, k, late=late), late)
+            if made is not None and made.seconds <= best_s:
+                best, best_s = made, made.seconds
+    return best
+
+
+def _in_lockstep(
+    table: PriceTable, found: Assignment | None, late: Callable[[float], bool]
+) -> Assignment | None:
+    """A static schedule issued launch by launch; None where it takes so long that it is late."""
+    if found is None:
+        return None
+    longest = [sorted(own.times, reverse=True) for own in found.packs]
+    if late(sum(map(max, zip_longest(*longest, fillvalue=0.0)))):
+        return None
+    return launched(found)
 
 
 def static_bounds(table: PriceTable) -> Iterator[tuple[float, int]]:
-    """(seconds, scheme) for each scheme that holds the longest sequence and fits the devices: what
-    its static schedule cannot beat."""
+    """(seconds that its static schedule cannot beat, scheme) for each scheme that holds the longest
+    sequence and fits the devices."""
     for k in range(len(table)):
         if table.width[k] <= table.devices and np.isfinite(table.alone[k, 0]):
             yield static_s(table, k), k
@@ -95,7 +203,8 @@ def static_s(table: PriceTable, k: int) -> float:
 
 
 def _staged(table: PriceTable, k: int, count: int, below_s: float) -> Pipelines | None:
-    """Pipelines with stages hold sequences of like length, so they are filled, not dealt."""
+    """``count`` pipelines of scheme k with stages, which are filled as they hold sequences of like
+    length; None where they seem to take ``below_s`` seconds or more."""
     most = [count if other == k else 0 for other in range(len(table))]
     filler, low_s = Filler(table, most=most), static_s(table, k)
     high_s = table.depth[k] * (table.sum_s(k) + table.c[k] * len(table.tokens)) + low_s

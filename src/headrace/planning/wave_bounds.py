@@ -63,36 +63,45 @@ _ROUNDING = 1e-10
 
 
 def wave_bound_s(table: PriceTable, known_s: float, most_s: float) -> float:
-    """Seconds that no waves beat: at least ``known_s``, which none beat either, and at most
-    ``most_s``, those of some waves. All schemes of the ``table`` have one stage."""
-    every = _Sequences.of(table)
-    if not every.least_s < most_s:
-        return max(known_s, min(every.least_s, most_s))
-    some = every.sampled()
-    ends = np.geomspace(every.least_s, most_s, _INTERVALS + 1)
-    found = _bounded(every, some, ends, np.array(_PRICES))
+    """Seconds that no waves beat.
+
+    Args:
+        table: The prices; all schemes have one stage.
+        known_s: Seconds that no waves beat, too; the result is no less.
+        most_s: Seconds of some waves; the result is no more.
+
+    Returns:
+        The bound.
+    """
+    sequences = _Sequences.of(table)
+    if not sequences.least_s < most_s:
+        return max(known_s, min(sequences.least_s, most_s))
+    sample = sequences.sampled()
+    ends = np.geomspace(sequences.least_s, most_s, _INTERVALS + 1)
+    found = _bounded(sequences, sample, ends, np.array(_PRICES))
     for step in _STEPS:
-        found.sort(key=lambda one: one.bound_s)
+        found.sort(key=lambda interval: interval.bound_s)
         low_s = found[0].bound_s
         if low_s >= most_s:
             break
-        near = [one for one in found[:_AT_ONCE] if one.bound_s <= low_s * _NEAR]
+        near = [interval for interval in found[:_AT_ONCE] if interval.bound_s <= low_s * _NEAR]
         found = found[len(near) :]
-        for one in near:
-            ends = np.geomspace(one.begin_s, one.end_s, _INTERVALS // len(near) + 1)
-            prices = np.linspace(one.price - 2 * step, one.price + 2 * step, 5).clip(0.0, 1.0)
-            found += _bounded(every, some, ends, prices)
-    low_s = min(one.bound_s for one in found)
+        for interval in near:
+            ends = np.geomspace(interval.begin_s, interval.end_s, _INTERVALS // len(near) + 1)
+            price = interval.price
+            prices = np.linspace(price - 2 * step, price + 2 * step, 5).clip(0.0, 1.0)
+            found += _bounded(sequences, sample, ends, prices)
+    low_s = min(interval.bound_s for interval in found)
     return min(most_s, max(known_s, low_s * (1 - _ROUNDING)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Interval:
-    """Times that the longest wave may take.
+    """An interval of seconds that the longest wave may take.
 
     Attributes:
-        begin_s: The least of these times.
-        end_s: The largest.
+        begin_s: Its begin.
+        end_s: Its end.
         bound_s: Seconds that no plan with such a longest wave beats.
         price: The price p at which that is shown.
     """
@@ -104,17 +113,17 @@ class _Interval:
 
 
 def _bounded(
-    every: _Sequences, some: _Sequences, ends_s: Floats, prices: Floats
+    sequences: _Sequences, sample: _Sequences, ends_s: Floats, prices: Floats
 ) -> list[_Interval]:
     """An interval between each two neighbours of the rising ``ends_s``: its price is the best of
-    ``prices`` for the sample ``some``, its bound that of ``every`` sequence at this price."""
-    found = zip(pairwise(ends_s.tolist()), *_best(some, ends_s, prices), strict=True)
+    ``prices`` for the ``sample``, its bound that of all ``sequences`` at this price."""
+    found = zip(pairwise(ends_s.tolist()), *_best(sample, ends_s, prices), strict=True)
     return [
         _Interval(
             begin_s=begin_s,
             end_s=end_s,
             price=price,
-            bound_s=every.bound_s(begin_s, end_s, price, parts),
+            bound_s=sequences.bound_s(begin_s, end_s, price, parts),
         )
         for (begin_s, end_s), price, parts in found
     ]
@@ -136,17 +145,18 @@ class _Sequences:
 
     @classmethod
     def of(cls, table: PriceTable) -> _Sequences:
+        """All runs of a table."""
         caps = np.array([[float(scheme.most_tokens)] for scheme in table.schemes])
         room = table.ranks * table.batch.run_values / caps
         return cls(devices=table.devices, rows=BoundRows.of(table), room=room)
 
     @property
     def least_s(self) -> float:
-        """The longest sequence's quickest launch."""
+        """Seconds of the quickest launch of the sequence whose quickest launch takes longest."""
         return float(self.rows.alone.min(axis=0).max())
 
     def sampled(self) -> _Sequences:
-        """About the same with fewer runs: each stands for as much work as the others."""
+        """About the same with fewer runs, each of which stands for as much work as any other."""
         rows = self.rows
         each = (rows.ranks * rows.spread).min(axis=0)
         work = each * rows.counts
@@ -155,23 +165,23 @@ class _Sequences:
         first = np.flatnonzero(np.diff(number, prepend=-1))
         at = (first + np.append(first[1:], len(number)) - 1) // 2
         counts = np.add.reduceat(work, first) / np.maximum(each[at], 1e-300)
-        some = replace(
+        sampled = replace(
             rows,
             alone=rows.alone[:, at],
             work=rows.work[:, at],
             spread=rows.spread[:, at],
             counts=counts,
         )
-        return _Sequences(devices=self.devices, rows=some, room=self.room[:, at])
+        return _Sequences(devices=self.devices, rows=sampled, room=self.room[:, at])
 
     def times(self, end_s: float) -> Floats:
-        """Rank-seconds that a sequence takes of waves of at most ``end_s``, by part 2 of the claim
-        [schemes, runs]."""
+        """Rank-seconds that a sequence takes of a wave of at most ``end_s`` seconds, by part 2 of
+        the claim [schemes, runs]."""
         return np.minimum(self.rows.shares(end_s) * end_s, _NEVER)
 
     def bound_s(self, begin_s: float, end_s: float, price: float, parts: Floats) -> float:
-        """The right side of the claim over an interval of D, for a price p and shares a_k / p
-        [schemes]."""
+        """The right side of the claim, in seconds, over an interval of D, for a ``price`` p and
+        ``parts`` a_k / p [schemes]."""
         times, part = self.times(end_s), parts[:, None]
         paid = price * (part * times + (1 - part) * begin_s * self.room)
         paid[times >= _NEVER] = _NEVER
@@ -179,11 +189,12 @@ class _Sequences:
         return (1 - price) * begin_s + float(each @ self.rows.counts) / self.devices
 
 
-def _best(some: _Sequences, ends_s: Floats, prices: Floats) -> tuple[list[float], Floats]:
-    """By interval, the best of some prices and the shares a_k / p at it [intervals, schemes]."""
-    begins_s, schemes = ends_s[:-1], range(len(some.room))
-    times = np.stack([some.times(end_s) for end_s in ends_s[1:]])  # [intervals, schemes, runs]
-    rooms = np.where(times < _NEVER, begins_s[:, None, None] * some.room, _NEVER)
+def _best(sample: _Sequences, ends_s: Floats, prices: Floats) -> tuple[list[float], Floats]:
+    """For each interval between neighbours of ``ends_s`` the best of ``prices`` [intervals], and
+    the parts a_k / p at it [intervals, schemes]."""
+    begins_s, schemes = ends_s[:-1], range(len(sample.room))
+    times = np.stack([sample.times(end_s) for end_s in ends_s[1:]])  # [intervals, schemes, runs]
+    rooms = np.where(times < _NEVER, begins_s[:, None, None] * sample.room, _NEVER)
     each = prices[:, None, None]
     parts = np.ones((len(prices), len(begins_s), len(schemes)))
     paid = [each * times[:, k] for k in schemes]  # [prices, intervals, runs] of each scheme
@@ -193,12 +204,12 @@ def _best(some: _Sequences, ends_s: Floats, prices: Floats) -> tuple[list[float]
             others = np.minimum.reduce([least, *(own for j, own in enumerate(paid) if j != k)])
             part = _PARTS[:, None, None, None]
             tried = each * (part * times[:, k] + (1 - part) * rooms[:, k])
-            best = (np.minimum(others, tried) @ some.rows.counts).argmax(
+            best = (np.minimum(others, tried) @ sample.rows.counts).argmax(
                 axis=0
             )  # [prices, intervals]
             parts[:, :, k] = _PARTS[best]
             paid[k] = np.take_along_axis(tried, best[None, :, :, None], axis=0)[0]
-    totals = np.minimum.reduce([least, *paid]) @ some.rows.counts / some.devices
+    totals = np.minimum.reduce([least, *paid]) @ sample.rows.counts / sample.devices
     totals += (1 - each[:, :, 0]) * begins_s
     best = totals.argmax(axis=0)
     return prices[best].tolist(), parts[best, np.arange(len(begins_s))]

@@ -33,8 +33,9 @@ from numpy.typing import NDArray
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.exact_waves import MOST_SEQUENCES, exact_waves, rejoined
+from headrace.planning.filling import Pipelines
+from headrace.planning.generators import Known, Role
 from headrace.planning.schedule import Assignment, launch_s
-from headrace.planning.side_by_side import Pipelines
 
 __all__ = [
     "Begun",
@@ -44,6 +45,7 @@ __all__ = [
     "Wave",
     "WaveCount",
     "WaveFiller",
+    "Waves",
     "openings",
     "sorted_into_waves",
     "waves",
@@ -57,16 +59,22 @@ _ROUNDING = 1e-9
 
 
 class WaveFiller:
-    """Fills groups of the table's schemes ``kinds``, each of one stage.
+    """Fills groups of waves. A *launch* is a group with its micro-batch.
+
+    Args:
+        table: The prices.
+        kinds: The schemes that groups may have, each of one stage.
 
     Attributes:
-        cheapest: By sequence, the kinds that hold it, by rising device-seconds.
-        alone: Seconds of a launch of its own [kinds, sequences].
-        bare: Device-seconds without the constant [kinds, sequences].
+        seconds: Seconds that each sequence adds to a launch, by kind.
+        room: Tokens that each sequence takes of a launch, by kind.
+        cheapest: For each sequence the kinds that hold it, by rising device-seconds.
+        alone: Seconds of a sequence in a launch of its own [kinds, sequences].
+        bare: Device-seconds of a sequence without the constant [kinds, sequences].
         opening: Seconds of the constant of a launch [kinds, 1].
-        part: Ranks whose memory it fills [kinds, sequences].
+        part: Ranks whose memory a sequence fills [kinds, sequences].
         needs: Least device-seconds of each sequence, without constants.
-        least: Least device-seconds of each with its share of a constant.
+        least: Least device-seconds of each sequence with its share of a constant.
     """
 
     def __init__(self, table: PriceTable, kinds: Sequence[int]) -> None:
@@ -91,8 +99,8 @@ class WaveFiller:
         order = np.array(self.kinds)[area.argsort(axis=0, kind="stable")].T.tolist()
         self.cheapest = table.batch.listed(
             [
-                some[:count] if count < len(some) else some
-                for some, count in zip(order, fits, strict=True)
+                ranked[:count] if count < len(ranked) else ranked
+                for ranked, count in zip(order, fits, strict=True)
             ]
         )
 
@@ -130,12 +138,20 @@ class WaveFiller:
         join_any: bool = True,
         whole: bool = True,
     ) -> tuple[Pipelines, list[int]]:
-        """Groups of ``ranks`` ranks in all that hold sequences taken in ``order``, each for at most
-        ``time_s``, and the sequences that found no place (``whole``: ends at the first of them;
-        else ``order`` rises). ``whole`` also ends where the sequences left need more device-seconds
-        than are left.
-        With ``join_any`` a sequence looks for room in groups of every scheme before it opens one,
-        else scheme by scheme."""
+        """Place sequences in groups that end within a time.
+
+        Args:
+            time_s: The time in seconds.
+            ranks: Ranks of all groups together.
+            order: Positions in the order in which they are placed; rising unless ``whole``.
+            join_any: Whether a sequence looks for room in groups of every kind before it opens one;
+                else it does kind by kind.
+            whole: Whether filling ends at the first sequence that finds no place, or where the
+                sequences left need more device-seconds than are left.
+
+        Returns:
+            The groups, and the positions of the sequences that found no place.
+        """
         table, cheapest = self.table, self.cheapest
         rows, widths, caps = range(len(table)), table.width, table.cap
         seconds_of = [self.seconds.get(k, []) for k in rows]
@@ -220,7 +236,9 @@ class WaveFiller:
         rooms: Sequence[list[tuple[float, int]]],
         parked: Sequence[list[tuple[int, float, int]]],
     ) -> int:
-        """The first position that may still find a place in some group."""
+        """The first position that may still find a place in a group, given for each kind (seconds
+        left, group) of the groups in ``rooms`` and (tokens left, seconds left, group) of the
+        ``parked`` ones, which lacked tokens for the sequence before."""
         found = len(self.table.tokens)
         for k in self.kinds:
             if parked[k]:
@@ -233,8 +251,16 @@ class WaveFiller:
 def sorted_into_waves(
     filler: WaveFiller, groups: Pipelines, count: int
 ) -> tuple[float, list[Wave]] | None:
-    """The groups in ``count`` waves, longest first, and the seconds of these; None when they do not
-    fit."""
+    """Sort groups into waves by their seconds.
+
+    Args:
+        filler: What filled the groups.
+        groups: The groups.
+        count: Number of waves.
+
+    Returns:
+        Seconds of all waves, and the waves, longest first; None when the groups do not fit.
+    """
     widths, devices = filler.table.width, filler.table.devices
     narrowest = min(widths[k] for k in filler.kinds)
     timed = [(launch_s(filler.table, *group), group) for group in groups]
@@ -319,7 +345,7 @@ class Estimates:
         self.apart: Floats = np.maximum(needs, part).min(axis=1)
 
     def _grid(self) -> Floats:
-        """Times of waves in seconds, rising."""
+        """Seconds of waves for which needs are worked out, rising [times]."""
         longest_s = max(float(self.times.max()), 1e-300)
         even_s = float(self.bare @ self.all) / self.devices + self.opening_s
         most_s = _LONG * max(longest_s, even_s)
@@ -336,56 +362,56 @@ class Estimates:
         np.putmask(needs, self._times > limits * (1 + 1e-9), _NEVER)
         return needs
 
-    def without(self, some: Floats, placed: Iterable[int]) -> Floats:
-        """A part without some of its sequences."""
-        left = some.copy()
+    def without(self, part: Floats, placed: Iterable[int]) -> Floats:
+        """What is left of a part [samples] without the positions ``placed``."""
+        left = part.copy()
         for i in placed:
             left[self.sample[i]] -= 1
         return left
 
-    def launches_s(self, some: Floats, heads: int) -> Floats:
-        """Possible seconds of a wave, rising: those of a launch of one of the ``heads`` longest
-        sequences on any kind, as long as the longest ends within them."""
-        times = self._times[:, some.nonzero()[0][:heads]]
+    def launches_s(self, part: Floats, heads: int) -> Floats:
+        """Possible seconds of a wave of a part [samples], rising: those of a launch of one of its
+        ``heads`` longest sequences on any kind, as long as the longest ends within them."""
+        times = self._times[:, part.nonzero()[0][:heads]]
         found = set(times[(times >= times[:, 0].min()) & (times < _NEVER)].tolist())
         return np.array(sorted(found))
 
-    def after(self, some: Floats, times_s: Floats) -> Floats:
-        """The part that is left, about, after one wave of each of some times that takes the longest
-        sequences first [times, samples]."""
-        wanted = np.maximum(self._needs(times_s[:, None]), self._part).min(axis=1) * some
+    def after(self, part: Floats, times_s: Floats) -> Floats:
+        """About what is left of a part [samples] after one wave of each of ``times_s`` seconds that
+        takes the longest sequences first [times, samples]."""
+        wanted = np.maximum(self._needs(times_s[:, None]), self._part).min(axis=1) * part
         over = np.maximum(np.cumsum(wanted, axis=1) - self.devices, 0.0)
-        left: Floats = some * np.minimum(over / np.maximum(wanted, 1e-300), 1.0)
+        left: Floats = part * np.minimum(over / np.maximum(wanted, 1e-300), 1.0)
         return left
 
     def likely(self, parts: Floats) -> tuple[Floats, Floats]:
-        """The most promising number of waves of each of some parts [parts, samples], and its
-        seconds per wave; 0 for an empty part."""
+        """The most promising number of waves for each of ``parts`` [parts, samples], and seconds of
+        each of these waves, both [parts]; 0 for an empty part."""
         counts, least_s = self._counts(parts)
         ranks = counts * self.devices
         needs = (self.apart @ parts.T).T
         found = [_crossing(self.grid, need, own) for need, own in zip(needs, ranks, strict=True)]
         guesses = np.maximum(least_s[:, None], found)
         each, best = np.arange(len(parts)), (guesses * counts).argmin(axis=1)
-        some = parts.any(axis=1)
-        return counts[each, best] * some, guesses[each, best] * some
+        filled = parts.any(axis=1)
+        return counts[each, best] * filled, guesses[each, best] * filled
 
-    def worth_trying(self, some: Floats) -> list[WaveCount]:
-        """Numbers of waves for a part, the most promising first."""
-        counts, (floor_s,) = self._counts(some[None])
+    def worth_trying(self, part: Floats) -> list[WaveCount]:
+        """Numbers of waves for a part [samples], the most promising first."""
+        counts, (floor_s,) = self._counts(part[None])
         ranks = counts[0] * self.devices
-        least = np.maximum(floor_s, _READ * _crossing(self.grid, self.mixed @ some, ranks))
-        guesses = np.maximum(least, _crossing(self.grid, self.apart @ some, ranks))
+        least = np.maximum(floor_s, _READ * _crossing(self.grid, self.mixed @ part, ranks))
+        guesses = np.maximum(least, _crossing(self.grid, self.apart @ part, ranks))
         rows = zip(counts[0].tolist(), least.tolist(), guesses.tolist(), strict=True)
         found = {
             int(count): WaveCount(count=int(count), least_s=least_s, guess_s=guess_s)
             for count, least_s, guess_s in rows
         }
-        return sorted(found.values(), key=lambda one: (one.guess_s * one.count, one.count))
+        return sorted(found.values(), key=lambda own: (own.guess_s * own.count, own.count))
 
     def _counts(self, parts: Floats) -> tuple[Floats, Floats]:
-        """Numbers of waves to consider for each part [parts, numbers], and least seconds of a wave
-        [parts]."""
+        """Numbers of waves to consider for each of ``parts`` [parts, numbers], and the least
+        seconds of a wave [parts]."""
         fewest = np.maximum(1, np.ceil(parts @ self.part / self.devices * (1 - 1e-9)))[:, None]
         counts = np.concatenate([np.round(fewest * _MORE), fewest + 1, fewest + 2], axis=1)
         even_s = parts @ self.bare / self.devices + self.opening_s
@@ -394,8 +420,8 @@ class Estimates:
 
 
 def _crossing(grid: Floats, need: Floats, ranks: Floats) -> Floats:
-    """The times at which a need of rank-waves, which falls about linearly in 1 / time, comes down
-    to each of ``ranks``."""
+    """The seconds at which a ``need`` of rank-waves, given for the times of ``grid`` [times], comes
+    down to each of ``ranks``; it falls about linearly in 1 / time."""
     falling = np.minimum.accumulate(need)[::-1]
     return 1 / np.interp(ranks, falling, 1 / grid[::-1])
 
@@ -442,38 +468,48 @@ class Opening:
 
 
 def openings(filler: WaveFiller, estimates: Estimates, effort: int) -> list[Opening]:
-    """Openings to continue from, the most promising first; among them the one without waves.
-    ``effort`` is in sequences placed."""
-    every = list(range(len(filler.table.tokens)))
-    start = Begun(before=[], spent_s=0.0, left=every, part=estimates.all)
+    """Openings to continue from.
+
+    Args:
+        filler: Fills groups of waves.
+        estimates: Foretells how many waves a part takes.
+        effort: Sequences that may be placed.
+
+    Returns:
+        The openings, the most promising first; among them the one without waves.
+    """
+    everyone = list(range(len(filler.table.tokens)))
+    start = Begun(before=[], spent_s=0.0, left=everyone, part=estimates.all)
     found = wide = _estimated(estimates, [start])
     best_s = found[0].estimate_s
     for _ in range(_LONGEST):
         longer = dict[tuple[float, int], Begun]()
         for opening in wide:
             for time_s in _promising(estimates, opening):
-                more = _filled(filler, estimates, opening.begun, time_s)
-                effort -= len(opening.begun.left) - len(more.left)
-                longer.setdefault((round(more.spent_s, 9), len(more.left)), more)
+                begun = _filled(filler, estimates, opening.begun, time_s)
+                effort -= len(opening.begun.left) - len(begun.left)
+                longer.setdefault((round(begun.spent_s, 9), len(begun.left)), begun)
         if not longer or effort <= 0:
             break
-        some = sorted(_estimated(estimates, longer.values()), key=lambda one: one.estimate_s)
-        found = found + some
-        best_s = min(best_s, some[0].estimate_s)
-        wide = [one for one in some[:_WIDE] if _may_win(filler, one, best_s)]
-    return sorted(found, key=lambda one: (one.estimate_s, len(one.begun.before)))
+        more = _estimated(estimates, longer.values())
+        more.sort(key=lambda opening: opening.estimate_s)
+        found = found + more
+        best_s = min(best_s, more[0].estimate_s)
+        wide = [opening for opening in more[:_WIDE] if _may_win(filler, opening, best_s)]
+    return sorted(found, key=lambda opening: (opening.estimate_s, len(opening.begun.before)))
 
 
 def _may_win(filler: WaveFiller, opening: Opening, best_s: float) -> bool:
-    """Whether making an opening longer may beat the best estimate."""
+    """Whether making an opening longer may beat ``best_s``, the best estimate in seconds."""
     begun, estimate_s = opening.begun, opening.estimate_s
     least_s = begun.spent_s + float(filler.least[begun.left].sum()) / filler.table.devices
     return bool(begun.left) and estimate_s <= best_s * _LEFT_BEHIND and least_s < best_s
 
 
-def _estimated(estimates: Estimates, some: Collection[Begun]) -> list[Opening]:
-    counts, waves_s = estimates.likely(np.stack([begun.part for begun in some]))
-    rows = zip(some, counts.tolist(), waves_s.tolist(), strict=True)
+def _estimated(estimates: Estimates, begun_waves: Collection[Begun]) -> list[Opening]:
+    """Begun plans with an estimate of what follows each."""
+    counts, waves_s = estimates.likely(np.stack([begun.part for begun in begun_waves]))
+    rows = zip(begun_waves, counts.tolist(), waves_s.tolist(), strict=True)
     return [
         Opening(begun=begun, wave_s=wave_s, estimate_s=begun.spent_s + count * wave_s)
         for begun, count, wave_s in rows
@@ -481,8 +517,8 @@ def _estimated(estimates: Estimates, some: Collection[Begun]) -> list[Opening]:
 
 
 def _promising(estimates: Estimates, opening: Opening) -> list[float]:
-    """Seconds of waves to try next: those in which the longest sequence left ends, of many
-    sequences those with the best estimates."""
+    """Seconds of a next wave to try after an opening: those in which the longest sequence left
+    ends; where many sequences are left, the few with the best estimates."""
     begun = opening.begun
     times_s = estimates.launches_s(begun.part, _HEADS)
     if len(times_s) > _FILLED and len(begun.left) >= FEW:
@@ -494,7 +530,8 @@ def _promising(estimates: Estimates, opening: Opening) -> list[float]:
 
 
 def _filled(filler: WaveFiller, estimates: Estimates, begun: Begun, time_s: float) -> Begun:
-    """The opening with a wave more, of ``time_s`` or of the longest sequence's quickest launch."""
+    """The opening with a wave more, of ``time_s`` seconds, or of the quickest launch of the longest
+    sequence left where that takes longer."""
     limit_s = max(time_s, filler.quickest_s(begun.left[0])) * _ROUNDED
     groups, left = filler.fill(limit_s, filler.table.devices, begun.left, whole=False)
     return Begun(
@@ -506,6 +543,7 @@ def _filled(filler: WaveFiller, estimates: Estimates, begun: Begun, time_s: floa
 
 
 Span = tuple[float, float]
+"""(seconds that fail, seconds to try next)."""
 
 _CLOSE_ENOUGH = 1 + 2e-3  # up to this times the bound, the search ends
 _EFFORT = 40_000  # sequences placed
@@ -523,8 +561,17 @@ _STEP = 0.998  # a try asks for at most this times the best
 def waves(
     table: PriceTable, bound_s: float, *, seed: int, effort: int = _EFFORT
 ) -> Assignment | None:
-    """The best waves found for all sequences, with groups of the table's schemes of one stage;
-    None where these do not hold the longest. ``effort``: about how many sequences are placed."""
+    """The best waves found for all sequences, of groups with one stage.
+
+    Args:
+        table: The prices.
+        bound_s: Seconds that no waves beat.
+        seed: Seed of drawn orders.
+        effort: About how many sequences are placed.
+
+    Returns:
+        The schedule; None where no group holds the longest sequence.
+    """
     kinds = [
         k for k, depth in enumerate(table.depth) if depth == 1 and table.width[k] <= table.devices
     ]
@@ -558,7 +605,8 @@ def _assigned(table: PriceTable, waves: Iterable[Wave]) -> Assignment:
 
 
 def _launches(table: PriceTable, wave: Wave) -> Iterator[tuple[int, tuple[int, ...], list[int]]]:
-    """The launches of a wave: the largest groups first, on neighbouring ranks."""
+    """(scheme, ranks, positions) of each launch of a wave: the largest groups first, on
+    neighbouring ranks."""
     start = 0
     for k, members in sorted(wave, key=lambda group: (-table.width[group[0]], min(group[1]))):
         end = start + table.width[k]
@@ -568,7 +616,16 @@ def _launches(table: PriceTable, wave: Wave) -> Iterator[tuple[int, tuple[int, .
 
 @dataclass(slots=True, kw_only=True)
 class _Search:
-    """The best waves so far, where they began, and what may still be spent."""
+    """The best waves so far, and what may still be spent.
+
+    Attributes:
+        filler: Fills groups of waves.
+        enough_s: Seconds of waves that are good enough.
+        effort: Sequences that may still be placed.
+        begun: The opening of the best waves.
+        best: The best waves.
+        seconds: Seconds of the best waves.
+    """
 
     filler: WaveFiller
     enough_s: float
@@ -583,21 +640,21 @@ class _Search:
         return self.seconds <= self.enough_s or (self.effort <= 0 and bool(self.best))
 
     def finish(self, begun: Begun, counts: Sequence[WaveCount], factors: Sequence[float]) -> None:
-        """Try to place what an opening leaves in waves of one time, of ``factors`` times what is
-        guessed, and keep what is better."""
+        """Try to place what an opening leaves in waves of equal time, for each number of waves in
+        ``counts`` and for ``factors`` times the seconds that are guessed; keep what is better."""
         if not begun.left:
             self._keep(begun, 0.0, [])
             return
         if self.over:
             return
-        for one in counts:
-            limit_s = (self.seconds - begun.spent_s) / one.count * _STEP
-            if self.over or one.least_s >= limit_s:
+        for wave_count in counts:
+            limit_s = (self.seconds - begun.spent_s) / wave_count.count * _STEP
+            if self.over or wave_count.least_s >= limit_s:
                 continue
-            for low_s, time_s in _times(one, limit_s, factors, few=len(begun.left) < FEW):
-                groups = self._try(begun, begun.left, one.count, time_s)
+            for low_s, time_s in _times(wave_count, limit_s, factors, few=len(begun.left) < FEW):
+                groups = self._try(begun, begun.left, wave_count.count, time_s)
                 if groups:
-                    self._halve(begun, one.count, low_s, time_s)
+                    self._halve(begun, wave_count.count, low_s, time_s)
                 if groups or self.over:
                     break
 
@@ -629,7 +686,8 @@ class _Search:
             missed = 0 if groups else missed + 1
 
     def _halve(self, begun: Begun, count: int, low_s: float, high_s: float) -> None:
-        """Look for the least time between one that fails and one that does not."""
+        """Look for the least seconds of each of ``count`` waves after an opening, between
+        ``low_s``, which fail, and ``high_s``, which do not."""
         while high_s - low_s > _CLOSE * low_s and not self.over:
             middle_s = (low_s + high_s) / 2
             if self._try(begun, begun.left, count, middle_s):
@@ -638,8 +696,9 @@ class _Search:
                 low_s = middle_s
 
     def _try(self, begun: Begun, order: Sequence[int], count: int, time_s: float) -> Pipelines:
-        """Groups of ``count`` waves of ``time_s`` seconds that hold what is left, taken in this
-        ``order``; empty when filling fails."""
+        """Place what an opening leaves, in this ``order``, in groups of ``count`` waves of
+        ``time_s`` seconds, and keep the waves if they are better. Returns the groups, none when
+        filling fails."""
         ranks = count * self.filler.table.devices
         for join_any in (True, False)[: 1 + (len(order) < FEW)]:
             groups, left = self.filler.fill(time_s, ranks, order, join_any=join_any)
@@ -651,22 +710,52 @@ class _Search:
         return []
 
     def _keep(self, begun: Begun, more_s: float, found: list[Wave]) -> None:
-        """Keep an opening and the waves after it, of ``more_s`` seconds, if they are the best so
-        far."""
+        """Keep an opening and the waves ``found`` after it, of ``more_s`` seconds together, if they
+        are the best so far."""
         seconds = begun.spent_s + more_s
         if seconds < self.seconds:
             self.seconds, self.best, self.begun = seconds, begun.before + found, begun
 
 
 def _times(
-    one: WaveCount, limit_s: float, factors: Sequence[float], *, few: bool
+    wave_count: WaveCount, limit_s: float, factors: Sequence[float], *, few: bool
 ) -> Iterator[Span]:
-    """Pairs (a time that fails, the next to try) in seconds, rising to ``limit_s`` from the guess,
-    or from the least time for ``few`` sequences; the caller halves what succeeds."""
-    start_s, low_s = one.least_s if few else one.guess_s, one.least_s * _STEP
+    """Seconds of a wave to try for a number of waves, rising to ``limit_s``: ``factors`` times the
+    guess, or for ``few`` sequences times the least seconds. The caller halves what succeeds."""
+    start_s, low_s = wave_count.least_s if few else wave_count.guess_s, wave_count.least_s * _STEP
     for factor in factors:
         time_s = min(start_s * factor, limit_s)
         if time_s <= low_s:
             break
         yield low_s, time_s
         low_s = time_s
+
+
+_WAVES = Role(
+    name="waves",
+    tables="one size",
+    costs=("model", "groups"),
+    semantics=("lockstep",),
+    beyond=-inf,
+    final=True,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waves:
+    """Drafts waves of groups that all start together, for steps in lockstep.
+
+    Attributes:
+        role: For which problems it is, and when it is asked: whatever the gap, as of few sequences
+            the best waves are the bound.
+        effort: About how many sequences are placed.
+    """
+
+    role: Role = _WAVES
+    effort: int = _EFFORT
+
+    def drafts(self, table: PriceTable, known: Known) -> Iterator[Assignment]:
+        """The best waves found for all sequences."""
+        made = waves(table, known.bound_s, seed=known.seed, effort=self.effort)
+        if made is not None:
+            yield made

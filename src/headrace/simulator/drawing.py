@@ -38,6 +38,8 @@ def without_waits(rows: Iterable[Row]) -> list[Row]:
 
 
 def _cut(row: Row, waits: list[tuple[float, float]]) -> list[Row]:
+    """A row without the ``waits`` of its rank, (begin, end) in seconds, as rows for what is
+    left."""
     first = bisect_left(waits, (row.start_s, 0.0))
     inside = [(start, end) for start, end in waits[first:] if end <= row.end_s]
     edges = [(row.start_s, row.start_s), *inside, (row.end_s, row.end_s)]
@@ -87,7 +89,7 @@ def draw(timeline: Timeline, width: int = 80) -> str:
 
 
 def _line(rows: list[Row], columns: int, total_s: float) -> str:
-    """One rank: for every column the mark that covers most of it."""
+    """The line of a rank with these rows: for every column the mark that covers most of it."""
     covered: list[dict[str, float]] = [{} for _ in range(columns)]
     column_s = total_s / columns
     for row in rows:
@@ -105,12 +107,15 @@ def _line(rows: list[Row], columns: int, total_s: float) -> str:
 
 
 def _most(marks: dict[str, float], column_s: float) -> str:
+    """The mark with the most seconds in a column of ``column_s``; a dot where less than half of it
+    is covered."""
     if not marks or sum(marks.values()) < column_s / 2:
         return "."
     return max(marks, key=lambda mark: marks[mark])
 
 
 def _mark(row: Row) -> str:
+    """The character for a row: a letter for its micro-batch, or a sign for its kind."""
     found = _MICRO_BATCH.match(row.action)
     if not found:
         return _MARKS.get(row.kind, "?")

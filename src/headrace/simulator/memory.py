@@ -111,8 +111,8 @@ def peak_parts(plan: Plan, costs: CostModel, peaks: Sequence[int]) -> PeakParts:
 def _flat(
     plan: Plan, costs: CostModel, sizes: tuple[int, ...], ranks: Sequence[int], peaks: list[int]
 ) -> None:
-    """The peaks of ``ranks`` that work in groups of all ``sizes``, neither in tensor blocks nor in
-    stages: state, weights and the largest micro-batch."""
+    """Raise ``peaks``, bytes by rank, for ``ranks`` that work in groups of all ``sizes``, neither
+    in tensor blocks nor in stages: by weights and the largest micro-batch."""
     for rank in ranks:
         peaks[rank] += costs.held_bytes(sizes, plan.working)
     for micro in plan.micro_batches:
@@ -126,8 +126,8 @@ def _flat(
 
 
 def _held(plan: Plan, costs: CostModel, rank: int, pipelines: Sequence[Pipeline]) -> int:
-    """Bytes of the working weights of a rank: shards of several kinds add up, to at most all the
-    weights."""
+    """Bytes of the working weights of a rank that works in ``pipelines``: shards of several kinds
+    add up, to at most all the weights."""
     found: dict[tuple[int, int], int] = {}
     for pipeline in pipelines:
         stage = pipeline.stage_of(rank, costs.shape.layers)
@@ -159,7 +159,7 @@ class _Activations:
         return most
 
     def _of(self, action: Forward | Backward) -> tuple[float, float]:
-        """What a micro-batch keeps in a stage, and its own peak there."""
+        """(bytes that a micro-batch keeps in a stage, bytes at its own peak there)."""
         key = action.micro_batch, action.stage
         if key not in self._known:
             plan, costs = self._plan, self._costs

@@ -33,8 +33,14 @@ Floats = NDArray[np.float64]
 
 
 class _Act(NamedTuple):
-    """What a stage does next: a message out, a message in, then work, each left out where it is
-    None. Messages are (what, micro-batch), of activations ``a`` or of gradients ``g``."""
+    """What a stage does next; each part is left out where it is None.
+
+    Attributes:
+        out: A message that it sends first, as (``a`` for activations or ``g`` for gradients,
+            micro-batch).
+        back: A message that it then waits for, likewise.
+        work: What it then computes, as (``f`` for a forward or ``b`` for a backward, micro-batch).
+    """
 
     out: tuple[str, int] | None = None
     back: tuple[str, int] | None = None
@@ -47,14 +53,15 @@ class StagedPipeline:
 
     Attributes:
         stages: Its stages, in order.
-        forward: Seconds of the forward of each micro-batch by weight bucket [micro-batches,
-            buckets].
-        backward: Likewise of the backward.
+        forward: Seconds of the forward of each micro-batch by weight bucket
+            [micro-batches, buckets].
+        backward: Seconds of the backward of each micro-batch by weight bucket
+            [micro-batches, buckets].
         message_s: Seconds of a message of each micro-batch.
-        there_s: When the weights of each bucket are there [buckets].
-        issued: When the pipeline's last rank has the gradients of each bucket, or need not wait
-            for them [buckets].
-        end_s: When the last stage has nothing left to do or to send.
+        there_s: Seconds until the weights of each bucket are there [buckets].
+        issued: Seconds until the pipeline's last rank has the gradients of each bucket, or need
+            not wait for them [buckets].
+        end_s: Seconds until the last stage has nothing left to do or to send.
     """
 
     stages: tuple[Stage, ...]
@@ -105,7 +112,7 @@ class _StageClock:
 
     @property
     def end_s(self) -> float:
-        """When the stage is free and its messages have left."""
+        """Seconds until the stage is free and its messages have left."""
         return max(self.now_s, *self.leaves.values())
 
     def go_on(self, arrived: dict[tuple[int, str, int], float]) -> Iterator[tuple[int, str, int]]:
@@ -137,7 +144,8 @@ class _StageClock:
         self._end()
 
     def _work(self, what: str, i: int, *, last: bool) -> None:
-        """The forward or backward of a micro-batch."""
+        """Compute the forward (``f``) or backward (``b``) of micro-batch ``i``, the ``last``
+        backward or not."""
         if what == "f":
             if self.now_s >= self.all_there_s:
                 self.now_s += self.forward_s[i]
@@ -162,7 +170,7 @@ class _StageClock:
 
 @lru_cache(maxsize=256)
 def _acts(index: int, stages: int, count: int) -> tuple[_Act, ...]:
-    """The acts of stage ``index`` of some for ``count`` micro-batches, in order."""
+    """The acts of stage ``index`` of ``stages`` for ``count`` micro-batches, in order."""
     before, behind = index > 0, index < stages - 1
     ahead = min(stages - 1 - index, count)
     found = list[_Act]()

@@ -77,8 +77,8 @@ def check_costs(plan: Plan, costs: CostModel) -> None:
 
 
 def segments_of(plan: Plan, micro: MicroBatch, stage: Stage, costs: CostModel) -> Segments:
-    """Seconds of (forward, backward) of a micro-batch's segments in a stage, in the order of
-    ``stage.buckets``."""
+    """(seconds of the forward, seconds of the backward) of each segment of a micro-batch in a
+    stage, in the order of ``stage.buckets``."""
     return segment_seconds(
         costs,
         plan.tokens_of(micro),
@@ -90,14 +90,15 @@ def segments_of(plan: Plan, micro: MicroBatch, stage: Stage, costs: CostModel) -
 
 
 def arrivals(costs: CostModel) -> tuple[float, ...]:
-    """When the weights of each bucket are there, in seconds since the step began."""
+    """Seconds from the begin of a step until the weights of each bucket are there, with the costs'
+    scale."""
     pull_s = costs.exchange_s.pull_s * costs.scale
     return tuple(accumulate(share * pull_s for share in costs.shape.bucket_shares))
 
 
 def push_ends(costs: CostModel, issued: Iterable[tuple[int, float]]) -> list[float]:
-    """When the push of each bucket ends, given (bucket, when the last rank issued it) in the order
-    of the pushes."""
+    """Seconds until the push of each bucket ends, given (bucket, seconds until the last rank issued
+    it) in the order of the pushes."""
     shares, push_s = costs.shape.bucket_shares, costs.exchange_s.push_s * costs.scale
     ends, end_s = list[float](), 0.0
     for bucket, ready_s in issued:
@@ -117,12 +118,20 @@ def exposed_s(costs: CostModel) -> float:
 
 
 Key = tuple[int, int, str, int]
+"""A message by what both of its ranks know of it."""
 
 
 class Walk:
     """Ranks on their way through their programs.
 
-    ``rows[r]`` are those of rank r in program order.
+    Args:
+        programs: The program of every rank.
+        plan: The plan that they were compiled from.
+        costs: What it costs, of a model.
+
+    Attributes:
+        clock: Seconds that each rank has come to.
+        rows: What each rank did, in program order.
     """
 
     def __init__(self, programs: Sequence[Program], plan: Plan, costs: CostModel) -> None:
@@ -146,7 +155,8 @@ class Walk:
         self._ready = list(reversed(self._world))
 
     def run(self) -> float:
-        """Walk to the end; when the last rank is done. Raises ProgramError for a deadlock."""
+        """Walk to the end, and return the seconds until the last rank is done. Raises ProgramError
+        for a deadlock."""
         while self._ready:
             rank = self._ready.pop()
             while (action := self._head(rank)) is not None and self._move(action, rank):
@@ -157,6 +167,7 @@ class Walk:
         return max(self.clock.values(), default=0.0)
 
     def _head(self, rank: int) -> Action | None:
+        """The next action of a rank; None at the end of its program."""
         actions, place = self._actions[rank], self._places[rank]
         return actions[place] if place < len(actions) else None
 
@@ -176,10 +187,12 @@ class Walk:
         return True
 
     def _check_bucket(self, action: Action, bucket: int) -> None:
+        """Raise ProgramError for an action with a bucket of weights that does not exist."""
         if bucket >= len(self._arrivals):
             raise ProgramError(f"bucket of {action}", got=bucket, wanted=f"< {len(self._arrivals)}")
 
     def _issue(self, action: Action, rank: int, bucket: int, now_s: float) -> None:
+        """Note that a rank issues the push of a bucket at ``now_s``."""
         self._check_bucket(action, bucket)
         self._pushes[rank][bucket] = now_s
 
@@ -199,12 +212,13 @@ class Walk:
                 self._backward(action, group)
             case Update():
                 self._update(group)
-        for other in group:
-            self._places[other] += 1
-        self._ready += [other for other in group if other != rank]
+        for member in group:
+            self._places[member] += 1
+        self._ready += [member for member in group if member != rank]
         return True
 
     def _forward(self, action: Forward, group: list[int]) -> None:
+        """Do a forward with all ranks of its group, segment by segment as weights arrive."""
         stage, segments = self._work(action)
         start_s = now_s = max(self.clock[rank] for rank in group)
         waited_s = 0.0
@@ -221,7 +235,7 @@ class Walk:
         self._done(action, group, start_s, now_s, waited_s)
 
     def _wait(self, bucket: int, ranks: Sequence[int], now_s: float) -> float:
-        """When the weights of a bucket are there for ranks that want them now."""
+        """Seconds until the weights of a bucket are there for ranks that want them at ``now_s``."""
         there_s = max(now_s, self._arrivals[bucket])
         for rank in ranks:
             if bucket in self._pulls[rank]:
@@ -235,17 +249,18 @@ class Walk:
             self.clock[rank] = self._wait(bucket, (rank,), self.clock[rank])
 
     def _backward(self, action: Backward, group: list[int]) -> None:
+        """Do a backward with all ranks of its group, and issue the pushes that it completes."""
         stage, segments = self._work(action)
         for rank in group:
             self._wait_for_all(rank)
         start_s = now_s = max(self.clock[rank] for rank in group)
-        own = {rank: mine for rank in group if pushes_of(mine := self._head(rank) or action)}
-        if not own:
+        pushing = {rank: mine for rank in group if pushes_of(mine := self._head(rank) or action)}
+        if not pushing:
             self._done(action, group, start_s, start_s + sum(pair[1] for pair in segments))
             return
         for bucket, (_, seconds) in zip(reversed(stage.buckets), reversed(segments), strict=True):
             now_s += seconds
-            for rank, mine in own.items():
+            for rank, mine in pushing.items():
                 if bucket in pushes_of(mine):
                     self._issue(mine, rank, bucket, now_s)
         self._done(action, group, start_s, now_s)
@@ -269,6 +284,7 @@ class Walk:
         return self._segments[key]
 
     def _stages_of(self, pipeline: int) -> tuple[Stage, ...]:
+        """The stages of a pipeline of the plan, by its number."""
         if pipeline not in self._stages:
             layers = self._costs.shape.layers
             self._stages[pipeline] = self._plan.pipelines[pipeline].stages(layers)
@@ -282,6 +298,7 @@ class Walk:
         end_s: float,
         waited_s: float = 0.0,
     ) -> None:
+        """Record a forward or backward of a group, which waited ``waited_s`` of its seconds."""
         tokens, ranks = self._tokens[action.micro_batch], len(action.group)
         for rank in group:
             text = str(self._head(rank))
@@ -308,7 +325,8 @@ class Walk:
         return True
 
     def _send(self, message: Posted, rank: int) -> float:
-        """Post a message; when the last one to that neighbour has let it go."""
+        """Post a message, and return the seconds at which the last one to that neighbour has left,
+        so that it may go."""
         under_way = self._under_way[rank]
         posted_s = max(self.clock[rank], under_way.get(message.peer, 0.0))
         there_s = posted_s + message_s(self._costs, message.rows)
@@ -318,6 +336,7 @@ class Walk:
         return posted_s
 
     def _update(self, group: list[int]) -> None:
+        """Do the update of all ranks, after all pushes."""
         for rank in group:
             self._wait_for_all(rank)
             self.clock[rank] = max(self.clock[rank], *self._under_way[rank].values(), 0.0)
@@ -334,7 +353,8 @@ class Walk:
             self.clock[rank] = end_s
 
     def _pushed(self, group: list[int]) -> list[tuple[int, float]]:
-        """The buckets in the order of their pushes, and when each push ends."""
+        """(bucket, seconds until its push ends) in the order of the pushes, which all ranks of the
+        group share."""
         order = list(self._pushes[group[0]])
         for rank in group:
             if list(self._pushes[rank]) != order:
@@ -357,6 +377,7 @@ class Walk:
         ranks: int = 0,
         waited_s: float = 0.0,
     ) -> None:
+        """Add a row of the timeline for what a rank did."""
         row = Row(
             rank=rank,
             action=action,
@@ -374,8 +395,19 @@ Floats = NDArray[np.float64]
 
 
 def step_s(plan: Plan, costs: CostModel) -> float:
-    """Predicted seconds of the whole step: the end of what
-    :func:`headrace.simulator.step_clock` gives for the plan's programs."""
+    """Predict the seconds of a whole step: the end of what :func:`simulate` gives for the plan's
+    programs, without compiling them.
+
+    Args:
+        plan: The plan.
+        costs: What it costs, of a model.
+
+    Returns:
+        Seconds, with the costs' scale.
+
+    Raises:
+        CostError: When the costs lack what the plan uses.
+    """
     check_costs(plan, costs)
     forward, backward = _segments(plan, costs)
     there = np.array(arrivals(costs))
@@ -411,8 +443,8 @@ def micro_batch_seconds(plan: Plan, costs: CostModel) -> tuple[float, ...]:
 
 
 def _segments(plan: Plan, costs: CostModel) -> tuple[Floats, Floats]:
-    """Seconds of (forward, backward) of the segments of each micro-batch [micro-batches,
-    buckets]."""
+    """Seconds of the forward, and of the backward, of each segment of each micro-batch, both
+    [micro-batches, buckets]."""
     tokens = np.array(plan.lengths.tokens, dtype=np.float64)
     counts = [len(micro.sequences) for micro in plan.micro_batches]
     held = tokens[[i for micro in plan.micro_batches for i in micro.sequences]]
@@ -439,7 +471,10 @@ def _segments(plan: Plan, costs: CostModel) -> tuple[Floats, Floats]:
 def _runs(
     plan: Plan, plain: Sequence[int], forward: Floats, backward_s: Floats, there: Floats
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """When the backward of each micro-batch without stages starts, and ends, by its number."""
+    """Seconds until the backward of each micro-batch without stages starts, and until it ends, both
+    by its number. ``plain`` are these micro-batches, ``forward`` the seconds of their forwards
+    [micro-batches, buckets], ``backward_s`` those of their backwards [micro-batches], ``there`` the
+    seconds until the weights of each bucket are there [buckets]."""
     rest = np.cumsum(forward[plain][:, ::-1], axis=1)[:, ::-1]
     waited = (there + rest).max(axis=1).tolist()
     free, all_there = [0.0] * plan.devices, float(there[-1])
@@ -457,7 +492,7 @@ def _runs(
 
 
 def _last_of_ranks(plan: Plan, plain: Sequence[int]) -> list[int]:
-    """Numbers of all micro-batches of ``plain`` that are the last one of some rank, in order."""
+    """Numbers of those micro-batches of ``plain`` that are the last of some rank, rising."""
     last_of = {plan.micro_batches[n].pipeline: n for n in plain}
     last: dict[int, int] = {}
     for pipeline, n in last_of.items():
@@ -475,7 +510,8 @@ def _staged_pipeline(
     backward: Floats,
     there: Floats,
 ) -> StagedPipeline:
-    """A pipeline with stages at the end of its micro-batches."""
+    """The clock of pipeline ``number``, which has stages, at the end of its micro-batches
+    ``micros``; the other arguments as for :func:`_runs`."""
     pipeline = plan.pipelines[number]
     tokens = [sum(plan.tokens_of(plan.micro_batches[n])) for n in micros]
     width = pipeline.scheme.width

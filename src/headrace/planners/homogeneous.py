@@ -9,12 +9,14 @@ token-balance  tokens balanced by Karmarkar and Karp's differencing
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 
 from headrace.errors import InfeasiblePlan
-from headrace.planning.baselines.launched import fitting
-from headrace.planning.baselines.megatron import as_they_come
-from headrace.planning.baselines.token_balance import by_tokens
+from headrace.planners.groups import is_groups
+from headrace.planners.launched import fitting
+from headrace.planners.megatron import as_they_come
+from headrace.planners.token_balance import by_tokens
 from headrace.planning.batch import PriceTable
 from headrace.planning.schedule import Assignment, placed
 from headrace.planning.static import static_schedule
@@ -30,9 +32,10 @@ __all__ = [
 ]
 
 BatchPlanner = Callable[[int, PriceTable], Assignment]
-"""What plans batch number i."""
+"""Plans a batch, given its number and its table."""
 
 Make = Callable[[PriceTable, int], Assignment | None]
+"""Plans a batch on one scheme, given its table and the scheme; None where that does not hold it."""
 
 
 def static(tables: Sequence[PriceTable]) -> BatchPlanner:
@@ -42,28 +45,21 @@ def static(tables: Sequence[PriceTable]) -> BatchPlanner:
         holding = [fitting(table) for table in tables]
         k = max((k for k in holding if k is not None), default=None)
         if k is not None and None not in holding:
-            return _one(k, static_schedule)
-    return _one(_best(tables, static_schedule), static_schedule)
-
-
-def is_groups(table: PriceTable) -> bool:
-    """Whether all schemes are groups: one stage, and no tensor blocks."""
-    return all(s.depth == 1 and s.scheme.tensor == 1 for s in table.schemes)
+            return _everywhere(k, static_schedule)
+    return _everywhere(_best(tables, static_schedule), static_schedule)
 
 
 def max_length(tables: Sequence[PriceTable]) -> BatchPlanner:
     """Packs as long as the longest sequence of all batches, dealt out evenly."""
     context = max(table.tokens[0] for table in tables)
 
-    def make(table: PriceTable, k: int) -> Assignment | None:
-        return by_length(table, k, context)
-
-    return _one(_best(tables, make), make)
+    make = partial(by_length, context=context)
+    return _everywhere(_best(tables, make), make)
 
 
 def token_balance(tables: Sequence[PriceTable]) -> BatchPlanner:
     """The same tokens for every pipeline."""
-    return _one(_best(tables, by_tokens), by_tokens)
+    return _everywhere(_best(tables, by_tokens), by_tokens)
 
 
 def by_length(table: PriceTable, k: int, context: int) -> Assignment | None:
@@ -79,12 +75,11 @@ def by_length(table: PriceTable, k: int, context: int) -> Assignment | None:
 
 def roomiest_first(table: PriceTable) -> list[int]:
     """The schemes that the devices have room for, those that hold the longest sequences first."""
-
-    def key(k: int) -> tuple[int, int, int, str]:
-        scheme = table.schemes[k]
-        return -scheme.most_tokens, scheme.devices, scheme.depth, str(scheme)
-
-    return sorted((k for k, width in enumerate(table.width) if width <= table.devices), key=key)
+    keys = [
+        (-scheme.most_tokens, scheme.devices, scheme.depth, str(scheme)) for scheme in table.schemes
+    ]
+    fitting = (k for k, width in enumerate(table.width) if width <= table.devices)
+    return sorted(fitting, key=keys.__getitem__)
 
 
 def best_scheme(tables: Sequence[PriceTable], make: Make) -> tuple[float, int | None]:
@@ -103,16 +98,20 @@ def best_scheme(tables: Sequence[PriceTable], make: Make) -> tuple[float, int | 
 
 
 def _best(tables: Sequence[PriceTable], make: Make) -> int:
+    """The scheme that takes the least seconds over all batches. Raises InfeasiblePlan where none
+    holds all of them."""
     _, best = best_scheme(tables, make)
     if best is None:
         raise InfeasiblePlan("no homogeneous strategy holds every iteration")
     return best
 
 
-def _one(k: int, make: Make) -> BatchPlanner:
-    def one(_: int, table: PriceTable) -> Assignment:
+def _everywhere(k: int, make: Make) -> BatchPlanner:
+    """What plans every batch on scheme k, which holds all of them."""
+
+    def planned(_: int, table: PriceTable) -> Assignment:
         schedule = make(table, k)
         assert schedule is not None, "it held every batch"
         return schedule
 
-    return one
+    return planned

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf
 
 from headrace.errors import InfeasiblePlan
-from headrace.planning.baselines.homogeneous import BatchPlanner, best_scheme
+from headrace.planners.homogeneous import BatchPlanner, best_scheme
 from headrace.planning.batch import Packed, PriceTable, SortedBatch
 from headrace.planning.schedule import Assignment, Group
 from headrace.planning.static import static_schedule
@@ -27,7 +27,7 @@ _CUTS = ((), (4096,), (16384,), (4096, 16384))
 _MEASURED = ((12 * 32 * 4096**2, 1.54 / 2), (12 * 60 * 6656**2, 2.19 / 2))
 
 Phase = tuple[int, int, int]
-"""Sequences of more than so many tokens and up to so many, and the scheme on which they run."""
+"""(tokens that its sequences exceed, tokens that they have at most, scheme on which they run)."""
 
 
 def switch_s(parameters: int | None) -> float:
@@ -60,7 +60,7 @@ def switching(tables: Sequence[PriceTable], parameters: int | None = None) -> Ba
     if not best:
         raise InfeasiblePlan("no homogeneous strategy holds every iteration")
 
-    def one(_: int, table: PriceTable) -> Assignment:
+    def planned(_: int, table: PriceTable) -> Assignment:
         made = list[Assignment]()
         for low, high, k in best:
             part = _part(table, low, high)
@@ -70,7 +70,7 @@ def switching(tables: Sequence[PriceTable], parameters: int | None = None) -> Ba
                 made.append(schedule)
         return _joined(table, made, change_s)
 
-    return one
+    return planned
 
 
 def sequences_of(whole: Assignment, phase: Assignment) -> list[int]:

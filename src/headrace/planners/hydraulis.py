@@ -1,6 +1,6 @@
 """Hydraulis' own planner: its proposal, its greedy dispatch, one packing.
 
-Every strategy that is proposed (:mod:`headrace.planning.baselines.dynamic_program`) is dispatched
+Every strategy that is proposed (:mod:`headrace.planners.dynamic_program`) is dispatched
 and packed for every batch. Algorithm 1 of its appendix E: sequences in random order, each to the
 pipeline that keeps the slowest pipeline's sum_i T(l_i) + (P - 1) T(longest) lowest, the first of
 equals; the best of T trials. All trials run side by side as arrays.
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.planning.baselines.dynamic_program import proposed
-from headrace.planning.baselines.homogeneous import BatchPlanner, roomiest_first
+from headrace.planners.dynamic_program import proposed
+from headrace.planners.homogeneous import BatchPlanner, roomiest_first
 from headrace.planning.batch import PriceTable
+from headrace.planning.filling import Pipelines
 from headrace.planning.schedule import Assignment, placed
-from headrace.planning.side_by_side import Pipelines
-from headrace.planning.strategy_search import Counts
+from headrace.planning.side_by_side import Counts
 
 __all__ = ["by_greedy", "greedy", "hydraulis", "hydraulis_candidates"]
 
@@ -29,7 +29,7 @@ def hydraulis(tables: Sequence[PriceTable], seed: int) -> BatchPlanner:
     """The paper's planner: every candidate is dispatched and packed for every batch."""
     candidates = hydraulis_candidates(tables)
 
-    def one(number: int, table: PriceTable) -> Assignment:
+    def planned(number: int, table: PriceTable) -> Assignment:
         best: Assignment | None = None
         for counts in candidates:
             if best is not None and _least_s(table, counts) >= best.seconds:
@@ -40,24 +40,24 @@ def hydraulis(tables: Sequence[PriceTable], seed: int) -> BatchPlanner:
         assert best is not None, "the first candidate holds any sequence"
         return best
 
-    return one
+    return planned
 
 
 def hydraulis_candidates(tables: Sequence[PriceTable]) -> list[Counts]:
     """The strategies that are dispatched for every batch; the first holds any sequence."""
-    table, every = tables[0], [tokens for one in tables for tokens in one.tokens]
+    table, lengths = tables[0], [tokens for batch in tables for tokens in batch.tokens]
     roomiest = roomiest_first(table)[0]
     first = [0] * len(table)
     first[roomiest] = table.devices // table.width[roomiest]
     # The authors' lists begin with pipelines of one scheme that hold any sequence. Those that hold
     # the longest come last from the programs, and first here.
-    found = [tuple(first), *reversed(proposed(table, every, relaxed=False))]
-    found += reversed(proposed(table, every, relaxed=True))
+    found = [tuple(first), *reversed(proposed(table, lengths, relaxed=False))]
+    found += reversed(proposed(table, lengths, relaxed=True))
     return list(dict.fromkeys(found))[:_MOST_CANDIDATES]
 
 
 def _least_s(table: PriceTable, counts: Counts) -> float:
-    """What no dispatch of a strategy beats: all devices busy, and the longest sequence."""
+    """Seconds that no dispatch of a strategy beats: all devices busy, and the longest sequence."""
     used = [k for k, count in enumerate(counts) if count]
     devices = sum(counts[k] * table.width[k] for k in used)
     area = (table.ranks * table.spread)[used].min(axis=0)
@@ -74,7 +74,17 @@ def by_greedy(table: PriceTable, counts: Counts, *, seed: int) -> Assignment | N
 
 
 def greedy(table: PriceTable, counts: Counts, *, seed: int, trials: int = _TRIALS) -> Pipelines:
-    """Algorithm 1 of appendix E, for a strategy that holds the batch."""
+    """Algorithm 1 of appendix E.
+
+    Args:
+        table: The prices.
+        counts: A strategy that holds the batch: the pipelines of each scheme.
+        seed: Seed of the random orders.
+        trials: Number of random orders.
+
+    Returns:
+        (scheme, sequences) of each pipeline.
+    """
     pipes = [k for k in roomiest_first(table) for _ in range(counts[k])]
     used, sequences = sorted(set(pipes)), len(table.tokens)
     column = np.array([used.index(k) for k in pipes])

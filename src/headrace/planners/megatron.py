@@ -19,7 +19,7 @@ from heapq import heappush, heapreplace
 
 import numpy as np
 
-from headrace.planning.baselines.launched import fitting, in_turn
+from headrace.planners.launched import fitting, in_turn
 from headrace.planning.batch import PriceTable
 from headrace.planning.schedule import Group
 
@@ -58,7 +58,13 @@ def dp_balanced(table: PriceTable) -> list[Group]:
 
 @dataclass(slots=True)
 class _Lent:
-    """A group of a round, of scheme ``k``."""
+    """A group of a round, which may grow to larger sizes.
+
+    Attributes:
+        k: Its scheme.
+        held: Positions of its sequences.
+        load: Squared tokens of these over its ranks.
+    """
 
     k: int
     held: list[int] = field(default_factory=list)
@@ -80,11 +86,14 @@ def hybrid(table: PriceTable) -> list[Group]:
     return launches
 
 
-def _round(table: PriceTable, kinds: list[int], some: list[int]) -> tuple[list[_Lent], list[int]]:
-    """The groups of one round, and the sequences for later rounds."""
-    groups, left, idle, first = list[_Lent](), list[int](), table.devices, kinds[some[0]]
+def _round(
+    table: PriceTable, kinds: list[int], waiting: list[int]
+) -> tuple[list[_Lent], list[int]]:
+    """The groups of one round, and the positions left for later rounds, given the scheme of every
+    sequence and the positions that are ``waiting``, longest first."""
+    groups, left, idle, first = list[_Lent](), list[int](), table.devices, kinds[waiting[0]]
     heaps: dict[int, list[tuple[float, int]]] = {k: [] for k in kinds}  # (load, group)
-    for n, i in enumerate(some):
+    for n, i in enumerate(waiting):
         width, heap = table.width[kinds[i]], heaps[kinds[i]]
         if idle >= width:
             heappush(heap, (0.0, len(groups)))
@@ -100,11 +109,12 @@ def _round(table: PriceTable, kinds: list[int], some: list[int]) -> tuple[list[_
         if kinds[i] < first and not idle:
             loads = [group.load for group in groups]
             if max(loads) - min(loads) <= _EVEN * max(loads):
-                return groups, left + some[n + 1 :]
+                return groups, left + waiting[n + 1 :]
     return groups, left
 
 
 def _grown(table: PriceTable, groups: list[_Lent]) -> list[_Lent]:
+    """The groups after the smallest of them have grown as far as idle ranks allow."""
     idle = table.devices - sum(table.width[group.k] for group in groups)
     while True:
         group = min(groups, key=lambda group: group.k)
@@ -118,7 +128,7 @@ def _grown(table: PriceTable, groups: list[_Lent]) -> list[_Lent]:
 
 
 def _placed(table: PriceTable, groups: list[_Lent]) -> Iterator[tuple[int, _Lent]]:
-    """Groups with the first of their ranks, larger groups first."""
+    """(first rank, group) of each group, larger groups first."""
     start = 0
     for group in sorted(groups, key=lambda group: -group.k):
         yield start, group

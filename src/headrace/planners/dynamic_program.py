@@ -20,9 +20,9 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from headrace.planning.baselines.homogeneous import roomiest_first
+from headrace.planners.homogeneous import roomiest_first
 from headrace.planning.batch import PriceTable
-from headrace.planning.strategy_search import Counts
+from headrace.planning.side_by_side import Counts
 
 __all__ = ["proposed"]
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.planning.baselines.differencing import differenced
-from headrace.planning.baselines.launched import fitting, interleaved
+from headrace.planners.differencing import differenced
+from headrace.planners.launched import fitting, interleaved
 from headrace.planning.batch import PriceTable
 from headrace.planning.schedule import Assignment, Group, placed
 

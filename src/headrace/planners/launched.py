@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Sequence
 
 import numpy as np
 
 from headrace.planning.batch import PriceTable
-from headrace.planning.schedule import Assignment, Group
-from headrace.planning.static import static_schedule
-from headrace.spec.plan import Semantics
+from headrace.planning.schedule import Group
 
-__all__ = ["block", "fitting", "in_turn", "interleaved", "static_launches"]
+__all__ = ["block", "fitting", "in_turn", "interleaved"]
 
 
 def fitting(table: PriceTable) -> int | None:
@@ -42,22 +39,3 @@ def interleaved(table: PriceTable, k: int, taken: Sequence[Sequence[list[int]]])
         (n, group, members) for group, own in enumerate(taken) for n, members in enumerate(own)
     )
     return [(k, block(table.width[k], group), members) for _, group, members in launches]
-
-
-def static_launches(
-    table: PriceTable, k: int, semantics: Semantics, *, late: Callable[[float], bool] | None = None
-) -> Assignment | None:
-    """The static schedule of scheme k, in lockstep launch by launch with the longest of each group
-    first; None where it takes so long that it is ``late``."""
-    found = static_schedule(table, k, late=late)
-    if found is None or semantics == "free":
-        return found
-    longest = [sorted(own.times, reverse=True) for own in found.packs]
-    if late is not None and late(sum(map(max, zip_longest(*longest, fillvalue=0.0)))):
-        return None
-    seconds = table.seconds(k)
-    taken = [
-        sorted(map(list, own.bins), key=lambda held: (-sum([seconds[i] for i in held]), held[0]))
-        for own in found.packs
-    ]
-    return Assignment.of_launches(table, interleaved(table, k, taken), "static", semantics)

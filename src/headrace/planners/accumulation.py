@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.planning.baselines.buckets import buckets
-from headrace.planning.baselines.launched import fitting
+from headrace.planners.buckets import buckets
+from headrace.planners.launched import fitting
 from headrace.planning.batch import PriceTable
 from headrace.planning.schedule import Group, launch_s
 
@@ -28,8 +28,14 @@ __all__ = ["accumulated", "accumulated_s"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batches:
-    """A bucket's launches on groups of scheme ``k``, ``width`` ranks, each of at most
-    ``seconds``."""
+    """The launches of a bucket.
+
+    Attributes:
+        k: The scheme of their groups.
+        width: Ranks of a group.
+        seconds: Seconds of the slowest launch.
+        launches: Positions of the sequences of each launch.
+    """
 
     k: int
     width: int
@@ -47,9 +53,9 @@ def accumulated_s(table: PriceTable) -> float:
     if fitting(table) is None:
         return 0.0
     busy_s = sum(
-        some.width * launch_s(table, some.k, held)
-        for some in _all_batches(table)
-        for held in some.launches
+        batches.width * launch_s(table, batches.k, members)
+        for batches in _all_batches(table)
+        for members in batches.launches
     )
     return busy_s / table.devices
 
@@ -59,17 +65,21 @@ def accumulated(table: PriceTable) -> list[Group]:
     if fitting(table) is None:
         return []
     rounds = list[list[_Batches]]()
-    for some in sorted(_all_batches(table), key=lambda some: (-some.width, some.launches[0][0])):
+    widest_first = sorted(
+        _all_batches(table), key=lambda batches: (-batches.width, batches.launches[0][0])
+    )
+    for batches in widest_first:
         used = [sum(other.width for other in beside) for beside in rounds]
-        at = next((n for n, own in enumerate(used) if own + some.width <= table.devices), None)
+        at = next((n for n, own in enumerate(used) if own + batches.width <= table.devices), None)
         if at is None:
-            rounds.append([some])
+            rounds.append([batches])
         else:
-            rounds[at].append(some)
-    return [launch for some in rounds for launch in _round(table.devices, some)]
+            rounds[at].append(batches)
+    return [launch for beside in rounds for launch in _round(table.devices, beside)]
 
 
 def _all_batches(table: PriceTable) -> list[_Batches]:
+    """The launches of every bucket."""
     return [_best_batches(table, bucket) for bucket in buckets(table)]
 
 
@@ -88,23 +98,25 @@ def _best_batches(table: PriceTable, bucket: list[int]) -> _Batches:
     return _Batches(k=k, width=table.width[k], seconds=slowest_s, launches=launches)
 
 
-def _round(devices: int, some: Sequence[_Batches]) -> list[Group]:
+def _round(devices: int, beside: Sequence[_Batches]) -> list[Group]:
+    """The launches of one round: buckets ``beside`` each other, each on as many groups as all need
+    to end within the least time."""
     times = sorted(
         {
             steps * batches.seconds
-            for batches in some
+            for batches in beside
             for steps in range(1, 1 + len(batches.launches))
         }
     )
     low, high = 0, len(times) - 1
     while low < high:
         middle = (low + high) // 2
-        if sum(batches.width * batches.groups(times[middle]) for batches in some) <= devices:
+        if sum(batches.width * batches.groups(times[middle]) for batches in beside) <= devices:
             high = middle
         else:
             low = middle + 1
     launches, start = list[tuple[int, int, Group]](), 0
-    for batches in some:
+    for batches in beside:
         count = batches.groups(times[low])
         for n, held in enumerate(batches.launches):
             first = start + n % count * batches.width

@@ -12,7 +12,7 @@ Sets = list[tuple[float, list[int]]]
 
 
 def differenced(weights: Sequence[float], parts: int) -> list[list[int]]:
-    """Numbers of the weights in ``parts`` sets of like sums, each set in rising order.
+    """Numbers of ``weights`` in ``parts`` sets of like sums, each set in rising order.
 
     Of all partial solutions, the two whose heaviest and lightest sets differ most are joined, the
     heaviest set of one with the lightest of the other, until one is left. Sets that are still
@@ -23,13 +23,13 @@ def differenced(weights: Sequence[float], parts: int) -> list[list[int]]:
     ]
     heapify(heap)
     while len(heap) > 1:
-        _, first, one = heappop(heap)
-        other = heappop(heap)[2]
-        apart = max(0, parts - len(other))
-        joined = one[:apart]
-        for (heavy, held), (light, more) in zip(one[apart:], reversed(other), strict=False):
+        _, first, widest = heappop(heap)
+        _, _, second = heappop(heap)
+        apart = max(0, parts - len(second))
+        joined = widest[:apart]
+        for (heavy, held), (light, more) in zip(widest[apart:], reversed(second), strict=False):
             joined.append((heavy + light, held + more))
-        joined += other[: len(other) - max(0, len(one) - apart)]
+        joined += second[: len(second) - max(0, len(widest) - apart)]
         joined.sort()
         spread = (joined[-1][0] if len(joined) == parts else 0) - joined[0][0]
         heappush(heap, (-spread, first, joined))

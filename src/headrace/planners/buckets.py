@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from headrace.planning.baselines.launched import fitting, in_turn
-from headrace.planning.batch import PriceTable
+from headrace.planners.launched import fitting, in_turn
+from headrace.planning.batch import PriceTable, best_fit
 from headrace.planning.schedule import Group
-from headrace.planning.staged_packing import best_fit
 
 __all__ = ["bucket", "buckets", "packed"]
 
@@ -27,7 +26,7 @@ def buckets(table: PriceTable) -> list[list[int]]:
     """Positions of like length: (2^(k-1), 2^k] tokens, longest bucket first."""
     tokens = table.tokens
     grouped = groupby(range(len(tokens)), key=lambda i: (tokens[i] - 1).bit_length())
-    return [list(some) for _, some in grouped]
+    return [list(bucket) for _, bucket in grouped]
 
 
 def bucket(table: PriceTable) -> list[Group]:
@@ -37,11 +36,11 @@ def bucket(table: PriceTable) -> list[Group]:
         return []
     seconds, room = table.seconds(k), table.room(k)
     launches = list[list[int]]()
-    for some in buckets(table):
-        fit, slowest_s = table.cap[k] // room[some[0]], seconds[some[0]]
+    for members in buckets(table):
+        fit, slowest_s = table.cap[k] // room[members[0]], seconds[members[0]]
         even = int(seconds[0] / slowest_s) if slowest_s > 0 else fit
         size = max(1, min(fit, even))
-        launches += [some[n : n + size] for n in range(0, len(some), size)]
+        launches += [members[n : n + size] for n in range(0, len(members), size)]
     return in_turn(table, k, launches)
 
 

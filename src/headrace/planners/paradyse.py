@@ -28,7 +28,7 @@ What the paper leaves open, and how it is read:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -42,6 +42,7 @@ __all__ = ["MemoryRule", "Selection", "StrategySelector"]
 MemoryRule = Literal["sum", "peak"]
 
 Strategies = list[LayerOption]
+"""Layer options; as a layer plan those of the layers in order."""
 
 _ROUNDING_BYTES = 1e-3
 
@@ -57,15 +58,22 @@ class Selection:
 
 @dataclass(slots=True, kw_only=True)
 class StrategySelector:
-    """Selects layers for micro-batches on ``p`` ranks, one after the other.
+    """Selects layers for micro-batches, one after the other. It keeps the cache and the layers of
+    the call before.
 
-    ``gamma`` is the smoothing, 0 for none. ``memory`` is what must stay within the device: the
-    sum over all layers of what they keep and need in passing, as printed, or the peak. Keeps the
-    cache and the layers of the call before.
+    Args:
+        costs: The model's costs.
+        p: Ranks of the group.
+        options: The layer options to choose from; all with costs when left out.
+        working: How the group holds weights.
+        gamma: The share of seconds that smoothing may lose; 0 for none.
+        memory: What must stay within the device: the sum over all layers of what they keep and
+            need in passing, as printed, or the peak.
     """
 
     costs: CostModel
     p: int
+    options: Collection[LayerOption] | None = None
     working: Working = "replicated"
     gamma: float = 0.0
     memory: MemoryRule = "sum"
@@ -97,6 +105,8 @@ class StrategySelector:
         rated = []
         for text, cost in self.costs.options[self.p].items():
             option = LayerOption.parse(text)
+            if self.options is not None and option not in self.options:
+                continue
             seconds = sum(self.costs.layer_seconds(pack, self.p, option, self.working))
             rated.append((seconds, cost.kept(tokens) + cost.transient(tokens), option))
         left: Strategies = []
@@ -142,14 +152,18 @@ class StrategySelector:
 
     @property
     def _layers(self) -> int:
+        """Layers of the model."""
         return self.costs.shape.layers
 
     def _selection(self, pack: tuple[int, ...], strategies: Strategies) -> Selection:
+        """A layer plan, the strategy of each layer in order, for a micro-batch of these lengths."""
         layers = LayerPlan(options=tuple(strategies))
         seconds = sum(self.costs.micro_batch_s(pack, self.p, layers, self.working))
         return Selection(layers=layers, seconds=seconds, fits=self._fits(pack, strategies))
 
     def _fits(self, pack: tuple[int, ...], strategies: Strategies) -> bool:
+        """Whether a micro-batch of these lengths fits with the strategy of each layer in order, by
+        the memory rule."""
         costs, tokens = self.costs, sum(pack)
         if self.memory == "peak":
             layers = LayerPlan(options=tuple(strategies))

@@ -1,0 +1,5 @@
+"""Planners of others, over the tables that ours reads, and the generators of every planner."""
+
+from headrace.planners.registry import BASELINES, PLANNERS, Baseline
+
+__all__ = ["BASELINES", "PLANNERS", "Baseline"]

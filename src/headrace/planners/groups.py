@@ -1,0 +1,25 @@
+"""Tables of groups, which planners of others read that know nothing of stages or tensor blocks."""
+
+from __future__ import annotations
+
+from headrace.planning.batch import PriceTable
+from headrace.planning.priced import PricedScheme
+
+__all__ = ["groups_only", "is_groups"]
+
+
+def is_groups(table: PriceTable) -> bool:
+    """Whether all schemes are groups: one stage, and no tensor blocks."""
+    return all(s.depth == 1 and s.scheme.tensor == 1 for s in table.schemes)
+
+
+def groups_only(table: PriceTable) -> PriceTable:
+    """The schemes of a table that have one stage, the roomiest of each number of devices."""
+    if is_groups(table):
+        return table
+    roomiest: dict[int, PricedScheme] = {}
+    for scheme in table.schemes:
+        best = roomiest.get(scheme.devices)
+        if scheme.depth == 1 and (best is None or best.most_tokens < scheme.most_tokens):
+            roomiest[scheme.devices] = scheme
+    return PriceTable.like(table, list(roomiest.values()))

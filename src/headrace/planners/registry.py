@@ -1,0 +1,284 @@
+"""Planners of others by name: what they make of a batch, and what each cannot beat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+
+from headrace.planners.accumulation import accumulated, accumulated_s
+from headrace.planners.buckets import bucket, packed
+from headrace.planners.given_layers import Paradyse, SizesOnly
+from headrace.planners.groups import groups_only, is_groups
+from headrace.planners.homogeneous import (
+    BatchPlanner,
+    max_length,
+    static,
+    token_balance,
+)
+from headrace.planners.hydraulis import hydraulis
+from headrace.planners.launched import fitting
+from headrace.planners.megatron import dp_balanced, hybrid
+from headrace.planners.switching import switching
+from headrace.planners.token_balance import by_weight
+from headrace.planning.batch import PriceTable
+from headrace.planning.generators import CostKind, Generator, Known, Role, TableKind
+from headrace.planning.schedule import Assignment, Group, launched
+from headrace.planning.search import GENERATORS
+from headrace.planning.static import (
+    best_static,
+    static_bounds,
+    static_in_lockstep,
+    static_s,
+    static_schedule,
+)
+from headrace.spec.plan import Semantics
+
+__all__ = ["BASELINES", "PLANNERS", "Baseline"]
+
+Schedules = Callable[[PriceTable, Semantics, int], Assignment | None]
+"""Plans one batch under some semantics with a seed; None where it cannot hold the batch."""
+
+Bounded = Callable[[PriceTable], float]
+"""Seconds that no schedule of a planner beats, which cost less than making it, or 0."""
+
+Prepare = Callable[[Sequence[PriceTable], int, int | None], BatchPlanner]
+"""Decides for all batches at once, with a seed and the model's parameters if known; gives what
+plans one after the other, and raises InfeasiblePlan where a batch fits nowhere."""
+
+_BY_NAME = Role(name="", tables="one size", semantics=("free", "lockstep"), beyond=-inf, final=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """A planner of others, as a generator.
+
+    Attributes:
+        role: For which problems it is, and when it is asked.
+        schedules: Plans one batch.
+        least_s: A bound of its schedules.
+        meaning: One line for people.
+        staged: Whether it plans tables of any schemes; else only of groups.
+        one_size: Whether all its groups have one size, the smallest of a table that holds the
+            batch; as a generator it is given each size, and the quickest counts.
+        prepare: Of those that are ``staged``, decides for all batches at once.
+    """
+
+    role: Role = _BY_NAME
+    schedules: Schedules
+    least_s: Bounded
+    meaning: str
+    staged: bool = False
+    one_size: bool = False
+    prepare: Prepare | None = None
+
+    def drafts(self, table: PriceTable, known: Known) -> Iterator[Assignment]:
+        """Its schedules of a table that may be quicker than the best known."""
+        if not self.staged:
+            table = groups_only(table)
+            if not len(table):
+                return
+        if self.role.last and self.least_s(table) >= known.best_s:
+            return
+        each = _sizes(table) if self.one_size and not self.role.last else [table]
+        for given in each:
+            made = self.schedules(given, known.problem.semantics, known.seed)
+            if made is not None:
+                yield made
+
+    def named(self, name: str) -> Baseline:
+        """The planner as the only generator of a problem."""
+        tables: TableKind = "every scheme" if self.staged else "one size"
+        return replace(self, role=replace(self.role, name=name, tables=tables))
+
+    def asked_again(self, name: str, costs: CostKind, *semantics: Semantics) -> Baseline:
+        """The planner as one that is asked when other generators leave a gap."""
+        role = Role(
+            name=name,
+            tables="one size",
+            costs=(costs,),
+            semantics=semantics,
+            beyond=_ASKED_AGAIN,
+            final=True,
+            last=True,
+        )
+        return replace(self, role=role)
+
+
+_ASKED_AGAIN = 0.01
+"""Share above the bound from which on planners of others are asked again."""
+
+
+def _sizes(table: PriceTable) -> list[PriceTable]:
+    """A table for every scheme that holds the longest sequence."""
+    holding = np.flatnonzero(np.isfinite(table.alone[:, 0])).tolist()
+    return [PriceTable.like(table, [table.schemes[k]]) for k in holding]
+
+
+def _nothing_s(_: PriceTable) -> float:
+    """No bound is known."""
+    return 0.0
+
+
+def _fitting_s(table: PriceTable) -> float:
+    """Seconds that no groups of the smallest size that holds the longest sequence beat."""
+    k = fitting(table)
+    return 0.0 if k is None else static_s(table, k)
+
+
+def _best_static_s(table: PriceTable) -> float:
+    """Seconds that no schedule of one scheme beats."""
+    return min((bound_s for bound_s, _ in static_bounds(table)), default=0.0)
+
+
+def _hybrid_s(table: PriceTable) -> float:
+    """Seconds if every sequence is alone on the size of the fewest device-seconds, shared by all
+    devices."""
+    alone = (table.ranks * table.alone).min(axis=0)
+    return float(alone @ table.batch.counts) / table.devices if np.isfinite(alone).all() else 0.0
+
+
+def _static(table: PriceTable, semantics: Semantics, _: int) -> Assignment | None:
+    """Groups of the smallest size that holds the longest sequence; of other schemes the best."""
+    if not is_groups(table):
+        return best_static(table)
+    k = fitting(table)
+    found = None if k is None else static_schedule(table, k)
+    return found if found is None or semantics == "free" else launched(found)
+
+
+def _best_static(table: PriceTable, semantics: Semantics, _: int) -> Assignment | None:
+    """The best schedule of one group size."""
+    return best_static(table) if semantics == "free" else static_in_lockstep(table)
+
+
+def _launched(
+    name: str, make: Callable[[PriceTable], list[Group]]
+) -> Callable[[PriceTable, Semantics, int], Assignment | None]:
+    """A planner that issues launch by launch."""
+
+    def schedules(table: PriceTable, semantics: Semantics, _: int) -> Assignment | None:
+        launches = make(table)
+        return Assignment.of_launches(table, launches, name, semantics) if launches else None
+
+    return schedules
+
+
+def _alone(
+    prepare: Callable[[Sequence[PriceTable], int], BatchPlanner],
+) -> Callable[[PriceTable, Semantics, int], Assignment | None]:
+    """A planner of several batches for one of them; in lockstep its micro-batches are issued one by
+    one."""
+
+    def schedules(table: PriceTable, semantics: Semantics, seed: int) -> Assignment | None:
+        if not np.isfinite(table.alone[:, 0]).any():
+            return None
+        made = prepare([table], seed)(0, table)
+        return made if semantics == "free" else launched(made)
+
+    return schedules
+
+
+BASELINES: Mapping[str, Baseline] = {
+    "static": Baseline(
+        schedules=_static,
+        least_s=lambda t: _fitting_s(t) if is_groups(t) else _best_static_s(t),
+        staged=True,
+        prepare=lambda tables, *_: static(tables),
+        meaning="one scheme: the smallest group that fits the longest sequence (DeepSpeed-like), "
+        "or the pipelines that are best for all batches",
+    ),
+    "best-static": Baseline(
+        schedules=_best_static, least_s=_best_static_s, meaning="one group size, the best of all"
+    ),
+    "karmarkar-karp": Baseline(
+        schedules=_launched("karmarkar-karp", by_weight),
+        least_s=_fitting_s,
+        meaning="one group size, sequences balanced by a fixed formula (verl-like)",
+    ),
+    "dp-balanced": Baseline(
+        schedules=_launched("dp-balanced", dp_balanced),
+        least_s=_fitting_s,
+        meaning="one group size, greedy packs dealt out in turn (Megatron-like)",
+    ),
+    "hybrid-cp": Baseline(
+        schedules=_launched("hybrid-cp", hybrid),
+        least_s=_hybrid_s,
+        meaning="every sequence alone on the fewest ranks that hold it (Megatron-like)",
+    ),
+    "bucket": Baseline(
+        schedules=_launched("bucket", bucket),
+        least_s=_fitting_s,
+        one_size=True,
+        meaning="one group size, smaller batches of longer sequences (bucket parallel)",
+    ),
+    "packed": Baseline(
+        schedules=_launched("packed", packed),
+        least_s=_fitting_s,
+        one_size=True,
+        meaning="one group size, packs as full as memory allows (packed parallel)",
+    ),
+    "dcp": Baseline(
+        schedules=_launched("dcp", accumulated),
+        least_s=accumulated_s,
+        meaning="a size per bucket, accumulation steps to end together (Data-Centric Parallel)",
+    ),
+    "max-length": Baseline(
+        schedules=_alone(lambda tables, _: max_length(tables)),
+        least_s=_best_static_s,
+        staged=True,
+        prepare=lambda tables, *_: max_length(tables),
+        meaning="one scheme, packs as long as the longest sequence (Megatron-LM)",
+    ),
+    "token-balance": Baseline(
+        schedules=_alone(lambda tables, _: token_balance(tables)),
+        least_s=_best_static_s,
+        staged=True,
+        prepare=lambda tables, *_: token_balance(tables),
+        meaning="one scheme, the same tokens for every pipeline",
+    ),
+    "hydraulis": Baseline(
+        schedules=_alone(hydraulis),
+        least_s=_nothing_s,
+        staged=True,
+        prepare=lambda tables, seed, _: hydraulis(tables, seed),
+        meaning="strategies by a dynamic program, sequences by greedy trials (Hydraulis)",
+    ),
+    "switching": Baseline(
+        role=replace(_BY_NAME, costs=("pipelines",), semantics=("free",)),
+        schedules=_alone(lambda tables, _: switching(tables)),
+        least_s=_nothing_s,
+        staged=True,
+        prepare=lambda tables, _, parameters: switching(tables, parameters),
+        meaning="up to three homogeneous strategies in turn, by length (HotSPa-like)",
+    ),
+}
+
+
+def _asked_again() -> Iterator[Generator]:
+    """Planners of others for costs by formula: of pipelines those that plan any schemes, of groups
+    the others. Not ``switching``, as changing within a step would be free, nor ``hydraulis``, which
+    takes longer than the whole search."""
+    for name, baseline in BASELINES.items():
+        if not baseline.staged:
+            yield baseline.asked_again(name, "groups", "free", "lockstep")
+            yield baseline.asked_again(name, "model", "lockstep")
+        elif name not in ("switching", "hydraulis"):
+            yield baseline.asked_again(name, "pipelines", "free")
+
+
+PLANNERS: Mapping[str, tuple[Generator, ...]] = {
+    **{
+        name: (baseline.named(name),)
+        for name, baseline in BASELINES.items()
+        if name not in ("static", "best-static", "switching")
+    },
+    "flexsp": (SizesOnly(),),
+    "paradyse": (Paradyse(),),
+    **GENERATORS,
+    "adaptive": (*GENERATORS["adaptive"], *_asked_again()),
+    "strategies": (*GENERATORS["strategies"], *_asked_again()),
+}
+"""The generators of a problem by the name of its planner."""

@@ -1,0 +1,178 @@
+"""What a search needs of published costs, and of a model's costs in lockstep: one table of prices,
+bounds, and a formula for the step.
+
+Published costs know nothing of weights. In lockstep weights are gathered layer by layer, which the
+prices have, and there is nothing else to hide. So a step takes what computing takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from headrace.costs import CostModel
+from headrace.planning.batch import PriceTable, SortedBatch
+from headrace.planning.bounds import Bound, BoundRows, lower_bound
+from headrace.planning.exact_waves import MOST_SEQUENCES
+from headrace.planning.explain import Candidate, require_lockstep
+from headrace.planning.generators import Offer, TableKind
+from headrace.planning.problem import Problem
+from headrace.planning.published import require_held
+from headrace.planning.schedule import Assignment
+from headrace.planning.wave_bounds import wave_bound_s
+from headrace.spec import LayerPlan, MicroBatch, Pipeline, Plan, Scheme
+
+__all__ = ["FormulaSource", "bounded", "formula_table", "plan_of"]
+
+_LOOSE = 0.02
+"""From this share above the bound on, the closer bound of waves is asked for."""
+
+_LOOSE_EACH = 4
+"""And only where there are so many sequences for each device that prices tell something."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FormulaSource:
+    """Table, bounds and clock of costs by formula for one batch.
+
+    Attributes:
+        problem: What is planned for.
+        batch: The batch, longest sequences first.
+        simulates: False, as a schedule is timed when it is packed.
+        flat: None, as no bound of fewer schemes is known.
+        table: The prices.
+    """
+
+    problem: Problem
+    batch: SortedBatch
+    simulates: bool = False
+    flat: Bound | None = None
+    table: PriceTable = field(init=False)
+    _low: Bound = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.table = formula_table(self.problem, self.batch)
+        self._low = bounded(self.table)
+
+    def offers(self, kind: TableKind, best_s: Callable[[], float]) -> Iterator[Offer]:
+        """The table, for the kinds of tables that the costs and the semantics have.
+
+        Args:
+            kind: Which tables.
+            best_s: Gives the least seconds of computing so far.
+
+        Yields:
+            The table with the bound of its schedules, or nothing.
+        """
+        has = kind != "groups" and (kind != "nested" or self.problem.nests)
+        if has:
+            yield Offer(table=self.table, bound_s=self._low.seconds)
+
+    @property
+    def bound(self) -> Bound:
+        """The bound of all plans."""
+        if not self.problem.apart or self.problem.others is not None:
+            return self._low
+        rows = BoundRows.of(self.table)
+        return lower_bound(rows, self.table.devices, apart=True, known_s=self._low.seconds)
+
+    def closer(self, bound: Bound, found: Sequence[Assignment]) -> Bound:
+        """A bound at least as close, given packed schedules, the quickest first: that of waves
+        where the quickest is far above ``bound``; of few sequences in lockstep the best plan."""
+        table, problem = self.table, self.problem
+        if problem.semantics != "lockstep" or any(table.staged) or not found:
+            return bound
+        if problem.planner == "adaptive" and len(table.tokens) <= MOST_SEQUENCES:
+            waves = any(schedule.source == "waves" for schedule in found)
+            return replace(bound, seconds=found[0].seconds, exact=True) if waves else bound
+        many = len(table.tokens) >= _LOOSE_EACH * table.devices
+        if not many or found[0].seconds <= bound.seconds * (1 + _LOOSE):
+            return bound
+        seconds = wave_bound_s(table, bound.seconds, found[0].seconds)
+        return replace(bound, seconds=seconds, by_wave=seconds > bound.seconds)
+
+    def latest_s(self, best: Assignment | None) -> float:
+        """Seconds of computing from which on no step beats that of ``best``."""
+        return float("inf") if best is None else best.seconds
+
+    def least_s(self, schedule: Assignment) -> float:
+        """Seconds that the step of a schedule takes: those of computing."""
+        return schedule.seconds
+
+    def timed(self, schedule: Assignment) -> Candidate:
+        """A schedule with its seconds."""
+        return Candidate(schedule=schedule, seconds=schedule.seconds)
+
+    def plan(self, best: Candidate, bound: Bound, previous: Plan | None) -> Plan:
+        """The plan of the best candidate; with a model's costs it has the layers, the update's
+        seconds and the costs' scale."""
+        made = plan_of(best.schedule, bound)
+        if self.problem.is_published:
+            return made
+        return _with_model(made, self.problem.model, best.schedule)
+
+
+def formula_table(problem: Problem, batch: SortedBatch) -> PriceTable:
+    """The table of a batch. Raises InfeasiblePlan when its longest sequence fits no scheme."""
+    longest, index = batch.tokens[0], batch.order[0]
+    if problem.is_published:
+        schemes = problem.published_schemes
+        require_held(problem.published, schemes, problem.devices, longest, index)
+    else:
+        schemes = problem.pricing.lockstep()
+        require_lockstep(problem, longest, index)
+    return PriceTable(batch, schemes, problem.devices)
+
+
+def bounded(table: PriceTable) -> Bound:
+    """The bound of a table's plans."""
+    return lower_bound(BoundRows.of(table), table.devices)
+
+
+def plan_of(schedule: Assignment, bound: Bound) -> Plan:
+    """The plan of a schedule, timed by the formula."""
+    table, batch = schedule.table, schedule.table.batch
+    numbers: dict[tuple[Scheme, tuple[int, ...]], int] = {}
+    micro_batches = list[MicroBatch]()
+    for (k, ranks, _), packed in zip(schedule.groups, schedule.packs, strict=True):
+        number = numbers.setdefault((table.schemes[k].scheme, ranks), len(numbers))
+        micro_batches += [
+            MicroBatch(
+                pipeline=number,
+                layers=LayerPlan(),
+                sequences=tuple([batch.order[i] for i in members]),
+            )
+            for members in packed.bins
+        ]
+    return Plan(
+        lengths=batch.lengths,
+        devices=table.devices,
+        pipelines=tuple(Pipeline(scheme=scheme, ranks=ranks) for scheme, ranks in numbers),
+        micro_batches=tuple(micro_batches),
+        predicted_s=schedule.seconds,
+        lower_bound_s=min(bound.seconds, schedule.seconds),
+        semantics=schedule.semantics,
+    )
+
+
+def _with_model(plan: Plan, costs: CostModel, schedule: Assignment) -> Plan:
+    """The plan with the layers of a model's costs, the update's seconds and their scale."""
+    schemes, rows = schedule.table.schemes, [row for own in schedule.packs for row in own.rows]
+    kinds = [
+        k for (k, _, _), own in zip(schedule.groups, schedule.packs, strict=True) for _ in own.rows
+    ]
+    micro_batches = tuple(
+        replace(
+            micro,
+            layers=schemes[k].layer_plan(row) or LayerPlan(),
+            order=schemes[k].order_of(row, costs),
+        )
+        for micro, k, row in zip(plan.micro_batches, kinds, rows, strict=True)
+    )
+    update_s = costs.exchange_s.update_s
+    return plan.replace(
+        micro_batches=micro_batches,
+        working="sharded",
+        predicted_s=(plan.predicted_s + update_s) * costs.scale,
+        lower_bound_s=(plan.lower_bound_s + update_s) * costs.scale,
+    )

@@ -1,0 +1,101 @@
+"""Generators: a list that a user may shorten or extend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import headrace as hr
+from headrace.costs import published, synthetic_costs
+from headrace.errors import HeadraceError, SpecError
+from headrace.planners import PLANNERS
+from headrace.planning import GENERATORS, Known, Nested, Problem, Role, SideBySide, Static, Waves
+from headrace.planning.batch import PriceTable
+from headrace.planning.filling import deal
+from headrace.planning.generators import Draft
+from headrace.planning.schedule import Assignment, placed
+from headrace.planning.static import static_schedule
+
+LENGTHS = [9000, 4000, 3000, 900, 800, 700, 300, 200, 100, 50]
+
+
+def problems() -> dict[str, Problem]:
+    return {
+        "model": Problem(costs=synthetic_costs(4, 4)),
+        "lockstep": Problem(costs=synthetic_costs(4, 4), semantics="lockstep"),
+        "groups": Problem(costs=published("flexsp-7b-a100"), devices=8),
+        "pipelines": Problem(costs=published("hydraulis-7b"), devices=32),
+    }
+
+
+class Smallest:
+    """Everything on the smallest groups that hold the longest sequence, packed."""
+
+    role = Role(name="smallest", tables="one size", final=True)
+
+    def drafts(self, table: PriceTable, known: Known) -> Iterator[Assignment]:
+        made = (static_schedule(table, k) for k in range(len(table)))
+        yield from [schedule for schedule in made if schedule is not None][:1]
+
+
+class Loser:
+    """Drafts that lose the shortest sequence."""
+
+    role = Role(name="loser", tables="one size")
+
+    def drafts(self, table: PriceTable, known: Known) -> Iterator[Draft]:
+        pipelines = [(len(table) - 1, list[int]())]
+        seconds = deal(table, pipelines, range(len(table.tokens) - 1))
+        yield Draft.of(table, seconds, placed(table, pipelines), "loser")
+
+
+@pytest.mark.parametrize("name", problems())
+def test_a_shorter_list_plans_less(name: str) -> None:
+    """Catches a list that is not asked for, and one that is asked for more than it has."""
+    problem = problems()[name]
+    only = hr.plan(LENGTHS, problem, generators=[Static()])
+    assert only.predicted_s == hr.plan(LENGTHS, problem.replace(planner="static")).predicted_s
+    assert hr.plan(LENGTHS, problem).predicted_s <= only.predicted_s
+
+
+@pytest.mark.parametrize("generator", [SideBySide(), Nested()], ids=["side by side", "nested"])
+def test_one_generator_is_enough(generator: SideBySide | Nested) -> None:
+    """Catches a search that needs a static schedule to begin with."""
+    made = hr.plan(LENGTHS, problems()["model"], generators=[generator])
+    assert made.lower_bound_s <= made.predicted_s
+
+
+@pytest.mark.parametrize("name", ["model", "groups", "pipelines"])
+def test_a_generator_of_ones_own(name: str) -> None:
+    """Catches a generator of the user's that is not asked, or whose schedules are not timed."""
+    problem = problems()[name]
+    alone = hr.plan(LENGTHS, problem, generators=[Smallest()])
+    assert len({pipeline.scheme for pipeline in alone.pipelines}) == 1
+    beside = hr.plan(LENGTHS, problem, generators=[*PLANNERS["adaptive"], Smallest()])
+    assert beside.predicted_s <= min(alone.predicted_s, hr.plan(LENGTHS, problem).predicted_s)
+
+
+def test_lost_sequences_are_refused() -> None:
+    """Catches a plan of a user's generator that leaves a sequence out."""
+    with pytest.raises(HeadraceError, match="sequence"):
+        hr.plan(LENGTHS, problems()["groups"], generators=[Loser()])
+
+
+@pytest.mark.parametrize(
+    ("name", "generators"),
+    [("model", [Waves()]), ("lockstep", [Nested()]), ("pipelines", [Nested()]), ("groups", [])],
+)
+def test_generators_of_other_problems_are_refused(name: str, generators: list[Any]) -> None:
+    """Catches a traceback, or a plan of nothing, where no generator is for the problem."""
+    with pytest.raises(SpecError, match=r"planner|generators"):
+        hr.plan(LENGTHS, problems()[name], generators=generators)
+
+
+def test_numbers_belong_to_generators() -> None:
+    """Catches generators that share what one of them is given."""
+    given = SideBySide(exchanged=0)
+    assert given.role == SideBySide().role
+    assert SideBySide().exchanged > 0
+    assert all(generator.role.name for generator in GENERATORS["adaptive"])
