@@ -4,6 +4,7 @@ or are refused by name, on every rank."""
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from attacks.crew import Crews
 from headrace.adopt.gradients import gradient_error
 from headrace.cli.foreign_models import foreign_model
 from headrace.comm.mesh import Groups
-from headrace.errors import HeadraceError
+from headrace.errors import DataError, HeadraceError
 from running.engine.loops import Drawn, attached, costs
 
 __all__ = ["AXES", "CALLS", "LOOPS"]
@@ -199,6 +200,8 @@ def _called(groups: Groups, call: Call, folder: Path) -> float:
     total = float(run.add_up(loss))
     wanted = _alone(plain, call, batches, run.labels)
     run.detach()
+    if not math.isfinite(wanted):  # of rows that plain attention masks whole
+        raise DataError("plain model", got=wanted, wanted="a finite loss to compare with")
     grads = ([p.grad for p in one.parameters()] for one in (model, plain))
     return max(abs(total - wanted) / max(abs(wanted), 1e-3), gradient_error(*grads))
 
