@@ -4,6 +4,7 @@ or are refused by name, on every rank."""
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,10 +24,10 @@ from attacks.crew import Crews
 from headrace.adopt.gradients import gradient_error
 from headrace.cli.foreign_models import foreign_model
 from headrace.comm.mesh import Groups
-from headrace.errors import HeadraceError
+from headrace.errors import DataError, HeadraceError
 from running.engine.loops import Drawn, attached, costs
 
-__all__ = ["AXES", "CALLS", "LOOPS"]
+__all__ = ["AXES", "CALLS", "LOOPS", "door_attack"]
 
 _TOLERANCE = 1e-5
 """Norms and rotary positions of transformers are single precision."""
@@ -50,9 +51,12 @@ Answer = tuple[str, float, str]
 """Of a rank: ``exact`` or ``refused``, the largest relative error, and what it was refused for."""
 
 
-def _attack(
-    name: str, about: str, run: Callable[..., Answer], draw: Callable[..., Any], few: int
+def door_attack(
+    name: str, about: str, run: Callable[..., float], draw: Callable[..., Any], few: int
 ) -> Attack:
+    """The attack on what ``run(groups, drawn, folder)`` gives on every rank, an error, of what
+    ``draw(rng, ranks)`` draws."""
+
     @contextmanager
     def begin(folder: Path) -> Iterator[Case]:
         crews = Crews()
@@ -199,6 +203,8 @@ def _called(groups: Groups, call: Call, folder: Path) -> float:
     total = float(run.add_up(loss))
     wanted = _alone(plain, call, batches, run.labels)
     run.detach()
+    if not math.isfinite(wanted):  # of rows that plain attention masks whole
+        raise DataError("plain model", got=wanted, wanted="a finite loss to compare with")
     grads = ([p.grad for p in one.parameters()] for one in (model, plain))
     return max(abs(total - wanted) / max(abs(wanted), 1e-3), gradient_error(*grads))
 
@@ -250,7 +256,7 @@ def _documents(batch: Any) -> Iterator[dict[str, torch.Tensor]]:
         yield {name: batch[name][:, start:stop] for name in ("input_ids", "labels")}
 
 
-CALLS = _attack(
+CALLS = door_attack(
     "calls",
     "models of transformers with any loss, over hr.compile on 1 to 4 ranks, equal one process",
     _called,
@@ -396,7 +402,7 @@ def _train_alone(plain: Any, batches: list[Any], loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-LOOPS = _attack(
+LOOPS = door_attack(
     "loops",
     "loops of hr.attach with any loss, labels and columns, under random plans, equal one process",
     _looped,
@@ -529,7 +535,7 @@ def _of_axes(groups: Groups, axes: Axes, folder: Path) -> float:
     return max(abs(total / wanted - 1), gradient_error(*grads))
 
 
-AXES = _attack(
+AXES = door_attack(
     "axes",
     "models of axes with any blocks, declared rightly or not, over hr.adapt, equal one process",
     _of_axes,

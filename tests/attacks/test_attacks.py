@@ -23,6 +23,7 @@ from attacks import __main__ as command_line
 from attacks import checkpoints, programs, steps
 from attacks.attack import Attack, Case, Outcome, case_rng
 from attacks.checkpoints import CHECKPOINTS
+from attacks.doors import door_attack
 from attacks.kills import KILLS
 from attacks.planner import PLANNER
 from attacks.programs import PROGRAMS
@@ -30,7 +31,7 @@ from attacks.registry import ATTACKS
 from attacks.runner import Runner
 from attacks.tally import Tally
 from headrace.comm.mesh import Groups
-from headrace.errors import ProgramError
+from headrace.errors import ModelError, ProgramError
 from headrace.native import checkpoint
 from headrace.native.checkpoint import StoredShard
 from headrace.native.shard_files import check_file
@@ -346,3 +347,26 @@ def test_problems_that_a_planner_did_not_survive(seed: int, number: int, tmp_pat
     with PLANNER.begin(tmp_path) as case:
         outcome = case(case_rng(seed, PLANNER.name, number))
     assert outcome.survived, outcome.words
+
+
+def _drawn_nothing(rng: np.random.Generator, ranks: int) -> str:
+    return "nothing"
+
+
+def _off(groups: Any, drawn: str, folder: Path) -> float:
+    return 1e-3
+
+
+def _refused_by_one(groups: Any, drawn: str, folder: Path) -> float:
+    if groups.rank == 1:
+        raise ModelError("planted", got="this", wanted="that")
+    return 0.0
+
+
+@pytest.mark.parametrize(("work", "verdict"), [(_off, "wrong"), (_refused_by_one, "apart")])
+def test_doors_that_are_wrong_or_refuse_on_some_ranks_are_found(work: Any, verdict: str) -> None:
+    """Catches an attack on front doors that is content with an error, or with a refusal that only
+    one rank hears of."""
+    tally = run(door_attack("planted", "", work, _drawn_nothing, few=4), 4)
+    assert tally.verdicts[verdict] > 0
+    assert {failure.verdict for failure in tally.failures} == {verdict}

@@ -161,6 +161,9 @@ def test_every_fault_is_warned_of(run: Run) -> None:
         ),
     )
     assert warnings(calm) == []
+    text = "the whole model takes 2 s for 9 tokens, two layers foretell 1 s (-50%)"
+    compared = replace(calm.facts, costs=replace(calm.facts.costs, compared=text))
+    assert warnings(replace(calm, facts=compared)) == [text]
     bad = replace(
         calm.steps[5],
         loss=nan,

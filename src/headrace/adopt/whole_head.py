@@ -63,7 +63,7 @@ class WholeHead:
         )
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Take the hooks away from the base model."""
         for undo in self._hooks:
             undo()
 

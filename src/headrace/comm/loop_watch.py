@@ -174,7 +174,7 @@ class CallWatch:
             self._watch.enter()
 
     def count(self) -> None:
-        """Another batch begins."""
+        """Note that another batch begins here."""
         self._batches += 1
 
     @contextmanager

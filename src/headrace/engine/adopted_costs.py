@@ -58,11 +58,13 @@ class LoopSetup:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelCosts:
     """The probes of a model and its costs, with the profile that was measured unless costs were
-    given."""
+    given; ``compared`` says how far the forecast from two layers was from the whole model, where
+    that was measured now."""
 
     probes: ModelProbes
     profile: Profile | None
     costs: CostModel
+    compared: str = ""
 
 
 def measured(setup: LoopSetup, sample: Item) -> ModelCosts:
@@ -93,13 +95,15 @@ def _measured(setup: LoopSetup, sample: Item) -> ModelCosts:
         setup.say,
     )
     costs = costs_from_profile(profile)
+    compared = ""
     if new and probes.layers is not None:
-        setup.say(_extrapolated(setup, probes, costs.replace(cluster=cluster)))
+        compared = _extrapolated(setup, probes, costs.replace(cluster=cluster))
+        setup.say(compared)
     margin = setup.options.memory_margin
     if margin is None:
         margin = max(costs.memory_margin, memory_margin_of(cluster.device))
     costs = costs.replace(cluster=cluster, memory_margin=margin, state_bytes=state)
-    return ModelCosts(probes=probes, profile=profile, costs=costs)
+    return ModelCosts(probes=probes, profile=profile, costs=costs, compared=compared)
 
 
 def _extrapolated(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> str:

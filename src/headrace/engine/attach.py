@@ -67,7 +67,6 @@ from headrace.engine.listener import ProgressLines, tell
 from headrace.engine.loop_checkpoint import LoopCheckpoints
 from headrace.engine.loop_runner import LoopMicroBatch, LoopRunner
 from headrace.engine.loop_start import optimizer_text, require_trainable, share_weights
-from headrace.engine.loop_stop import LoopStop
 from headrace.engine.record import DrawnSteps, EarlyAndRare, RunRecord, run_facts
 from headrace.engine.recovery import LeaveGroups, Recovery
 from headrace.engine.run_planner import RunPlanner, Stopped
@@ -600,6 +599,8 @@ class Attached:
             ...         for micro in step:
             ...             micro.backward(model(**micro.inputs).loss)
         """
+        from headrace.engine.loop_stop import LoopStop
+
         watch = self._watch
         stop = LoopStop(
             rank=self.rank,
@@ -977,6 +978,7 @@ class Attached:
             fingerprint=costs.fingerprint,
             profile=self.found.profile,
             memory_bytes=costs.cluster.memory_bytes,
+            compared=self.found.compared,
         )
 
     def _checkpoints(self) -> LoopCheckpoints:

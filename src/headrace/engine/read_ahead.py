@@ -26,10 +26,10 @@ _MOST_AHEAD = 4096
 
 
 class _Reads(Protocol):
-    """Something that reads samples by number."""
+    """A data set whose samples are read by their number."""
 
     def read(self, index: int) -> Item:
-        """One sample."""
+        """Read the sample of a number."""
         ...
 
 

@@ -113,11 +113,13 @@ def run_facts(
     fingerprint: str,
     profile: Profile | None,
     memory_bytes: int,
+    compared: str = "",
 ) -> dict[str, Any]:
     """The facts of a run for its report, as JSON: what is trained, on what, and what it costs.
 
     ``fingerprint`` is that of the costs, ``profile`` what they were fitted to, where it was read or
-    measured now; ``memory_bytes`` is what a rank may use.
+    measured now; ``memory_bytes`` is what a rank may use; ``compared`` says how far the forecast
+    from two layers was from the whole model, where that was measured now.
     """
     fits = fit_parts(profile) if profile else []
     errors: dict[str, dict[str, dict[str, float]]] = {"forward": {}, "backward": {}}
@@ -137,6 +139,7 @@ def run_facts(
         "corpus": dict(corpus),
         "costs": {
             "fingerprint": fingerprint,
+            "compared": compared,
             "error": errors,
             "points": [point for fit in fits for point in fit.to_json()],
         },

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -19,9 +19,11 @@ from headrace.adopt.spread_model import Item, SampleReader
 from headrace.data.length_summary import summarise_lengths
 from headrace.data.sampler import Sampler, SamplerOptions
 from headrace.engine.attach_options import LengthSource
-from headrace.engine.read_ahead import ReadAhead, Unread
 from headrace.errors import DataError
 from headrace.spec.lengths import Lengths
+
+if TYPE_CHECKING:
+    from headrace.engine.read_ahead import ReadAhead
 
 __all__ = [
     "DrawnOrder",
@@ -242,21 +244,23 @@ class DrawnOrder:
 
         def read(i: int) -> Item:
             found = self.samples.read(items[i]) if ready is None else ready[i]
-            if isinstance(found, Unread):
-                raise found.error()
-            return found
+            if isinstance(found, dict):
+                return found
+            raise found.error()
 
         return LoopBatch(
             lengths=batch.lengths, epoch=batch.epoch, state_after=batch.state_after, read=read
         )
 
     def _reading_ahead(self) -> ReadAhead:
+        from headrace.engine.read_ahead import ReadAhead
+
         options, lengths = self._sampler.options, self.samples.lengths
         each = options.batch_sequences or (options.batch_tokens or 1) / float(lengths.mean())
         return ReadAhead(self.samples, self._sampler, workers=self._workers, per_batch=each)
 
     def close(self) -> None:
-        """End what reads ahead."""
+        """End the processes that read ahead."""
         self._ahead = None
 
     def coming(self, epochs: int | None) -> Iterator[Lengths]:

@@ -108,9 +108,11 @@ class RelativeErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The cost model the run planned with: ``errors[part][case]`` are those of its fits."""
+    """The cost model the run planned with: ``errors[part][case]`` are those of its fits, and
+    ``compared`` says how far the forecast from two layers was from the whole model."""
 
     fingerprint: str = "unknown"
+    compared: str = ""
     errors: Annotated[Mapping[str, Mapping[str, RelativeErrors]], _within("error")] = field(
         default_factory=dict
     )

@@ -20,7 +20,7 @@ _TOLD = 6
 def warnings(run: Run) -> list[str]:
     """What a reader must know before trusting the figures, most serious first."""
     found = [_lost_losses(run), _over_capacity(run), _bad_predictions(run), _bad_fits(run)]
-    found += [*_notices(run), _skipped(run), _waits(run)]
+    found += [run.facts.costs.compared, *_notices(run), _skipped(run), _waits(run)]
     return [text for text in found if text] + list(run.notes)
 
 

@@ -279,6 +279,35 @@ def test_the_losses_of_the_guide_run() -> None:
         assert found == pytest.approx(wanted, rel=1e-12)
 
 
+def averaged_of_the_guide() -> tuple[bool, float]:
+    """Whether the guide's moving average is a plain model that runs, and how far it has come."""
+    page = (Path(__file__).parents[3] / "docs/guides/your-own-model.md").read_text()
+    section = page[page.index("## Evaluation") : page.index("## What is checked")]
+    logits, average = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
+    model: Any = two_ahead()
+    run, batch = hr.compile(model), tokens(2, 21)
+    names: dict[str, Any] = {"run": run, "model": model, "torch": torch, "copy": copy}
+    names["ids"] = batch["input_ids"]
+    exec(logits, names)
+    copied, moving = average.split("\n", 1)
+    exec(copied, names)
+    kept: Any = names["average"]
+    alike = torch.allclose(kept(batch["input_ids"]).logits, names["logits"])
+    before = model.further.bias.detach().clone()
+    with torch.no_grad():
+        model.further.bias += 1.0
+    exec(moving, names)
+    return alike, float((names["average"].further.bias - before).abs().max())
+
+
+def test_the_evaluation_of_the_guide_runs() -> None:
+    """Catches logits of one rank's tokens, and an average that is no plain model, or does not
+    move."""
+    for alike, moved in run_ranks(2, averaged_of_the_guide):
+        assert alike
+        assert moved == pytest.approx(0.001)
+
+
 def own_loss_by_hand() -> float:
     """The error of a gradient of a smoothed loss that is summed as the refusal says."""
     run, plain = hr.compile(with_own_loss("loss_function")), with_own_loss("loss_function")
