@@ -389,6 +389,8 @@ def _attached(
     folder: Path,
     listener: Listener,
 ) -> Attached:
+    """The user's model attached to plans as the configuration says, with an optimizer and a
+    scheduler made from it."""
     optimizer, scheduler = user_optimizer(model, config.optimizer, config.run.steps)
     return begin(
         model,

@@ -322,6 +322,8 @@ class Attached:
         out: str | Path | None,
         on_step: Callable[[Step], object],
     ) -> None:
+        """Measure the model's costs on a first sample and make planner, record and engine; an error
+        gives the user the plain model back. Collective."""
         sample = order.first()
         self._setup, self._order, self._seed, self._config = setup, order, seed, config
         self._steps, self._epochs = steps, epochs
@@ -845,6 +847,7 @@ class Attached:
         update: bool,
         checks: bool,
     ) -> Engine[LoopBatch, LoopMicroBatch]:
+        """The engine that plans, runs and records the steps of this loop."""
         setup = self._setup
         groups, held = setup.groups, setup.held
         on_host = dist.get_backend() == "gloo" and groups.device.type == "cpu"
@@ -921,6 +924,8 @@ class Attached:
             self._planner.plan_ahead(islice(coming, left), depth=depth)
 
     def _more(self) -> bool:
+        """Whether another step follows; where it depends on the data set's epoch, all ranks agree
+        on it."""
         if self._steps is not None:
             return self.number < self._steps
         more, order = False, self._order
@@ -980,6 +985,7 @@ class Attached:
         )
 
     def _checkpoints(self) -> LoopCheckpoints:
+        """The saver of the model's and the optimizer's state over these ranks."""
         return LoopCheckpoints(
             model=self._setup.held.inner,
             optimizer=self._setup.optimizer,

@@ -78,6 +78,8 @@ def _open(options: PlannerConfig, *, gpu: bool) -> _Names:
 
 
 def _listed(texts: tuple[str, ...]) -> _Names:
+    """The attention and feed-forward methods in texts such as ``ulysses+full``; raises SpecError
+    for an unknown one."""
     layers = [LayerOption.parse(text) for text in texts]
     for option in layers:
         facts_of(option.attention), facts_of(option.feed_forward)

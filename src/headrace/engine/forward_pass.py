@@ -94,6 +94,8 @@ class ForwardRunner:
         return iter(())
 
     def _turn(self, batch: LoopBatch, plan: Plan, turn: Forward | Idle, work: Work) -> None:
+        """Run one forward of this rank, or an idle one whose outputs are dropped, and keep what
+        ``fn`` makes of the outputs."""
         part = self.loop.placed(batch, plan, turn, work, model=self.model)
         micro = self.loop.micro_batch(batch, plan, turn, work, part, _refuse_backward)
         self.loop.part = part
@@ -108,8 +110,8 @@ class ForwardRunner:
             self.loop.part = None
 
     def _keep(self, outputs: Any, micro: LoopMicroBatch) -> None:
-        """Keep the values of a micro-batch. What ``fn`` raises is told to all ranks later: they may
-        wait for this one in forwards that follow."""
+        """Keep what ``fn`` makes of outputs: values [1, local tokens, ...], each rank its own, or
+        [sequences], the first rank for all. An error is kept too: others may wait in forwards."""
         try:
             values = _checked(self.fn(outputs, micro), micro)
         except Exception as error:

@@ -274,10 +274,12 @@ class LoopProfiler:
         yield from found[best]
         if self.probes.layers is None:
             # The model was measured as its one layer, with what comes before and after.
-            yield from (_nothing(point) for point in found[best])
+            yield from (_empty_ends(point) for point in found[best])
             return
         if self.probes.levels is not None:
-            yield from (_full(point, self._entry_bytes(p, point)) for point in found[best])
+            yield from (
+                _with_full_recompute(point, self._entry_bytes(p, point)) for point in found[best]
+            )
             for level in self.probes.levels.known:
                 if level != "full":
                     yield from sweeper.points(self._sweep(p, best, level))
@@ -285,7 +287,7 @@ class LoopProfiler:
             Sweep(
                 p=p,
                 option=ENDS,
-                probe=partial(_of_ends, self.probes, best),
+                probe=partial(_ends_probe, self.probes, best),
                 groups_of=self.probes.model.groups_of,
                 order=self._order(best, p),
                 counter=self._counter(),
@@ -293,6 +295,9 @@ class LoopProfiler:
         )
 
     def _sweep(self, p: int, exchange: str, level: Recompute) -> Sweep:
+        """What is measured of one layer on groups of ``p`` ranks, by one exchange of attention and
+        at one recompute level."""
+
         def probe(groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...]) -> Probe:
             return self.probes.layer(groups, ranks, lengths, exchange, level)
 
@@ -348,13 +353,15 @@ def _hidden(probes: ModelProbes) -> int:
     return 1
 
 
-def _of_ends(
+def _ends_probe(
     probes: ModelProbes,
     exchange: str,
     groups: Groups,
     ranks: tuple[int, ...],
     lengths: tuple[int, ...],
 ) -> Probe:
+    """The probe of the whole model on a pack, from which the sweep of the ends is taken; the
+    exchange comes first so that it can be bound."""
     return probes.whole(groups, ranks, lengths, exchange)
 
 
@@ -365,7 +372,9 @@ def _longest_s(found: dict[str, list[ProfilePoint]], exchange: str) -> float:
     return point.forward_s + point.backward_s
 
 
-def _full(point: ProfilePoint, entry_bytes: int) -> ProfilePoint:
+def _with_full_recompute(point: ProfilePoint, entry_bytes: int) -> ProfilePoint:
+    """The point of a layer that keeps only its input of ``entry_bytes`` and runs its forward again,
+    computed from the point that was measured without recompute."""
     kept, transient = point.kept_bytes, point.transient_bytes
     return replace(
         point,
@@ -376,7 +385,9 @@ def _full(point: ProfilePoint, entry_bytes: int) -> ProfilePoint:
     )
 
 
-def _nothing(point: ProfilePoint) -> ProfilePoint:
+def _empty_ends(point: ProfilePoint) -> ProfilePoint:
+    """A point of ends that cost nothing, for the pack of ``point``: the model was measured as one
+    layer, which has the ends in it."""
     none = None if point.kept_bytes is None else 0
     return replace(
         point,

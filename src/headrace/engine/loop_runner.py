@@ -253,6 +253,7 @@ class LoopRunner:
     _hook: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        """Start the clock, and refuse calls of ``optimizer.step()`` where plans make the steps."""
         self._clock = clock_of(self.device)
         self.check = self.check_losses
         # Accelerate's optimizer is a shell around the user's.
@@ -532,6 +533,8 @@ class LoopRunner:
         start = self._clock.mark()
 
         def backward(_: LoopMicroBatch, loss: torch.Tensor) -> None:
+            """The backward of the micro-batch: times it, adds its loss [] to the rank's sum, and
+            notes for the check of losses what this loss depended on."""
             if self.check:
                 require_loss(loss)
             if idle:
@@ -619,6 +622,8 @@ class LoopRunner:
         return self._spent[index]
 
     def _rows(self) -> Iterator[Row]:
+        """The measured forwards and backwards of this rank and the update, in seconds since the
+        step began."""
         between, rank = self._clock.between, self.groups.rank
         for spent in self._spent.values():
             forward, begin_s = spent.forward_action, between(self._begun, spent.start)

@@ -41,6 +41,7 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
     fingerprint = _fingerprint(rank, sizes, methods, _hosts(rank))
 
     def measure() -> Profile:
+        """A new profile of the model on all ranks. Collective."""
         rank.enters("measuring costs")
         rank.say(f"measuring costs on {counted(rank.world.ranks, 'rank')} of {rank.cluster.device}")
         found = _profiler(rank, sizes, methods).profile(fingerprint, rank.cluster)
@@ -79,6 +80,8 @@ def learnt(rank: Rank, fingerprint: str) -> Calibration:
 
 
 def _profiler(rank: Rank, sizes: tuple[int, ...], methods: tuple[str, ...]) -> Profiler:
+    """The profiler of this rank for groups of ``sizes`` ranks and these methods, as the
+    configuration says."""
     config = rank.config
     options = ProfileOptions(
         sizes=sizes,
@@ -121,6 +124,8 @@ def _hosts(rank: Rank) -> dict[str, str]:
 def _fingerprint(
     rank: Rank, sizes: tuple[int, ...], methods: tuple[str, ...], hosts: dict[str, str]
 ) -> str:
+    """Text of all that a profile depends on; ``hosts`` has the facts of the machines by their
+    names."""
     config = rank.config
     return fingerprint_of(
         **hosts,

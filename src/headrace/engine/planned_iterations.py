@@ -82,7 +82,7 @@ def plan_iterations(
         )
     batches = [Lengths(tokens=tuple(tokens)) for tokens in iterations]
     if planner in BASELINES and planner in known:
-        make = _others(problem, batches, planner, seed)
+        make = _baseline_maker(problem, batches, planner, seed)
     else:
         name = "adaptive" if planner == OWN else planner
         make = _searched(problem.replace(planner=name), seed)
@@ -105,6 +105,7 @@ class _Named:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Put the number of the iteration before what a plan lacked."""
         if isinstance(error, InfeasiblePlan) and error.what != "devices":
             raise InfeasiblePlan(
                 f"iteration {self.number}, {error.what}",
@@ -126,7 +127,9 @@ def _searched(problem: Problem, seed: int) -> Make:
     return make
 
 
-def _others(problem: Problem, batches: Sequence[Lengths], planner: str, seed: int) -> Make:
+def _baseline_maker(problem: Problem, batches: Sequence[Lengths], planner: str, seed: int) -> Make:
+    """A function from an iteration's number to its plan by a planner of others; all iterations are
+    priced first, as some of these planners look at all."""
     tables = []
     for number, lengths in enumerate(batches):
         with _Named(number):
@@ -210,6 +213,8 @@ def plans_to_json(
 
 
 def _pipelines(problem: Problem, found: Sequence[PlannedIteration]) -> dict[str, Any]:
+    """The JSON of all plans; an iteration of several phases becomes one item per phase, with its
+    sequences and the seconds of the change before it."""
     names = {one.scheme: str(one) for one in problem.published_schemes}
     if not any(one.phases for one in found):
         return {"iterations": [_iteration(one, names) for one in found]}
@@ -227,6 +232,8 @@ def _pipelines(problem: Problem, found: Sequence[PlannedIteration]) -> dict[str,
 
 
 def _iteration(one: PlannedIteration, names: Mapping[Scheme, str]) -> dict[str, Any]:
+    """The JSON of one plan: its strategy, each pipeline's micro-batches as sequence indices, and
+    its seconds."""
     made = one.plan
     return {
         "strategy": one.strategy,

@@ -216,6 +216,7 @@ def _held(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | None:
 
 
 def _static_plans(problem: Problem, lengths: Lengths) -> list[Plan]:
+    """The plans of one scheme for each size of the problem that can hold the batch."""
     made = (
         _held(problem.replace(planner="static", static_size=p), lengths)
         for p in problem.static_sizes
@@ -224,6 +225,8 @@ def _static_plans(problem: Problem, lengths: Lengths) -> list[Plan]:
 
 
 def _problem(costs: _Costs) -> Problem:
+    """The problem that costs belong to; one made for a cost model is kept, so that tables of the
+    same costs are reused."""
     if isinstance(costs, Problem):
         return costs
     if isinstance(costs, CostModel):

@@ -112,6 +112,8 @@ def run_here(config: JobConfig, main: Callable[[World], int]) -> int:
 
 
 def _device(config: JobConfig) -> str:
+    """``"cuda"`` or ``"cpu"``, as configured or by the GPUs that the ranks on this machine find;
+    raises ConfigError where GPUs are wanted and too few."""
     wanted = config.devices.device
     count = count_gpus() if wanted != "cpu" else 0
     needed = ranks_here(config.devices.ranks)

@@ -61,6 +61,8 @@ class RunRecord:
         trackers: Sequence[Tracker] = (),
         calibrations: Sequence[Path] = (),
     ) -> None:
+        """A record in ``folder``, or in a temporary folder for None; measured calibrations are
+        looked for in ``calibrations``."""
         self._temporary = tempfile.TemporaryDirectory() if folder is None else None
         self.folder = Path(self._temporary.name if self._temporary else folder or "")
         self._trackers, self._calibrations = trackers, calibrations
@@ -157,6 +159,8 @@ class Journal:
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
+        """Open the files to append; lines of ``first_step`` and later ones, of a run that is now
+        repeated, are dropped."""
         self.folder = folder
         self._files: dict[str, IO[str]] = {}
         with _said(folder):
@@ -261,6 +265,7 @@ def _keep_former(folder: Path) -> None:
 
 
 def _drop_from(path: Path, first_step: int) -> None:
+    """Keep only the lines of a file whose step is before ``first_step``."""
     kept = []
     for line in path.read_bytes().decode(errors="replace").splitlines():
         try:
@@ -321,6 +326,7 @@ class _TensorBoard:
 
 class _WandB:
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+        """Begin a Weights & Biases run; the import is here as the package is optional."""
         import wandb
 
         self._run: Any = wandb.init(

@@ -180,6 +180,8 @@ class RankRun:
         self.record.begin(first, facts | {"architecture": architecture.to_json()})
 
     def _loop(self, first: int, steps: int, drawn: DrawnSteps) -> None:
+        """Train until ``steps`` updates are done, ``first`` of which an earlier run did; a signal
+        ends it after the step under way, with a checkpoint."""
         engine, depth = self._engine(drawn), self.config.planner.ahead
         if depth:
             self.planner.plan_ahead(self._coming(steps - first), depth=depth)
@@ -206,6 +208,7 @@ class RankRun:
             self._kept(self.writer.finish(self._gather))
 
     def _engine(self, drawn: DrawnSteps) -> Engine[TrainingBatch, None]:
+        """The engine that plans, runs and records the steps of this rank."""
         rank, config, o = self.rank, self.config, self.config.optimizer
         executor = Executor(
             rank.storage,
@@ -267,6 +270,8 @@ class RankRun:
         return gather_bytes(payload, self.rank.groups.world)
 
     def _save(self, done: int, sampler: Mapping[str, Any], *, wait: bool) -> None:
+        """Write the checkpoint after ``done`` updates, in the background unless ``wait`` or
+        configured otherwise; a write still under way is finished first. Collective."""
         rank, background = self.rank, self.config.checkpoint.background
         rank.enters(f"writing checkpoint {done}")
         self._saved_step = done
@@ -296,6 +301,8 @@ class RankRun:
             self.rank.say(f"what was learnt about costs is not kept ({error})")
 
     def _state(self, done: int, sampler: Mapping[str, Any]) -> SavedState:
+        """What a checkpoint says besides weights: counts, the sampler's and the planner's states,
+        and the configuration."""
         rank = self.rank
         return SavedState(
             step=done,
@@ -308,6 +315,8 @@ class RankRun:
         )
 
     def _shards(self) -> list[StoredShard]:
+        """This rank's rows of every weight and of every optimizer state, each with the index of its
+        first row in the whole tensor."""
         storage, me = self.rank.storage, self.rank.world.rank
         shapes = {w.name: w.shape for w in storage.table}
         rows = [(name, name, master) for name, master in storage.masters.items()]
@@ -366,6 +375,8 @@ class RankRun:
         return saved.step
 
     def _announce(self, first: int) -> None:
+        """Print the data, model, devices and folder of the run, and what of the data was
+        skipped."""
         rank, architecture = self.rank, self.rank.storage.architecture
         parameters = count_text(parameter_count(architecture))
         if left_out := sizes_left_out(self.config.planner, rank.world.ranks):

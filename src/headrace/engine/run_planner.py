@@ -100,6 +100,8 @@ class RunPlanner:
         stages: bool = True,
         tell: Callable[[str], object] = lambda text: None,
     ) -> None:
+        """A planner for ``groups`` (None: one process), whose first rank plans; ``drawn`` has the
+        steps that are written down in full."""
         self.steps = StepPlanner(
             costs=costs, options=options, seed=seed, semantics=semantics, stages=stages
         )

@@ -103,6 +103,8 @@ class Samples:
 
 
 def _lengths(dataset: Any, lengths: LengthSource, reader: SampleReader) -> Any:
+    """The number of tokens of every sample: from a column, a function, the values given, or by
+    reading each sample."""
     if lengths is None:
         names = getattr(dataset, "column_names", None) or ()
         lengths = next((name for name in _COLUMNS if name in names), None)
@@ -289,6 +291,8 @@ class StreamOrder:
     for every epoch, and must then give the same on all ranks."""
 
     def __init__(self, dataset: Iterable[Any], reader: SampleReader, *, batch_tokens: int) -> None:
+        """An order that reads samples one after the other into batches of at most ``batch_tokens``
+        tokens."""
         self._dataset, self._reader = dataset, reader
         self._budget = batch_tokens
         self._place = {"epoch": 0, "items": 0}

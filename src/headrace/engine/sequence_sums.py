@@ -90,6 +90,8 @@ class SequenceSums:
         return self._require_tokens().index()
 
     def _require_tokens(self) -> Placement:
+        """The placement of the micro-batch's tokens; raises ModelError for a model of several axes,
+        which has none."""
         if not isinstance(self.placed, Placement):
             raise ModelError(
                 "values of sequences",

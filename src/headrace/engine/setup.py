@@ -167,6 +167,8 @@ def _of_folder(config: Config) -> Architecture | None:
 def _architecture(
     config: Config, folder: Architecture | None, vocabulary: int, mask_id: int | None
 ) -> Architecture:
+    """The architecture of the configuration, or that of a model's ``folder`` with this vocabulary,
+    context and id of the mask token."""
     model, context = config.model, config.data.context
     if folder is None:
         return model.architecture(vocabulary, context, mask_id)

@@ -122,6 +122,8 @@ def _require_writable(folder: Path) -> None:
 
 
 def _chosen(config: JobConfig, out: Path | None, *, resume: bool) -> Path:
+    """The folder of the run: the one to continue, the given one, or a new one with the time in its
+    name; raises ConfigError where a new run would overwrite one."""
     if resume:
         return out if out is not None else _newest(config)
     if out is None:

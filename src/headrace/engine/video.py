@@ -53,6 +53,7 @@ def train_clips(
 
 
 def _attached(world: World, config: ClipsConfig, folder: Path, listener: Listener) -> Attached:
+    """The Transformer-2D of the configuration attached to plans over synthetic clips."""
     dtype = torch.float64 if config.devices.dtype == "float64" else torch.float32
     shape, data, o = shape_of(config), config.data, config.optimizer
     torch.manual_seed(config.run.seed)
