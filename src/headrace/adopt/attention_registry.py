@@ -201,6 +201,8 @@ class _Configurations:
 def _refuse(
     module: _Layer, mask: torch.Tensor | None, dropout: float, rest: dict[str, Any]
 ) -> None:
+    """Raise ModelError for a mask tensor, dropout, or an argument that would change the scores, as
+    none of them is spread over ranks."""
     what = f"attention of {type(module).__name__}"
     if mask is not None:
         raise ModelError(

@@ -77,7 +77,7 @@ class StageRoute:
         default_factory=dict
     )
 
-    def entered(self, args: Any, named: Any) -> tuple[Any, Any]:
+    def arguments(self, args: Any, named: Any) -> tuple[Any, Any]:
         """The arguments of the stage after the switch and the cuts: (positional, keyword)."""
         given = {**dict(enumerate(args)), **named}
         key = next(iter(given))
@@ -95,7 +95,7 @@ class StageRoute:
                 given[name] = places
         return tuple([given[at] for at in range(len(args))]), {k: given[k] for k in named}
 
-    def left(self, out: Any) -> Any:
+    def result(self, out: Any) -> Any:
         """The result of the stage after the switch back, where there is one."""
         if self.leave is None:
             return out
@@ -226,6 +226,8 @@ class HookManager:
     ``axis`` sharded. ``mode`` says what the hooks do."""
 
     def __init__(self, model: torch.nn.Module, stages: Sequence[AxisStage], axis: str) -> None:
+        """Hook the forward of the model and of the modules of each stage; raises ModelError for a
+        model that has such hooks already."""
         if model in _adapted:
             raise ModelError(
                 f"{type(model).__name__} to adapt",
@@ -330,6 +332,8 @@ class HookManager:
         if before is not None:
 
             def enter(at: Any, args: Any, named: Any) -> Any:
+                """Call ``before`` while the model is spread, on the shards that the module's first
+                forward had."""
                 if not self.spread:
                     return None
                 if not torch.compiler.is_compiling():
@@ -423,6 +427,8 @@ class HookManager:
     # Compilers break their graphs here: only at run time is it known which axis is sharded.
     @torch.compiler.disable
     def _begun(self, args: Any, named: Any) -> None:
+        """Take the shards that the arguments of the model belong to and start its forward; raises
+        ModelError for inputs that were not sharded."""
         values = (*args, *named.values())
         shards = self.shards_of(values)
         if shards is None and self.inputs and not torch.is_grad_enabled():
@@ -466,6 +472,8 @@ class HookManager:
 
     @torch.compiler.disable
     def _ended(self, *, failed: bool) -> None:
+        """Keep in which order the stages were called and what they mixed, unless the forward
+        raised."""
         self._outside.close()
         if self.shards is not None and not failed:
             self._learnt[self.shards.members] = replace(
@@ -473,15 +481,19 @@ class HookManager:
             )
 
     def _enter(self, number: int, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
+        """The hook before a stage: arguments (positional, keyword) on the axis that the stage needs
+        in shards, or None to leave them."""
         mode = self.mode
         if mode is HookMode.TRACED:
-            return self.routes[number].entered(args, named)
+            return self.routes[number].arguments(args, named)
         if mode is HookMode.SWITCHING:
-            return self._entered_now(stage, module, args, named)
+            return self._enter_stage(stage, module, args, named)
         return None
 
     @torch.compiler.disable
-    def _entered_now(self, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
+    def _enter_stage(self, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
+        """Switch the first tensor of a stage's arguments to an axis that it does not mix, cut side
+        arguments to this rank and set counts of places to this rank's."""
         given = {**dict(enumerate(args)), **named}
         key = next(iter(given), None)
         first = given.get(key)
@@ -548,13 +560,17 @@ class HookManager:
         self._resumed.clear()
 
     def _leave(self, number: int, stage: AxisStage, module: Any, _: Any, out: Any) -> Any:
+        """The hook after a stage: its result ``out`` on the axis that was in shards before, where
+        the stage is declared to return to it; None to leave it."""
         mode = self.mode
         if mode is HookMode.TRACED:
-            return self.routes[number].left(out)
-        return self._left_now(stage, out) if mode is HookMode.SWITCHING else None
+            return self.routes[number].result(out)
+        return self._leave_stage(stage, out) if mode is HookMode.SWITCHING else None
 
     @torch.compiler.disable
-    def _left_now(self, stage: AxisStage, out: Any) -> Any:
+    def _leave_stage(self, stage: AxisStage, out: Any) -> Any:
+        """Switch the first tensor of a stage's result back to the axis that was in shards before,
+        for a stage with ``returns``."""
         shards, before = self.at_work, self._entered.pop()
         if not stage.returns or shards.axis == before or shards.group is None:
             return out
@@ -596,6 +612,8 @@ class HookManager:
         return shards.chosen[at]
 
     def _chosen(self, stage: AxisStage, at: int, shards: AxisShards) -> AxisChoice:
+        """The axis in shards from stage number ``at`` on: by the plan of all stages where their
+        order is known from an earlier forward, else the longest that the stage leaves free."""
         everything = self.axes <= set(stage.mixed)
         sized = self.axes <= shards.totals.keys()
         known = self._known_of
@@ -617,6 +635,8 @@ class HookManager:
         return AxisChoice(axis=shards.best(free))
 
     def _planned(self) -> tuple[AxisChoice, ...]:
+        """One choice for each stage in calling order, with the fewest bytes sent by switches over a
+        whole forward."""
         shards = self.at_work
         sizes = {name: n for name, n in shards.totals.items() if name in self.axes}
         plan = plan_axes(
@@ -654,13 +674,17 @@ class HookManager:
         *args: Any,
         **named: Any,
     ) -> Any:
+        """Take the place of a model's checkpoint function: switch before and after the part that is
+        computed again, so that its recompute communicates nothing."""
         stage = self.stages.get(function) if isinstance(function, torch.nn.Module) else None
         if stage is None:
-            return recompute(partial(self._again, shards, shards.axis, function), *args, **named)
-        args, _ = self._entered_now(stage, function, args, {})
+            return recompute(
+                partial(self._on_shards_of, shards, shards.axis, function), *args, **named
+            )
+        args, _ = self._enter_stage(stage, function, args, {})
         there = shards, shards.axis, shards.position
         out = recompute(partial(self._silent, there, function), *args, **named)
-        return self._left_now(stage, out)
+        return self._leave_stage(stage, out)
 
     def _silent(
         self, there: tuple[AxisShards, str, int], function: Callable[..., Any], *args: Any
@@ -670,11 +694,11 @@ class HookManager:
         before, self._recomputing_now, last = self._recomputing_now, True, shards.position
         shards.position = position
         try:
-            return self._again(shards, axis, function, *args)
+            return self._on_shards_of(shards, axis, function, *args)
         finally:
             self._recomputing_now, shards.position = before, last
 
-    def _again(
+    def _on_shards_of(
         self, shards: AxisShards, axis: str, function: Callable[..., Any], *args: Any
     ) -> Any:
         """Run ``function`` on the shards of its first forward; the model may have other current

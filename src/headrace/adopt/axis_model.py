@@ -100,6 +100,8 @@ class AxisModel:
         compare: bool = True,
         other_dims: Mapping[str, str] | None = None,
     ) -> None:
+        """Hook ``model``: ``inputs`` and ``other_dims`` name the dims of tensors, ``axis`` is in
+        shards first, and ``check`` compares ranks."""
         self.model = model
         self._compare = compare
         self._other_dims = {name: Dims.parse(x) for name, x in (other_dims or {}).items()}
@@ -299,6 +301,7 @@ class AxisModel:
         """Compare a batch of all ranks with the plain model, by the squares of its results."""
 
         def spread() -> torch.Tensor:
+            """The sum of squares of the results of all ranks, [], after its backward."""
             values = list(result_tensors(self(**local)))
             known = self._alike if len(self._alike) == len(values) else [False] * len(values)
             parts = zip(values, known, strict=True)
@@ -637,6 +640,7 @@ class AxisModel:
         refused in a backward that counts it for each rank."""
 
         def meet(_: torch.Tensor) -> None:
+            """Refuse a backward that would count the tensor's gradient once for every rank."""
             if self._refuses or (own and self._refuses_own):
                 raise ModelError(
                     "loss that the model makes of its samples" if own else "loss of what is alike",
@@ -782,7 +786,7 @@ class AxisModel:
             for name, value in item.items()
             if is_numbers(value) or isinstance(value, int | float)
         }
-        return {name: self._one(name, value, what) for name, value in found.items()}
+        return {name: self._with_batch_dim(name, value, what) for name, value in found.items()}
 
     def forget_fields(self) -> None:
         """Do nothing: samples may have any fields."""
@@ -927,7 +931,9 @@ class AxisModel:
         places = self._manager.fewest(totals)
         return split_batch(self._samples(totals), totals[self.axis], ranks, fewest=places)
 
-    def _one(self, name: str, value: torch.Tensor, what: str) -> torch.Tensor:
+    def _with_batch_dim(self, name: str, value: torch.Tensor, what: str) -> torch.Tensor:
+        """A field of one sample with the dim of samples, of size 1; raises DataError where its dims
+        are not the declared ones."""
         dims = self._dims(name)
         if dims is None:
             return value[None]
@@ -965,6 +971,8 @@ class AxisModel:
         return tuple(found)
 
     def _pack(self, samples: Sequence[Item]) -> Pack:
+        """The samples as one batch, joined along the dim of samples; each place of each sample
+        counts as a token and as a target."""
         values = dict[str, torch.Tensor]()
         for name, value in samples[0].items():
             dims = self._dims(name)
@@ -992,6 +1000,8 @@ class AxisModel:
         return {name: self._cut(name, value, wanted) for name, value in sample.items()}
 
     def _cut(self, name: str, value: torch.Tensor, wanted: Mapping[str, int]) -> torch.Tensor:
+        """A field cut, or repeated and cut, to the number of places that ``wanted`` has for each of
+        its axes."""
         dims = self._dims(name)
         for at, names in enumerate(dims.names if dims is not None else ()):
             count = wanted.get(names[0]) if len(names) == 1 else None
@@ -1007,6 +1017,8 @@ def _all_tensors(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _elsewhere(model: torch.nn.Module) -> ModelError:
+    """The error for ranks on which the comparison was right, where another rank found a
+    difference."""
     return ModelError(
         f"{type(model).__name__} on shards of its axes",
         got="another result than on the whole, on another rank",

@@ -142,6 +142,8 @@ class ProbeShards(AxisShards):
         return dims.closed(kept.narrow(at, *self.span(axis)))
 
     def _kept(self, part: torch.Tensor, at: int) -> torch.Tensor:
+        """Keep the whole tensor of this switch, or compare ``part`` with its places of the kept one
+        along dim ``at`` and return the kept one; raises _Differs."""
         if self.part is None:
             self.script.append(part)
             return part
@@ -393,6 +395,9 @@ def _watched(model: torch.nn.Module, shards: ProbeShards) -> Iterator[list[_Seen
     seen = list[_Seen]()
 
     def look(name: str) -> Callable[..., None]:
+        """A hook that notes the tensors that module ``name`` is given and returns, and the axis
+        that is in shards."""
+
         def after(_: Any, args: Any, named: Any, out: Any) -> None:
             given = list(result_tensors((args, named)))
             seen.append(

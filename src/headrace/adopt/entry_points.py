@@ -97,6 +97,8 @@ def entry_point_of(
 def _registry(
     model: torch.nn.Module, inner: Any, slot: ModelSlot, backend: str | None, recompute: Kept | None
 ) -> EntryPoint:
+    """The entry point through transformers' registry of attention functions, compiled where a
+    ``backend`` is given."""
     switch = registered(inner, slot)
     slot.switches.append(switch)
     if recompute is not None:
@@ -118,6 +120,7 @@ def _registry(
 
 
 def _calls(model: torch.nn.Module, inner: torch.nn.Module, slot: ModelSlot) -> EntryPoint:
+    """The entry point that replaces torch's functions while the author's modules run."""
     replaced, opened = ReplacedCalls(inner, slot), ExitStack()
     opened.callback(replaced.remove)
 
@@ -139,9 +142,13 @@ def _calls(model: torch.nn.Module, inner: torch.nn.Module, slot: ModelSlot) -> E
 def _graph(
     model: torch.nn.Module, inner: torch.nn.Module, slot: ModelSlot, backend: str
 ) -> EntryPoint:
+    """The entry point that changes attention in the graph which Dynamo traces, compiled by
+    ``backend``."""
     compiler, whole, opened = Compiler(backend, slot), not is_wrapped(model), ExitStack()
 
     def install(look: Look) -> Callable[[], None]:
+        """Compile the model and call its graph while it is spread, after ``look`` has seen the
+        arguments; returns the function that undoes it."""
         before = inner._compiled_call_impl  # noqa: SLF001
         inner.compile(backend=compiler, fullgraph=True, dynamic=True)
         graph: Any = inner._compiled_call_impl  # noqa: SLF001

@@ -98,6 +98,8 @@ def _numbers(model: torch.nn.Module, run: Callable[[], torch.Tensor]) -> Numbers
 
 
 def _norm(gradient: torch.Tensor | None) -> float:
+    """The norm of a whole gradient, put together from its shards where it has some; 0 for None and
+    infinity for what is not finite."""
     if gradient is None:
         return 0.0
     whole = getattr(gradient, "full_tensor", lambda: gradient)()

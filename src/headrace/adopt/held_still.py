@@ -50,6 +50,8 @@ def _remembered(model: torch.nn.Module) -> Callable[[], None]:
     values = [x.detach().clone() for x in tensors]
 
     def restore() -> None:
+        """Put plain attributes, buffers, tensor values and training flags of all modules back as
+        they were."""
         for module, held, buffered in zip(own, plain, buffers, strict=True):
             now = vars(module)
             for name in [k for k, v in now.items() if isinstance(v, _PLAIN) and k not in held]:

@@ -102,6 +102,7 @@ class ModelSlot:
     """
 
     def __init__(self) -> None:
+        """An empty slot: the model is plain."""
         self.handle = next(_handles)
         self.switches: list[Callable[[bool], None]] = []
         self._now: Placement | StandIn | None = None
@@ -142,6 +143,8 @@ class ModelSlot:
 
 
 def _now(handle: int) -> Placement | StandIn:
+    """The placement in the slot with this handle; raises ModelError where the slot's owner is
+    gone."""
     slot = _slots.get(handle)
     if slot is None:
         raise ModelError(
@@ -231,6 +234,7 @@ def _(
     joins: bool,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Empty results of ``attend``, for tracing: out as q [t, N, D], kept, lse and serial."""
     kept, lse = _kept_sizes(q, k, handle, causal=causal, window=window, joins=joins)
     return (
         torch.empty_like(q, memory_format=torch.contiguous_format),
@@ -271,6 +275,8 @@ def _attend_backward(
     window: int,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q [t, N, D], k and v [t, G, D] and of sinks [N] (empty without sinks) from that
+    of the result; ``serial`` finds the placement of the forward."""
     now = _placements.get(int(serial))
     if now is None:
         raise ModelError(
@@ -330,6 +336,7 @@ def _(
     window: int,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Empty results of the backward, for tracing: gradients of q, k, v and sinks."""
     tokens, heads, features = grad.shape
     return (
         grad.new_empty(tokens, heads, features),
@@ -340,6 +347,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keep results for the backward, and the inputs where the attention kept nothing itself."""
     q, k, v, _, causal, window, _, sinks = inputs
     kept = output[1]
     ctx.save_for_backward(*output, sinks, *(() if _holds(kept) else (q, k, v)))
@@ -356,6 +364,8 @@ def _holds(kept: Tensor) -> bool:
 
 
 def _adjoint(ctx: Any, grad: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+    """The gradients of the eight arguments of ``attend``: tensors for q, k, v and sinks, None for
+    the rest."""
     if grad is None:
         return (None,) * 8
     out, kept, lse, serial, sinks, *qkv = ctx.saved_tensors

@@ -255,6 +255,8 @@ class ReplacedCalls(TorchFunctionMode):
     until :meth:`remove`."""
 
     def __init__(self, model: torch.nn.Module, slot: ModelSlot) -> None:
+        """Hook every module of the model that calls torch functions itself and is not compiled, so
+        that the mode is active while it runs."""
         super().__init__()
         self._slot, self._model = slot, model
         _remove_older(model)
@@ -291,6 +293,7 @@ class ReplacedCalls(TorchFunctionMode):
             self._leave()
 
     def _enter(self, *_: Any) -> None:
+        """Activate the mode where the model is spread and the mode is not active yet."""
         # A backward starts without the modes of its forward, whatever is active on this thread.
         spread = self._slot.held is not None
         enters = spread and self not in _get_current_function_mode_stack()
@@ -339,6 +342,8 @@ class ReplacedCalls(TorchFunctionMode):
         return out
 
     def _cut(self, out: torch.Tensor, table: torch.Tensor, index: Any) -> torch.Tensor:
+        """The rows of a table by place that belong to this rank's tokens, where ``out`` is
+        ``table[index]`` cut by the number of tokens; else ``out``."""
         cuts = cuts_of(index, table.dim())
         if not cuts or not self._is_held(table):
             return out

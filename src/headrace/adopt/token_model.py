@@ -177,6 +177,8 @@ class TokenModel:
         logits: bool,
         check: FirstStep | None = None,
     ) -> None:
+        """Read from the model's signature and configuration how it takes tokens, places and labels,
+        and reach its attention; nothing is run yet."""
         if check not in (None, "first step"):
             raise SpecError("check", got=repr(check), wanted="'first step' or None")
         if exchange is not None and exchange not in EXCHANGES:
@@ -498,6 +500,8 @@ class TokenModel:
         coming = list[torch.Tensor | None]()
 
         def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            """Take the labels out of the arguments of a transformers model, whose loss is made
+            here, and add what it always needs."""
             if self._slot.held is None:
                 return None
             if self._hugging:
@@ -901,6 +905,8 @@ class TokenModel:
             self._called_last = placement
 
         def begin(_: Sequence[torch.Tensor]) -> None:
+            """Put the placement in the slot as the backward reaches the outputs; where the model
+            was plain, it is so again after the backward."""
             if not self._leaving and self._slot.held is None:
                 self._leaving = True
                 queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
@@ -918,6 +924,8 @@ class TokenModel:
         self._slot.take(None)
 
     def _expect(self, labels: torch.Tensor | None) -> None:
+        """Check before a forward that a loss of these labels can be made, and pass them to a head
+        that makes the loss without logits."""
         if labels is not None and self._own_loss is not None:
             raise self._own_loss
         if getattr(getattr(self.inner, "config", None), "output_router_logits", False):
@@ -926,6 +934,8 @@ class TokenModel:
             self._ends.expect(labels, self._slot.now.targets)
 
     def _with_loss(self, outputs: Any, labels: torch.Tensor | None) -> Any:
+        """The outputs of a transformers model with the loss [] of this rank's labels, in its
+        dataclass or in front of its tuple."""
         if labels is None:
             return outputs
         logits = logits_of(outputs)
@@ -1018,6 +1028,8 @@ class TokenModel:
     def _group(
         self, groups: Groups | None, members: Members
     ) -> tuple[dist.ProcessGroup | None, int]:
+        """The process group of the members, world ranks, and this rank's index in it; (None, 0) for
+        one process."""
         if groups is None:
             return None, 0
         return groups.get(members), members.index(groups.rank)
@@ -1042,6 +1054,8 @@ class TokenModel:
         levels.choose([level] * len(layers))
 
     def _probe(self, batch: Mapping[str, torch.Tensor]) -> Probed:
+        """Run the model on a few tokens of the batch and on parts of them, to learn whether it can
+        be spread."""
         run = partial(self._called, self._entry.probing)
         return probe(
             self.model,

@@ -54,6 +54,8 @@ class WholeHead:
     """Calls ``inner`` with whole batches while its base model works on parts of them."""
 
     def __init__(self, inner: torch.nn.Module, base: torch.nn.Module, slot: ModelSlot) -> None:
+        """Hook ``base``, the base model within ``inner``: its arguments become local and its
+        results whole."""
         self._inner, self._slot = inner, slot
         self._takes = tuple(inspect.signature(base.forward).parameters)
         self._now: _Work | None = None
@@ -93,6 +95,8 @@ class WholeHead:
         return _parted(outputs, loss, placement, whole[tokens].shape[1])
 
     def _before(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Give the base model this rank's inputs in the place of the whole batch; raises ModelError
+        where it is called with other tokens."""
         work = self._now
         if work is None:
             return None
@@ -111,6 +115,7 @@ class WholeHead:
         return (), {**kept, **own}
 
     def _after(self, module: Any, args: Any, out: Any) -> Any:
+        """Gather the hidden states of all ranks, so that the head sees the whole batch."""
         work = self._now
         if work is None:
             return None
@@ -161,6 +166,7 @@ def sees_hidden_states_alone(
     handed = list[torch.Tensor]()
 
     def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Count the call, and flip its tokens once hidden states are to be handed in."""
         nonlocal calls
         calls += 1
         if not handed or not any(v is few[tokens] for v in named.values()):
@@ -169,6 +175,8 @@ def sees_hidden_states_alone(
         return args, {k: other if v is few[tokens] else v for k, v in named.items()}
 
     def after(module: Any, args: Any, out: Any) -> Any:
+        """Note the hidden states, or put those of the first run in their place."""
+
         def change(x: torch.Tensor) -> torch.Tensor:
             found.append(x)
             return handed[0] if handed else x
