@@ -177,6 +177,8 @@ def split_batch(batch: int, places: int, ranks: int, *, fewest: int | None = Non
 
 
 def _choices(stage: MixingStage, axis: str, ranks: int, heads: int | None) -> list[AxisChoice]:
+    """How a stage can run with ``axis`` in shards: as it is where it does not mix the axis, else by
+    a ring, or by Ulysses where there are ``heads`` for all ranks."""
     if axis not in stage.mixes or ranks == 1:
         return [AxisChoice(axis=axis)]
     if heads is None:
@@ -192,12 +194,14 @@ def _bytes_within(choice: AxisChoice, tensor_bytes: float, ranks: int) -> float:
 
 
 def _check(
-    stages: Sequence[MixingStage], sizes: Mapping[str, int], ends: tuple[str | None, ...]
+    stages: Sequence[MixingStage], sizes: Mapping[str, int], outer: tuple[str | None, ...]
 ) -> None:
+    """Raise SpecError for an axis without places, an unknown axis at the beginning or end, or no
+    stages."""
     for name, size in sizes.items():
         if size < 1:
             raise SpecError(f"axis {name}", got=size, wanted="at least one place")
-    for axis in ends:
+    for axis in outer:
         if axis is not None and axis not in sizes:
             raise SpecError("axis", got=axis, wanted=f"one of {', '.join(sizes)}")
     if not stages:

@@ -295,6 +295,8 @@ def _check_ranks(ranks: Sequence[int], plan: Plan) -> None:
 
 
 def _parts(program: Program) -> Parts:
+    """Pairs (part, action): an exchange is a send and a receive, a backward that pushes is a
+    backward and its pushes, any other action is itself."""
     found: list[tuple[Action, Action]] = []
     for action in program.actions:
         match action:
@@ -392,6 +394,7 @@ def _check_local_order(rank: int, parts: Parts, jobs: Sequence[_Job]) -> None:
     places = {part: at for at, (part, _) in enumerate(parts)}
 
     def check(part: Action, needed: Action) -> None:
+        """Raise ProgramError where ``part`` comes before ``needed`` on this rank."""
         if places[needed] > places[part]:
             raise ProgramError(
                 f"rule 3, rank {rank}, action {parts[places[part]][1]}",
@@ -501,6 +504,8 @@ class OwnPrograms:
         return mine
 
     def _check(self, mine: Program, plan: Plan, staged: list[Pipeline]) -> None:
+        """Check this rank's program alone, or with those of all ranks of its pipeline, compiled
+        here, where it has a pipeline of several stages (``staged``)."""
         if not staged:
             check_alone(mine, plan, self.bucket_count)
             return

@@ -55,6 +55,8 @@ class Device:
     clock: float = 1.0
 
     def __post_init__(self) -> None:
+        """Raise SpecError for speeds and sizes that are not above zero and attained shares out of
+        range."""
         if not self.flops_per_s or not min(self.flops_per_s.values()) > 0:
             raise SpecError(f"FLOPs of {self.name}", got=dict(self.flops_per_s), wanted="> 0")
         if self.memory_bytes < 1 or not self.memory_bytes_per_s > 0:
@@ -456,6 +458,8 @@ def _measured(name: str) -> Device:
 
 
 def _preset(what: str, name: str, presets: Mapping[str, _Preset]) -> _Preset:
+    """The preset of this name; raises SpecError with the names that begin so, or the most similar
+    one."""
     if name not in presets:
         longer = [known for known in presets if name and known.startswith(name)]
         several = f"which one: {', '.join(longer)}?" if len(longer) > 1 else None

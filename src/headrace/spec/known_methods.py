@@ -125,6 +125,8 @@ LOCAL = MethodFacts(
 
 
 def _switched(a: Architecture, p: int, r: float) -> BranchUse:
+    """Heads for tokens (Ulysses): two exchanges each way, queries, keys, values and results; the
+    busiest rank has the heads of ``heads / p`` rounded up."""
     k = _kv(a)
     units = (p - 1) / p * (2 + 2 * k)
     return replace(
@@ -153,6 +155,8 @@ ULYSSES_Z = MethodFacts(
 
 
 def _ring(a: Architecture, p: int, r: float) -> BranchUse:
+    """Keys and values go round a ring in p - 1 hops, their gradients too; ``r`` is the size of an
+    element of sums over that of activations."""
     k = _kv(a)
     units = 2 * ((p - 1) / p) * p * k
     return replace(
@@ -186,6 +190,8 @@ COLOSSAL_Z = replace(MEGATRON_CZ, name="colossal_z", attention_use=None, automat
 
 
 def _shard_of_heads(a: Architecture, p: int, r: float) -> BranchUse:
+    """Each rank has the weights of some heads: it gathers all tokens before and sums the results of
+    all heads after, into its own tokens."""
     share = -(-a.kv_heads // p) / a.kv_heads
     even = _even(a, p)
     return replace(
@@ -202,6 +208,8 @@ def _shard_of_heads(a: Architecture, p: int, r: float) -> BranchUse:
 
 
 def _shard_of_features(a: Architecture, p: int, r: float) -> BranchUse:
+    """Each rank has the weights of some inner features: it gathers all tokens before and sums the
+    results of all features after, into its own tokens."""
     return replace(
         _gathered(a, p, r),
         sent=2 * (p - 1),
@@ -225,6 +233,8 @@ MEGATRON_TS = MethodFacts(
 
 
 def _ring_of_shards(a: Architecture, p: int, r: float) -> BranchUse:
+    """Weights of p shards of the heads come one after the other, and each runs a ring of its own:
+    p times the messages, and buffers of one shard."""
     k = _kv(a)
     ring = _ring(a, p, r)
     return replace(
@@ -262,6 +272,9 @@ _Blocks = Callable[[Architecture, int, int], RankBlocks | None]
 
 
 def _in_blocks(name: str, blocks: _Blocks) -> SupportRule:
+    """The rule of a method that needs blocks of ranks: the text of what is broken, or None where
+    ``blocks`` finds some."""
+
     def rule(a: Architecture, ranks: int) -> str | None:
         if blocks(a, ranks, 1) is not None:
             return None
@@ -271,6 +284,9 @@ def _in_blocks(name: str, blocks: _Blocks) -> SupportRule:
 
 
 def _two_axes(name: str, blocks: _Blocks) -> Callable[..., tuple[Members, ...]]:
+    """The groups of a method over two mesh axes: the ranks of each block, and the ranks with the
+    same index in all blocks."""
+
     def groups(a: Architecture, ranks: int, tensor: int) -> tuple[Members, ...]:
         found = blocks(a, ranks, tensor)
         if found is None:

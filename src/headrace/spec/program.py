@@ -165,6 +165,7 @@ class Exchange:
     recv: Recv
 
     def __post_init__(self) -> None:
+        """Raise ProgramError unless the send and the receive have the same neighbour."""
         if self.send.message.peer != self.recv.message.peer:
             raise SpecError(
                 "exchange",
@@ -236,6 +237,7 @@ def parse_action(text: str) -> Action:
 
 
 def _link(text: str) -> Action | None:
+    """The pull, push or idle turn that a text stands for; None for another action's text."""
     if idle := _IDLE.fullmatch(text):
         return Idle(turn=int(idle[1]))
     found = _LINK.fullmatch(text)
@@ -246,6 +248,7 @@ def _link(text: str) -> Action | None:
 
 
 def _compute(text: str) -> Action | None:
+    """The forward or backward that a text stands for; None for another action's text."""
     found = _COMPUTE.fullmatch(text)
     if not found or (found[2] == "F" and found[6]):
         return None
@@ -258,6 +261,8 @@ def _compute(text: str) -> Action | None:
 
 
 def _traffic(text: str) -> Send | Recv | Exchange | None:
+    """The send, receive or paired exchange that a text stands for; None for another action's
+    text."""
     pair = _EXCHANGE.fullmatch(text)
     if pair:
         send, recv = _traffic(pair[1]), _traffic(pair[2])
@@ -434,6 +439,8 @@ def _work(plan: Plan, rank: int, numbers: Sequence[int], layers: int) -> Iterato
 def _one_forward_one_backward(
     plan: Plan, pipeline: Pipeline, rank: int, micros: Numbered, layers: int
 ) -> Iterator[Action]:
+    """The actions of one rank of a pipeline with ``layers`` layers: forwards until the stages after
+    it are busy, then a forward and a backward in turn, then the backwards that remain."""
     stages = pipeline.stages(layers)
     stage = pipeline.stage_of(rank, layers)
     line = _Line(plan=plan, stages=stages, stage=stage, rank=rank, micros=micros)

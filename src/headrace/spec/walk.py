@@ -52,8 +52,8 @@ class Posted:
 
     def key(self, rank: int) -> tuple[int, int, str, int]:
         """(from, to, what, micro-batch) when ``rank`` posts it: equal at both ends."""
-        ends = (rank, self.peer) if self.sends else (self.peer, rank)
-        return (*ends, self.what, self.micro_batch)
+        pair = (rank, self.peer) if self.sends else (self.peer, rank)
+        return (*pair, self.what, self.micro_batch)
 
 
 def messages_of(action: Action) -> tuple[Posted, ...]:
@@ -134,6 +134,8 @@ def _parts(
 
 
 def _stuck(steps: dict[int, list[_Step]]) -> list[tuple[int, Action]]:
+    """The (rank, action) at which each rank waits for ever, a circle of ranks that wait for each
+    other first; empty where all come to their ends."""
     walk = _Walk(steps)
     walk.run()
     heads = {rank: step.action for rank in walk.world if (step := walk.head(rank)) is not None}
@@ -146,6 +148,7 @@ class _Walk:
     has issued which pull."""
 
     def __init__(self, steps: dict[int, list[_Step]]) -> None:
+        """Put every rank, a key of ``steps``, before its first step."""
         self._steps = steps
         self.world = tuple(steps)
         self._places = dict.fromkeys(self.world, 0)
@@ -238,6 +241,8 @@ class _Walk:
         return sorted(set(self.world) - self._issued[bucket])
 
     def _met(self, step: _Step, rank: int) -> bool:
+        """Let a rank come to a collective step; True once all ranks of the step's group have
+        come."""
         come = self._come.setdefault(step.key, set())
         come.add(rank)
         if not come.issuperset(step.group):
