@@ -51,6 +51,8 @@ class Arriving:
         result: Callable[[], torch.Tensor],
         keep: torch.Tensor | None = None,
     ) -> None:
+        """``result`` makes the result once ``transfer`` (None: there was nothing to send) has
+        ended; ``keep`` is a buffer that must live until then."""
         self._transfer, self._result = transfer, result
         self._keep = keep  # gloo loses a message whose buffer is freed
 

@@ -130,6 +130,8 @@ class _First:
         return [] if any(token in self._old for token, *_ in came) else came
 
     def _invite(self) -> None:
+        """Write for each rank which attempt begins, its own address and the address and port of the
+        rank before it."""
         # A machine may see only 127.0.0.1 as its own address; others know the store's machine.
         seen = [store for _, _, store, _ in self._called if not _loops(store)]
         known = [

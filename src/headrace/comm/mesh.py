@@ -179,6 +179,8 @@ class Groups:
         device: str | torch.device = "cpu",
         node_ranks: int | None = None,
     ) -> None:
+        """The groups of this rank's world; ``node_ranks`` is the number of neighbouring ranks on
+        one node, None where nodes play no role."""
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
         if node_ranks is not None and (node_ranks < 1 or self.ranks % node_ranks):

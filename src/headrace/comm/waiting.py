@@ -64,6 +64,8 @@ class Transfer:
         *,
         here: bool = False,
     ) -> None:
+        """Keep a transfer that was issued, in the list of those that a freed rank has to give
+        up."""
         assert work is not None, "issued asynchronously, by a rank of the group"
         self.work, self.group, self.here = work, group, here
         self._of_host = x.device.type == "cpu"
@@ -83,6 +85,8 @@ class Transfer:
             raise
 
     def _wait(self) -> None:
+        """Wait until the transfer has ended; where waits are sliced, look between two slices
+        whether this rank is freed."""
         if not (_state.sliced and self._of_host):
             self.work.wait()
         elif self.here:
@@ -112,6 +116,8 @@ class _Helper:
         threading.Thread(target=self._run, name="waiter", daemon=True).start()
 
     def wait(self, transfer: Transfer, between: Callable[[], None]) -> None:
+        """Have the thread wait for a transfer, and call ``between`` every slice of time meanwhile;
+        raises what the transfer raised."""
         answer: SimpleQueue[BaseException | None] = SimpleQueue()
         self._asked.put((transfer, answer))
         while True:
@@ -123,6 +129,7 @@ class _Helper:
             raise error
 
     def _run(self) -> None:
+        """The thread: waits for one transfer after the other and answers with None or the error."""
         while True:
             transfer, answer = self._asked.get()
             try:
@@ -135,6 +142,7 @@ class _Helper:
 
 class _State:
     def __init__(self) -> None:
+        """Begin without slices: waits are ordinary until somebody may free this rank."""
         self.sliced = False
         self.under_way: set[Transfer] = set()
         self.others = 0  # what may wait for transfers that are not of headrace
@@ -144,6 +152,8 @@ class _State:
         self._helper: _Helper | None = None
 
     def wait_there(self, transfer: Transfer) -> None:
+        """Wait for a transfer in the helping thread; one that may hang for ever is left behind when
+        this rank is freed."""
         self._helper = self._helper or _Helper()
         try:
             self._helper.wait(transfer, check)
