@@ -85,6 +85,8 @@ def foreign_model(name: str, seed: int) -> torch.nn.Module:
 
 
 def _found(name: str) -> torch.nn.Module:
+    """The model of a name: made by ``module:function``, read from a local folder of transformers,
+    or a tiny one of a type of transformers."""
     if ":" in name:
         model = made(name)
         if not isinstance(model, torch.nn.Module):

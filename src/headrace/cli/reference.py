@@ -36,6 +36,8 @@ def config_markdown() -> str:
 
 
 def _tables(of: type[BaseModel], words: str) -> Iterator[str]:
+    """Lines of Markdown: a table of keys for each section of a configuration; with ``words`` only
+    those that this kind of run has alone."""
     last = ""
     for key, kind, default, meaning in keys(of):
         section, _, name = key.partition(".")
@@ -65,6 +67,7 @@ def print_config(*, schema: bool) -> int:
 
 
 def _type(schema: dict[str, Any]) -> str:
+    """The type of a key in words, from its JSON schema."""
     if "enum" in schema:
         return " or ".join(str(value) for value in schema["enum"])
     if "anyOf" in schema:

@@ -42,6 +42,7 @@ def train(
     ranks_here: list[int] = []
 
     def main(world: World) -> int:
+        """Train on this rank, with progress on its terminal."""
         ranks_here.append(world.rank)
         if isinstance(config, ClipsConfig):
             train_clips(world, config, folder, Terminal(), resume=resume)

@@ -70,6 +70,7 @@ def _rows(name: str, ranks: int, examples: _Examples) -> Iterator[_Row]:
 
 
 def _print(found: Sequence[_Row], tolerance: float) -> None:
+    """Print the errors of every case against the tolerance."""
     table = Table(box=None, pad_edge=False)
     for title in ("model", "ranks", "case", "loss error", "gradient error", "verdict"):
         table.add_column(title, justify="right" if "err" in title or title == "ranks" else "left")

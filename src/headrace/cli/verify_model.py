@@ -111,6 +111,7 @@ def verify_model(
 
 
 def _print(found: Sequence[_Verdict], tolerance: float) -> None:
+    """Print the errors of every case against the tolerance, and how the attention was reached."""
     table = Table(box=None, pad_edge=False)
     for title in (
         "model",
@@ -160,10 +161,13 @@ def on_all(
 
 
 def _on_ranks(name: str, ranks: int, cases: Callable[[], Iterable[Any]]) -> dict[str, Any]:
+    """The rows of ``cases`` as the first of so many ranks found them, or under ``refused`` why the
+    model cannot be spread."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
 
         def main(world: World) -> int:
+            """Run the cases on this rank; the first one writes the answer to a file."""
             try:
                 rows = [asdict(row) for row in cases()]
                 answer: dict[str, Any] = {"rows": rows}
@@ -181,6 +185,8 @@ def _on_ranks(name: str, ranks: int, cases: Callable[[], Iterable[Any]]) -> dict
 
 
 def _cases(name: str, ranks: int, seed: int, backend: str | None) -> Iterator[_Verdict]:
+    """The verdicts of a model on this rank's world: every exchange, kind of batch and recompute
+    level. Collective."""
     model, plain = foreign_model(name, seed), foreign_model(name, seed)
     run = headrace.compile(model, backend=backend)
     exchanges: list[Exchange] = ["ulysses", "ring", "gather"]
