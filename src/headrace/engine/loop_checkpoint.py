@@ -87,7 +87,7 @@ class LoopCheckpoints:
 
     def _loaded(self, path: Path) -> dict[str, Any]:
         """Load the tensors of a checkpoint; returns its other values."""
-        self._require(path, checkpoint.facts(path))
+        self._require(path, checkpoint.extra_of(path))
         names = checkpoint.names(path)
         wanted = [
             shard

@@ -59,6 +59,8 @@ class PlanGroups:
     """The groups that plans of one model need, computed once for every pipeline and layer plan."""
 
     def __init__(self, architecture: Architecture) -> None:
+        """Empty caches: numbers of layer plans, and the sets of ranks that a pipeline of a scheme
+        meets in."""
         self._architecture = architecture
         self._layers: dict[LayerPlan, int] = {}
         self._plans: list[LayerPlan] = []
@@ -207,6 +209,8 @@ class Executor:
         clock: StepClock | None = None,
         entered: Callable[[str], None] = lambda action: None,
     ) -> None:
+        """Make the model over ``storage``; ``in_flight_bytes`` limits pulls under way, and
+        ``entered`` hears each action before it begins."""
         self.storage, self.groups = storage, groups
         self.model = Transformer(storage.architecture)
         self.buckets = bucket_count(storage.architecture)
@@ -290,6 +294,8 @@ class Executor:
         return StepResult(loss=state.loss, gradient_norm=state.norm, rows=state.spans.rows())
 
     def _do(self, action: Action, state: StepState) -> None:
+        """Run one action of the program; computations and transfers are timed, and pulls and pushes
+        are issued here and waited for where their weights are needed."""
         if not self._overlap and not isinstance(action, Pull):
             self._await(list(state.pulls), state)
         match action:
@@ -372,6 +378,8 @@ class Executor:
         return state.spans.action(f"{letter}{bucket}", kind, ranks=self.groups.ranks)
 
     def _timed(self, action: Action, state: StepState, work: Callable[[], None]) -> None:
+        """Run ``work`` as the action's span, with its tokens and the number of ranks that take
+        part."""
         tokens, ranks = 0, self.groups.ranks
         if isinstance(action, Forward | Backward):
             tokens = sum(state.plan.tokens_of(state.plan.micro_batches[action.micro_batch]))
@@ -382,6 +390,8 @@ class Executor:
             work()
 
     def _forward(self, action: Forward, state: StepState) -> None:
+        """The forward of one micro-batch on this stage, from what the stage before sent; each
+        bucket is waited for when the model comes to it."""
         index = action.micro_batch
         micro = state.plan.micro_batches[index]
         if micro.pipeline not in state.views:
@@ -408,6 +418,8 @@ class Executor:
         state.runs[index] = run
 
     def _backward(self, action: Backward, state: StepState) -> None:
+        """The backward of one micro-batch on this stage; the buckets that the action names are
+        pushed as soon as their gradients are complete."""
         index, due = action.micro_batch, set(action.pushes)
 
         def done(bucket: int) -> None:
@@ -434,6 +446,8 @@ class Executor:
                 state.arrive(back, messages.exchange(leaving, (back.rows, hidden), out.peer))
 
     def _update(self, state: StepState) -> None:
+        """Sum the loss over all ranks, find the norm of the gradient, and update the stored
+        weights. Collective."""
         own = sum(map(float, state.losses))
         state.loss = sum(row[0] for row in gather_floats([own], self.groups.world))
         state.norm = self.storage.gradient_norm()

@@ -130,6 +130,8 @@ class StoredShard:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        """Raise SpecError for rows that are not within the whole tensor, and for a type that files
+        do not hold."""
         shape, wanted = tuple(self.tensor.shape), tuple(self.shape)
         if not wanted or len(shape) != len(wanted) or shape[1:] != wanted[1:]:
             raise SpecError(f"shard of {self.name}", got=shape, wanted=f"rows of {wanted}")
@@ -244,6 +246,7 @@ def check_file(folder: Path, file: FileInfo, *, checksum: bool) -> None:
 
 
 def _crc32(path: Path) -> int:
+    """The CRC-32 of a file, read a chunk at a time."""
     crc32, buffer = 0, memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -314,6 +317,8 @@ class Index:
     extra: Mapping[str, Any]
 
     def __post_init__(self) -> None:
+        """Raise CheckpointError for an index in which a file comes twice, rows belong to no tensor,
+        or rows need more bytes than their file has."""
         if len({file.file for file in self.files}) != len(self.files):
             raise _malformed("a file named twice")
         for file in self.files:
@@ -395,6 +400,8 @@ def _no_number(text: str) -> None:
 
 
 def _cover(wanted: Interval, held: Sequence[tuple[FileInfo, Interval]]) -> list[FilePiece]:
+    """The pieces of files that give the rows of ``wanted`` in order, from intervals sorted by first
+    row; raises CheckpointError for a row that no file has."""
     pieces: list[FilePiece] = []
     at = wanted.first_row
     for file, interval in held:
@@ -453,6 +460,7 @@ def _file_to_json(file: FileInfo) -> dict[str, Any]:
 
 
 def _file(value: Any) -> FileInfo:
+    """One file of an index from JSON: name, bytes, checksum and its intervals of rows."""
     name = _get(value, "file", str)
     # Nothing else is ever opened, whatever the index says: no other folder, no "..".
     if not _FILE.fullmatch(name):
@@ -486,6 +494,7 @@ def _tensor(value: Any) -> TensorInfo:
 
 
 def _from_json(value: Any) -> Index:
+    """An index from JSON, once its version and its own checksum are right."""
     version = _get(value, "format", int)
     if version != _FORMAT:
         raise _malformed(f"format {version}", wanted=f"format {_FORMAT}")
