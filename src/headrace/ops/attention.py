@@ -79,6 +79,8 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Any
     ) -> torch.Tensor:
+        """Attention out [queries, heads, features] of packed documents, whose kernels run by
+        ``blocks``."""
         out, lse = attend_blocks(q, k, v, blocks)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.blocks = blocks
@@ -86,6 +88,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """The gradients of q, k and v from that of the result."""
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         attend_blocks_backward(
@@ -212,6 +215,8 @@ class Partial:
                 out[a:b], lse[:, a:b] = parts[0] if parts else (0, -math.inf)
 
     def _merge_now(self, start: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge attention out [rows, heads, features] over more keys, with its log-sum-exp lse
+        [heads, rows], into the rows from ``start`` on."""
         self._sums = self._sums or self._new(wide(self._like))
         for a, b, known in self._touched.mark(start, start + out.shape[0]):
             rows, scale = out[a - start : b - start], lse[:, a - start : b - start]
@@ -337,6 +342,8 @@ def _backend(q: torch.Tensor) -> Backend:
 def _forward(
     backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: KernelRun
 ) -> Pair:
+    """Attention and its log-sum-exp of one run of a kernel: its documents of queries against their
+    keys."""
     at, of = run.queries, run.keys
     if not run.turned:
         return backend.forward(q[at], k[of], v[of], run.q_lengths, run.k_lengths, run.causal)

@@ -188,6 +188,8 @@ class _AttendedTurned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """Put the gradients of q, k and v into the list that the projection reads; the token that
+        autograd follows has none."""
         qkv, out, *saved = ctx.saved_tensors
         core, grads = ctx.rest
         parts = core.backward(grad, qkv, out, tuple(saved))
@@ -209,6 +211,8 @@ class _AttendedAgain(torch.autograd.Function):
     def forward(
         ctx: Any, core: Core, project: Any, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The heads of attention over x [t, h], keeping x and not q, k and v; and x, for a residual
+        sum."""
         with torch.no_grad():
             turned, _ = project(x)
         out, saved = core.forward(turned.qkv)
@@ -219,6 +223,8 @@ class _AttendedAgain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, passed: torch.Tensor | None) -> Any:  # type: ignore[override]
+        """Project x again, and take the gradient of x through attention and projection; ``passed``
+        is that of the residual sum."""
         if grad is None:
             return None, None, passed
         x, out, *saved = ctx.saved_tensors

@@ -93,6 +93,7 @@ class GatheredCore:
         return dkv if places is self.order or self.back is None else dkv.index_select(0, self.back)
 
     def _gather(self, qkv: torch.Tensor) -> torch.Tensor:
+        """The keys and values [T, 2 G, D] of all ranks, in the order of the pack."""
         kv = qkv[:, self.heads.queries :]
         if self.order is None or self.group is None:
             return all_gather_rows(kv, self.sizes, self.group)

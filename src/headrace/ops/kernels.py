@@ -158,6 +158,8 @@ class Plain:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _scores(self, q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
+        """Scaled scores [heads, queries, keys] of one document, minus infinity for keys that come
+        later where ``causal``."""
         scores = torch.einsum("qnd,knd->nqk", q.to(wide(q)), spread(k, q).to(wide(q)))
         scores /= math.sqrt(q.shape[-1])
         if causal:

@@ -124,6 +124,8 @@ class _Linear(torch.autograd.Function):
         bias: WeightSource | None,
         rows_are_outputs: bool,
     ) -> torch.Tensor:
+        """x W^T + b [t, out] of x [t, in], W [out, in] (``rows_are_outputs``) or x W of W [in,
+        out]."""
         ctx.save_for_backward(x)
         ctx.rest = (weight, bias, rows_are_outputs)
         matrix = weight.rows()
@@ -131,6 +133,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """The gradient of x; those of weight and bias are added to their sums."""
         (x,) = ctx.saved_tensors
         weight, bias, rows_are_outputs = ctx.rest
         matrix = weight.rows()
@@ -147,6 +150,7 @@ class _NormedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, norm: Norm, weight: WeightSource, bias: WeightSource | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """norm(x) W^T + b [t, out], keeping x and not its norm; and x, for a residual sum."""
         y, stats = norm.forward(x)
         ctx.save_for_backward(x, *stats)
         ctx.rest = (norm, weight, bias)
@@ -155,6 +159,8 @@ class _NormedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, passed: torch.Tensor | None) -> Any:  # type: ignore[override]
+        """The gradient of x, with ``passed``, that of the residual sum, added; those of weight and
+        bias are added to their sums."""
         if grad is None:
             return passed, None, None, None
         x, *stats = ctx.saved_tensors
@@ -191,6 +197,8 @@ class _Embed(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, ids: torch.Tensor, weight: WeightSource
     ) -> torch.Tensor:
+        """The rows [t, h] of the tokens ``ids`` [t]; ``anchor`` is a tensor that has autograd call
+        the backward."""
         table = weight.rows()
         ctx.save_for_backward(ids)
         ctx.rest = (weight, table.shape, anchor)
@@ -198,6 +206,7 @@ class _Embed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """Add the gradients of equal ids up, in at least fp32, into that of the table [V, h]."""
         (ids,) = ctx.saved_tensors
         weight, shape, anchor = ctx.rest
         # An id may occur often: in bf16 a sum of equal rows stops growing at 256 of them.

@@ -59,6 +59,8 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
 def _written_over(
     logits: torch.Tensor, labels: torch.Tensor, normal: torch.Tensor, factor: torch.Tensor
 ) -> torch.Tensor:
+    """The gradient of the logits [t, V], in their memory: (softmax - onehot(label)) * factor, of
+    ``normal`` [t] the log-sum-exp and ``factor`` [t]."""
     wide = widened(logits).sub_(normal[:, None]).exp_()
     if wide.shape[1]:
         ones = (labels >= 0).to(wide.dtype)[:, None]
@@ -73,6 +75,7 @@ def _written_over(
 def _cross_entropy_backward(
     logits: torch.Tensor, labels: torch.Tensor, normal: torch.Tensor, factor: torch.Tensor
 ) -> torch.Tensor:
+    """The same in new memory, as a function that can be compiled."""
     words = torch.arange(logits.shape[1], device=logits.device)
     wide = (widened(logits) - normal[:, None]).exp()
     dz = (wide - (words == labels[:, None]).to(wide.dtype)) * factor[:, None]

@@ -30,6 +30,8 @@ class _Region(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """Compute the region again with gradients, and take the gradients of its inputs through
+        it."""
         needed = ctx.needs_input_grad[1:]
         inputs = [
             x.detach().requires_grad_(need)

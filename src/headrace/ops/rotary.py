@@ -119,6 +119,8 @@ class Rotation:
 
 
 def _sort(qkv: torch.Tensor) -> torch.Tensor:
+    """From qkv [t, groups, m + 2, D], in each group m queries, a key and a value, to [t, N + 2 G,
+    D]: all queries, all keys, all values."""
     t, groups, heads, features = qkv.shape
     m, n = heads - 2, groups * (heads - 2)
     out = qkv.new_empty((t, n + 2 * groups, features))
@@ -129,6 +131,7 @@ def _sort(qkv: torch.Tensor) -> torch.Tensor:
 
 
 def _unsort(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> torch.Tensor:
+    """From the gradients dq [t, N, D], dk and dv [t, G, D] back to [t, groups, m + 2, D]."""
     t, groups, features = dk.shape
     m = dq.shape[1] // groups if groups else 0
     out = dq.new_empty((t, groups, m + 2, features))
@@ -147,6 +150,8 @@ def _selected(
 def _plain_rotate_and_sort(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: torch.Tensor | None
 ) -> torch.Tensor:
+    """Sort qkv [t, G, m + 2, D] to [t, N + 2 G, D] and turn queries and keys by their places' cos
+    and sin, in place; ``rows`` selects tokens first."""
     out, groups = _sort(qkv if rows is None else qkv.index_select(0, rows)), qkv.shape[1]
     _rotate(out[:, : out.shape[1] - groups], cos, sin)
     return out
@@ -160,6 +165,7 @@ def _plain_unrotate_and_unsort(
     sin: torch.Tensor,
     rows: torch.Tensor | None,
 ) -> torch.Tensor:
+    """The adjoint: gradients turned back and sorted to [t, G, m + 2, D]."""
     dq, dk, dv, cos, sin = _selected((dq, dk, dv, cos, sin), rows)
     out = _unsort(dq, dk, dv)
     _rotate(out[:, :, :-1].transpose(0, 1), cos, -sin)
@@ -182,6 +188,8 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 def _rotate_and_sort(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: torch.Tensor | None
 ) -> torch.Tensor:
+    """The same as :func:`_plain_rotate_and_sort` without writes in place, so that it can be
+    compiled into one kernel."""
     qkv = qkv if rows is None else qkv.index_select(0, rows)
     t, groups, heads, features = qkv.shape
     queries = qkv[:, :, : heads - 2].reshape(t, groups * (heads - 2), features)
@@ -202,6 +210,7 @@ def _unrotate_and_unsort(
     sin: torch.Tensor,
     rows: torch.Tensor | None,
 ) -> torch.Tensor:
+    """The same as :func:`_plain_unrotate_and_unsort` without writes in place."""
     if rows is not None:
         dq, dk, dv, cos, sin = (x.index_select(0, rows) for x in (dq, dk, dv, cos, sin))
     t, groups, features = dk.shape

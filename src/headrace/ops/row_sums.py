@@ -170,6 +170,7 @@ class RowSum:
     __slots__ = ("_held", "_marked", "_parts", "_rows", "_total")
 
     def __init__(self, rows: int, *, total: torch.Tensor | None = None, fresh: bool = True) -> None:
+        """An empty sum of ``rows`` rows, or one that adds to ``total``."""
         self._total = total if total is not None and adds_at_once(total) else None
         self._rows, self._marked, self._held = rows, MarkedRows(), 0
         self._parts: list[tuple[int, torch.Tensor]] = []
@@ -249,6 +250,8 @@ def _add(total: torch.Tensor, part: torch.Tensor, pieces: Sequence[tuple[int, in
 
 
 def _put(out: torch.Tensor, places: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Write the sum of parts, each [n, ...], to the rows ``places`` [n] of ``out``; zeros where
+    there are no parts."""
     if not parts:
         out.index_fill_(0, places, 0)
     elif len(parts) == 1 and parts[0].dtype == out.dtype:

@@ -69,6 +69,8 @@ class ScoreRowsCore:
         at = iter(saved)
 
         def attend(kv: torch.Tensor, source: int) -> Onto:
+            """Add the gradients of the local queries, and return what adds those of rank
+            ``source``'s keys and values to a sum that comes round."""
             into = dkv if source == self.ring.member else torch.empty_like(kv, dtype=wide)
             into.zero_()
             for block in self.blocks(source):
@@ -104,6 +106,7 @@ class _Round:
         return self
 
     def __next__(self) -> tuple[torch.Tensor, int]:
+        """The next rank's rows and its number; the rows after them are sent for first."""
         step = self._step
         if step == self._ring.ranks:
             raise StopIteration

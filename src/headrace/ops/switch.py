@@ -267,6 +267,8 @@ class Resharding:
         *,
         in_place: bool,
     ) -> Coming:
+        """Issue the all-to-all of ``sent``, one flat piece of each shape of ``parts`` for each
+        rank; ``shapes`` are those of the pieces that come."""
         out = sent.new_empty(whole)
         arriving = issue_all_to_all(
             sent,
@@ -281,6 +283,7 @@ class Resharding:
         out.copy_(x.narrow(self.from_dim, sum(self.sizes[:rank]), self.sizes[rank]))
 
     def _take(self, x: torch.Tensor, rank: int, out: torch.Tensor) -> None:
+        """Copy the places of ``to_dim`` that ``rank`` takes into ``out``."""
         own = self.columns.of[rank]
         if isinstance(own, range) and own.step == 1:
             out.copy_(x.narrow(self.to_dim, own.start, len(own)))
@@ -514,6 +517,7 @@ def _dim(x: torch.Tensor, dim: int) -> int:
 
 
 def _ranks(group: dist.ProcessGroup) -> int:
+    """The number of ranks of a group; raises SpecError where this rank is not in it."""
     if dist.get_rank(group) < 0:
         raise SpecError(
             "group of ranks", got="one of other ranks", wanted=f"one with rank {dist.get_rank()}"
@@ -522,6 +526,8 @@ def _ranks(group: dist.ProcessGroup) -> int:
 
 
 def _check_shard(x: torch.Tensor, dim: int, sizes: _Sizes, group: dist.ProcessGroup) -> None:
+    """Raise SpecError unless ``sizes`` has a number of places for each rank, and x has this rank's
+    in ``dim``."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if len(sizes) != ranks or sizes[rank] != x.shape[dim]:
         raise SpecError(
@@ -532,6 +538,8 @@ def _check_shard(x: torch.Tensor, dim: int, sizes: _Sizes, group: dist.ProcessGr
 
 
 def _check_whole(x: torch.Tensor, dim: int, sizes: _Sizes, ranks: int) -> None:
+    """Raise SpecError unless ``sizes`` has a number of places for each rank, and x has all of them
+    in ``dim``."""
     if len(sizes) != ranks or sum(sizes) != x.shape[dim]:
         raise SpecError(
             f"dim {dim} of {list(x.shape)}",

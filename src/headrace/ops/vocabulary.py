@@ -55,6 +55,8 @@ class _SpreadEmbed(torch.autograd.Function):
         first: int,
         spread: Spread,
     ) -> torch.Tensor:
+        """The rows [t_r, h] of local ids [t_r]: each rank looks up the words that it holds, from
+        ``first`` on, for all ranks' tokens."""
         table, kept = weight.rows(), list[torch.Tensor]()
 
         def part(ids: torch.Tensor) -> torch.Tensor:
@@ -71,6 +73,7 @@ class _SpreadEmbed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """Gather the gradients [t_r, h] of all ranks, and add those of this rank's words up."""
         kept = ctx.saved_tensors
         weight, shape, anchor, spread = ctx.rest
         sums = grad.new_zeros(shape, dtype=wide_dtype(grad.dtype))
@@ -118,6 +121,8 @@ def spread_head_loss(
     sums = gradient.new_zeros(len(matrix))
 
     def part(chunk: int, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """One chunk of all ranks' tokens: add this rank's loss and the weight's gradient, and
+        return its part of the gradient of rows [n, h]."""
         logits = logits_of(rows, matrix, offset)
         words = targets - first
         words.masked_fill_((words < 0) | (words >= len(matrix)), IGNORED)  # words of other ranks
