@@ -114,6 +114,7 @@ class Forecast:
         }
 
     def __str__(self) -> str:
+        """Three lines: the seconds of a step, memory, and what was assumed."""
         memory, has = self.memory, self.rates.assumed.memory_bytes
         parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in asdict(memory).items())
         free = has - memory.peak

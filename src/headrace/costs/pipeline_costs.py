@@ -51,6 +51,8 @@ class SchemeCost:
     name: str = ""
 
     def __post_init__(self) -> None:
+        """Name the costs by their scheme where they have no name; raises CostError for numbers out
+        of range."""
         if not self.name:
             object.__setattr__(self, "name", str(self.scheme))
         for name in ("a_s", "b_s", "c_s"):

@@ -184,6 +184,8 @@ class HybridModel:
         return attention + follower
 
     def _full(self, p: int, option: LayerOption, target: Target, tokens: ArrayLike) -> Floats:
+        """Seconds or bytes of an option at level ``full`` for packs of ``tokens``, computed from
+        those at level ``none``."""
         none = LayerOption(attention=option.attention, feed_forward=option.feed_forward)
         found = self.layer(p, none, target, tokens)
         if target == "forward_s":
@@ -197,6 +199,8 @@ class HybridModel:
         return found + np.maximum(0.0, self.layer(p, none, "kept_bytes", tokens) - kept)
 
     def _pair(self, p: int, option: str, target: Target) -> Pair:
+        """The forest and polynomial of one option and target; raises CostError where none was
+        fitted."""
         options = self.pairs.get(p, {})
         found = options.get(option, {}).get(target)
         if found is None:

@@ -48,6 +48,7 @@ class Polynomial:
     unit: float = 1.0
 
     def __post_init__(self) -> None:
+        """Raise CostError for a degree out of range and for numbers that are not finite."""
         numbers = (*self.coefficients, self.unit)
         if not 2 <= len(self.coefficients) <= 1 + max(DEGREES):
             got = f"{len(self.coefficients)} coefficients"

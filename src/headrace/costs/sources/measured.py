@@ -81,6 +81,8 @@ def recomputed(none: OptionCost, hidden: int, p: int, element_bytes: int) -> Opt
 
 
 def _by_level(branches: Branches, name: Branch, p: int) -> dict[tuple[str, Recompute], OptionCost]:
+    """The measured costs of one branch on groups of ``p`` ranks, by (method, recompute level);
+    raises CostError for a profile without them."""
     found: dict[tuple[str, Recompute], OptionCost] = {}
     for text, cost in branches.get(name, {}).items():
         option = LayerOption.parse(text)
@@ -94,6 +96,8 @@ def _by_level(branches: Branches, name: Branch, p: int) -> dict[tuple[str, Recom
 
 
 def _joined(attention: OptionCost, follower: OptionCost, share: float) -> OptionCost:
+    """The costs of a layer from those of its branches: seconds and kept bytes add up, of
+    passing ones the larger count; ``share`` is the attention's share of the weights."""
     kept, other = attention.kept, follower.kept
     passing, behind = attention.transient, follower.transient
     return OptionCost(
@@ -283,6 +287,8 @@ def _agreed_on(points: Sequence[ProfilePoint], name: str) -> Any:
 
 
 def _exchange(profile: Profile) -> ExchangeCost:
+    """The seconds of a step's pull, push and update from a profile; raises CostError where any is
+    missing."""
     wanted = {"pull_s", "push_s", "update_s"}
     if set(profile.exchange_s) != wanted:
         raise CostError(
@@ -333,6 +339,8 @@ def reconciled(points: Sequence[ProfilePoint]) -> list[ProfilePoint]:
 def _agreed(
     point: ProfilePoint, found: Mapping[tuple[int, str, tuple[int, ...]], dict[str, ProfilePoint]]
 ) -> ProfilePoint:
+    """A point with its levels made consistent: all have the same forward, and ``full`` adds just
+    that forward to the least backward."""
     method, _, level = point.option.partition("+")
     levels = found[point.p, method, point.lengths]
     forward = min(other.forward_s for other in levels.values())
@@ -358,6 +366,8 @@ def points_by_option(profile: Profile) -> dict[tuple[int, str], list[ProfilePoin
 
 
 def _bytes_line(points: Sequence[ProfilePoint], name: str) -> Linear:
+    """Bytes over tokens as a line through the points that counted them; raises CostError for fewer
+    than two."""
     counted = [
         (sum(point.lengths), value)
         for point in points
