@@ -124,6 +124,7 @@ class ClipsConfig(Section):
 
     @model_validator(mode="after")
     def _obeyed(self) -> ClipsConfig:
+        """Refuse keys that a run over clips would not obey."""
         for section, keys in _UNUSED.items():
             given = sorted(getattr(self, section).model_fields_set & set(keys))
             if given:
