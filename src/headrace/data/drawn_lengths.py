@@ -83,6 +83,8 @@ def parse_distribution(text: str) -> Distribution:
 
 
 def _parse_one(text: str) -> Distribution:
+    """The distribution of a preset's name or of a text ``kind:options``; raises ConfigError for
+    others."""
     if text in PRESETS:
         return PRESETS[text]
     kind, colon, rest = text.partition(":")
@@ -115,6 +117,7 @@ def _float(name: str, text: str) -> float:
 
 
 def _int(text: str) -> int:
+    """A number of tokens from text; raises ConfigError for other text."""
     try:
         return parse_count(text)
     except HeadraceError as error:
@@ -130,6 +133,7 @@ def _float_or_count(text: str) -> float:
 
 
 def _lognormal(text: str) -> LogNormal:
+    """The distribution of options such as ``median=4Ki,sigma=1``."""
     known = ("median", "sigma", "min", "max", "tail", "alpha")
     options = _options("lognormal", text, known, 2)
     values: dict[str, Any] = {"median": _float_or_count(options.pop("median"))}
@@ -139,6 +143,7 @@ def _lognormal(text: str) -> LogNormal:
 
 
 def _bins(text: str) -> Bins:
+    """The distribution of ``edges`` and ``shares``, each with slashes between its numbers."""
     options = _options("bins", text, ("edges", "shares"), 2)
     return Bins(
         edges=tuple(_int(edge) for edge in options["edges"].split("/")),

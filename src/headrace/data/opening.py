@@ -146,6 +146,8 @@ def _scanned(tell: Progress, before: int, total: int, itemsize: int, tokens: int
 
 
 def _end_id(source: Source, tokenizer: Tokenizer, file: FoundFile) -> int:
+    """The id after which a document of ``file`` ends; raises DataError where neither source nor
+    tokenizer says it."""
     end_id = tokenizer.end_id if source.end_id is None else source.end_id
     if end_id is None:
         raise DataError(

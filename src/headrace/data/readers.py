@@ -70,6 +70,7 @@ def _texts(file: FoundFile, reading: Reading) -> Iterator[Document]:
 
 
 def _lines(file: FoundFile, reading: Reading) -> Iterator[Document]:
+    """The documents of a file of JSON lines; lines without one are noted as skipped."""
     with _opened(file) as (stream, raw):
         for number, line in enumerate(stream, 1):
             if not line.strip():
@@ -121,6 +122,7 @@ def _learned(
 
 
 def _unfit(label: str, field_name: str, got: str, wanted: str) -> DataError:
+    """The error for a mask or label of a row that does not fit its tokens."""
     return DataError(
         f"{field_name} of {label}",
         got=got,
@@ -145,6 +147,7 @@ def _some(names: Any) -> str:
 
 
 def _rows(file: FoundFile, reading: Reading) -> Iterator[Document]:
+    """The documents of a parquet file; a file without the field is noted as skipped."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -170,6 +173,7 @@ def _rows(file: FoundFile, reading: Reading) -> Iterator[Document]:
 
 
 def _records(file: FoundFile, reading: Reading) -> Iterator[Document]:
+    """The sequences of a FASTA file, each one document."""
     try:
         import pyfaidx
     except ModuleNotFoundError:
