@@ -65,6 +65,7 @@ def fact_groups(run: Run) -> dict[str, Rows]:
 
 
 def _model(run: Run) -> Rows:
+    """Rows of (name, text) about the model's architecture; none where a run has no record of it."""
     a = run.facts.architecture
     if a is None:
         return []

@@ -131,6 +131,8 @@ def _count(number: int, noun: str) -> str:
 
 
 def _methods(of: RunSummary) -> str:
+    """The layer options with the largest shares, in text, and how often a run switched between
+    options."""
     use = layer_use(of.run)
     if not use.shares:
         return "not recorded"

@@ -58,6 +58,7 @@ def write_report(run: Path, out: Path | None = None, *, pictures: bool = True) -
 
 
 def _extra(name: str) -> ModuleType:
+    """A module of an optional package; raises MissingExtra where it is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -83,6 +84,8 @@ def _page(
     converter: ModuleType,
     trust_heading: str,
 ) -> str:
+    """The HTML of a report, of figures ``drawn`` as pairs of a figure and its Vega-Lite
+    specification."""
     environment = Environment(
         loader=PackageLoader("headrace.report", ""),
         autoescape=True,

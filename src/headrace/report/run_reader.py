@@ -74,6 +74,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _required(folder: Path, name: str) -> Path:
+    """The path of a file that every run has; raises DataError where folder or file is missing."""
     if not folder.is_dir():
         raise DataError(
             "run folder",
@@ -165,6 +166,7 @@ def _plans(
 
 
 def _levels(plan: Plan) -> Counter[tuple[int, str]]:
+    """How many layers ran at each recompute level, by (bin of the sequence's length, level)."""
     levels: Counter[tuple[int, str]] = Counter()
     for micro in plan.micro_batches:
         for tokens in plan.tokens_of(micro):
@@ -174,6 +176,8 @@ def _levels(plan: Plan) -> Counter[tuple[int, str]]:
 
 
 def _calibration(path: Path, notes: list[str]) -> Calibration | None:
+    """What a run learnt of its costs; None where nothing was written, or with a note where it is
+    damaged."""
     if not path.is_file():
         return None
     try:

@@ -36,6 +36,8 @@ def _over_capacity(run: Run) -> str:
 
 
 def _bad_predictions(run: Run) -> str:
+    """A sentence about steps whose predicted seconds were far from the measured ones; empty where
+    there are none."""
     bad = [s for s in run.warm if isfinite(s.ratio) and abs(s.ratio - 1) > _BADLY]
     if not bad:
         return ""
@@ -49,6 +51,7 @@ def _bad_predictions(run: Run) -> str:
 
 
 def _bad_fits(run: Run) -> str:
+    """A sentence about fits of costs with large errors; empty where there are none."""
     fits = [
         (f"{part} {case}", fit.worst)
         for part, cases in run.facts.costs.errors.items()
@@ -72,6 +75,7 @@ def _skipped(run: Run) -> str:
 
 
 def _waits(run: Run) -> str:
+    """A sentence about seconds in which training waited for plans; empty up to one percent."""
     waited = float(finite(s.planned.waited_s for s in run.warm).sum())
     share = waited / sum(s.step_s for s in run.warm)
     if share <= 0.01:

@@ -93,6 +93,7 @@ def _idle_bar(timeline: Timeline, rank: int, factor: float) -> dict[str, Any]:
 
 
 def _bar(row: Row, factor: float) -> dict[str, Any]:
+    """One action as a bar; ``factor`` turns seconds into the unit of the axis."""
     bar = {
         "rank": row.rank,
         "kind": _kind(row),
@@ -127,6 +128,8 @@ def _aggregated(rows: Sequence[Row], seconds: float, bins: int) -> list[Row]:
 
 
 def _joined(rank: int, winners: Any, width: float) -> list[Row]:
+    """Neighbouring time slots with the same winning kind as one action; ``winners`` has an index of
+    a kind for each slot of ``width`` seconds, 0 for none."""
     kinds = list(_ORDER)
     edges = [0, *(np.flatnonzero(np.diff(winners)) + 1).tolist(), len(winners)]
     return [
@@ -143,6 +146,7 @@ def _joined(rank: int, winners: Any, width: float) -> list[Row]:
 
 
 def _panel(rows: list[dict[str, Any]], title: str, seen: set[str]) -> alt.Chart:
+    """The chart of one timeline's bars; ``seen`` are the kinds that its legend names."""
     ranks = len({row["rank"] for row in rows})
     band = max(3, min(24, 480 // max(1, ranks)))
     border = 0.6 if len(rows) < 1200 else 0.0
