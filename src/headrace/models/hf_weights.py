@@ -83,6 +83,8 @@ def from_hugging_face(
 def _joined(
     weights: Mapping[str, torch.Tensor], architecture: Architecture
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """Our weights by their names, each made when it is asked for; raises CheckpointError where
+    theirs do not fit the architecture."""
     shapes = {weight.name: weight.shape for weight in weight_table(architecture)}
     rules = rules_of(architecture)
     expected: dict[str, tuple[int, ...]] = {}
@@ -117,6 +119,7 @@ def _known(
 
 
 def _renamed(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights with the old names of norms (gamma, beta) replaced by those of today."""
     found: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
         old = next((old for old in _OLD_NORMS if name.endswith(old)), "")
@@ -141,6 +144,8 @@ def _drop_double(named: dict[str, torch.Tensor], double: str, name: str, got: st
 def _check(
     what: str, weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
+    """Raise CheckpointError for unknown or missing names and for other shapes; ``what`` begins the
+    message."""
     if unknown := [name for name in weights if name not in shapes]:
         hint = did_you_mean(unknown[0], shapes)
         raise CheckpointError(f"{what}: unknown {_listed(unknown)}", hint=hint)
@@ -253,6 +258,8 @@ def read_pretrained(folder: Path, architecture: Architecture) -> Iterator[tuple[
 
 
 def _files_of_index(folder: Path) -> list[str]:
+    """The names of the files that an index of weights lists; raises CheckpointError for a name
+    outside of the folder."""
     places = read_object(folder / _INDEX).get("weight_map")
     names = list(places.values()) if isinstance(places, dict) else [None]
     for name in names:
@@ -265,6 +272,7 @@ def _files_of_index(folder: Path) -> list[str]:
 
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file; raises CheckpointError for a missing or damaged one."""
     try:
         return load_file(path)
     except FileNotFoundError:

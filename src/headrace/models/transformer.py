@@ -79,6 +79,8 @@ class Transformer:
     def _layer(
         self, x: torch.Tensor, option: LayerOption, state: State, context: Context
     ) -> torch.Tensor:
+        """One layer of x [local tokens, features]: attention, then feed-forward, each with its
+        residual sum."""
         for part in BRANCHES:
             x = self.branch(x, part, option, state, context)
         return x
