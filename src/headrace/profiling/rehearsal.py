@@ -164,6 +164,8 @@ class Rehearsal:
     def _point(
         self, two: TwoLayers, groups: Groups, target: BranchTarget, tokens: int
     ) -> ProfilePoint:
+        """Measure one branch on one sequence of so many tokens: on the device, or by the hardware's
+        model where there is none."""
         probe = two.probe(groups, self._members(target.p), target, (tokens,))
         if self.device is None:
             with self._clock() as clock:

@@ -104,6 +104,7 @@ class Sweeper:
     def __init__(
         self, groups: Groups, options: SweepOptions, *, room_bytes: float = inf, device: str = "cpu"
     ) -> None:
+        """A sweeper of this rank; a pack that needs more than ``room_bytes`` is not run."""
         self.not_fitting: list[NotFitting] = []
         self.clock: Clock = clock_of(device)
         self._groups, self._options = groups, options
@@ -196,6 +197,7 @@ class Sweeper:
         )
 
     def _count(self, probe: Probe | None, sweep: Sweep) -> list[float]:
+        """[kept, passing] bytes of a probe on this rank, zeros on a rank that has no probe."""
         if probe is None:
             return [0.0, 0.0]
         if self._device != "cpu":
