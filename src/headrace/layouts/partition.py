@@ -200,6 +200,8 @@ def _stages(plan: Plan) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]
 def _working(
     weight: WeightSpec, devices: int, stages: Iterable[tuple[tuple[int, ...], tuple[int, ...], int]]
 ) -> Partition:
+    """The rows of a weight that each of ``devices`` ranks works with; ``stages`` are (ranks,
+    buckets of their layers, shards of a weight)."""
     parts: list[Rows] = [Rows(0, 0)] * devices
     shards: dict[int, tuple[Rows, ...]] = {}
     used = dict[tuple[int, ...], bool]()

@@ -80,6 +80,7 @@ class TokenPlan:
     )
 
     def __post_init__(self) -> None:
+        """Raise SpecError for no ranks and for a document without tokens."""
         if self.ranks < 1 or min(self.lengths, default=1) < 1:
             raise SpecError(
                 "token plan",
@@ -171,6 +172,8 @@ class TokenPlan:
         return [0, *accumulate(self.lengths)]
 
     def _hold(self, members: tuple[int, ...]) -> Held:
+        """What these members hold together: intervals of the pack, pieces of documents, and an
+        order of gathered rows where they are not sorted."""
         places = np.concatenate([np.zeros(0, np.int64), *map(self.index, members)])
         ordered = bool((np.diff(places) > 0).all())
         intervals = _merged([part for member in members for part in self.parts[member]])
@@ -263,6 +266,8 @@ def _pieces(intervals: Sequence[Rows], starts: Sequence[int]) -> list[_Piece]:
 
 
 def _banded(queries: Held, keys: Held, band: Band) -> tuple[Block, ...]:
+    """The blocks of scores, in rows of ``queries`` and ``keys``, that lie in a band around the
+    diagonal of each document."""
     of_document: dict[int, list[_Piece]] = {}
     for piece in keys.pieces:
         of_document.setdefault(piece.document, []).append(piece)
@@ -278,6 +283,8 @@ def _banded(queries: Held, keys: Held, band: Band) -> tuple[Block, ...]:
 
 
 def _blocks(queries: Held, keys: Held, causal: bool) -> tuple[Block, ...]:
+    """The blocks of scores of each document, in rows of ``queries`` and ``keys``: causal squares,
+    and rectangles that are seen whole."""
     of_document: dict[int, list[_Piece]] = {}
     for piece in keys.pieces:
         of_document.setdefault(piece.document, []).append(piece)
