@@ -140,6 +140,8 @@ def _baseline_maker(problem: Problem, batches: Sequence[Lengths], planner: str, 
         prepared = baseline.prepare(tables, seed, problem.parameters)
 
     def make(number: int, _: Lengths) -> PlannedIteration:
+        """The plan of iteration ``number`` (from 0); raises InfeasiblePlan where the planner finds
+        none."""
         # A baseline that needs all iterations at once was asked before; phases are plans of some
         # of the sequences each, where it changes the strategy within the iteration.
         table = tables[number]

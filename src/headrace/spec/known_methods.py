@@ -288,6 +288,8 @@ def _two_axes(name: str, blocks: _Blocks) -> Callable[..., tuple[Members, ...]]:
     same index in all blocks."""
 
     def groups(a: Architecture, ranks: int, tensor: int) -> tuple[Members, ...]:
+        """The groups of ``ranks`` ranks, as their indices, with weights sharded over blocks of
+        ``tensor`` ranks."""
         found = blocks(a, ranks, tensor)
         if found is None:
             raise SpecError(
