@@ -284,7 +284,7 @@ class HookManager:
         return HookMode.RECOMPUTED if self._recomputing_now else HookMode.SWITCHING
 
     @property
-    def _known_of(self) -> _Learnt:
+    def _record_here(self) -> _Learnt:
         """The record of the ranks that share the current batch. Records of other groups do not
         count: not all of these ranks have them, so their plans would differ."""
         return self._learnt.get(self.at_work.members, _Learnt())
@@ -385,7 +385,7 @@ class HookManager:
     def _routes(self) -> dict[int, StageRoute]:
         """The switches of the next forward by stage number; empty while the calling order of stages
         is not known. Raises ModelError for stages that cannot be traced."""
-        shards, modules = self.at_work, self._known_of.modules
+        shards, modules = self.at_work, self._record_here.modules
         if not modules:
             return {}
         if shards.group is None:
@@ -410,7 +410,7 @@ class HookManager:
             self._group_slot = GroupSlot(shards.group)
         axis, wanted = shards.axis, list[tuple[AxisStage, str]]()
         for at, stage in enumerate(found):
-            during = self._chosen(stage, at, shards).axis if axis in stage.mixed else axis
+            during = self._choose_axis(stage, at, shards).axis if axis in stage.mixed else axis
             wanted.append((stage, during))
             axis = axis if stage.returns else during
         numbers = {module: number for number, module in enumerate(self.stages)}
@@ -422,11 +422,11 @@ class HookManager:
         if self.mode is HookMode.PLAIN:
             self._refuse_sharded(args, named)
         elif self.mode is not HookMode.TRACED:
-            self._begun(args, named)
+            self._begin_forward(args, named)
 
     # Compilers break their graphs here: only at run time is it known which axis is sharded.
     @torch.compiler.disable
-    def _begun(self, args: Any, named: Any) -> None:
+    def _begin_forward(self, args: Any, named: Any) -> None:
         """Take the shards that the arguments of the model belong to and start its forward; raises
         ModelError for inputs that were not sharded."""
         values = (*args, *named.values())
@@ -468,16 +468,16 @@ class HookManager:
 
     def _end(self, module: Any, _: Any, out: Any) -> None:
         if self.mode not in (HookMode.PLAIN, HookMode.TRACED):
-            self._ended(failed=out is None)
+            self._note_stage_order(failed=out is None)
 
     @torch.compiler.disable
-    def _ended(self, *, failed: bool) -> None:
+    def _note_stage_order(self, *, failed: bool) -> None:
         """Keep in which order the stages were called and what they mixed, unless the forward
         raised."""
         self._outside.close()
         if self.shards is not None and not failed:
             self._learnt[self.shards.members] = replace(
-                self._known_of, order=tuple(self.shards.passed), modules=tuple(self._called)
+                self._record_here, order=tuple(self.shards.passed), modules=tuple(self._called)
             )
 
     def _enter(self, number: int, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
@@ -598,7 +598,7 @@ class HookManager:
                 got="no call of scaled_dot_product_attention",
                 wanted="attention that can be spread over ranks",
             )
-        self._learnt[shards.members] = replace(self._known_of, heads=joint.heads)
+        self._learnt[shards.members] = replace(self._record_here, heads=joint.heads)
         return out
 
     def _next(self, stage: AxisStage, at: int) -> AxisChoice:
@@ -608,20 +608,20 @@ class HookManager:
         shards = self.at_work
         known = shards.chosen.get(at)
         if known is None or (known.axis in stage.mixed and known.method == "none"):
-            shards.chosen[at] = self._chosen(stage, at, shards)
+            shards.chosen[at] = self._choose_axis(stage, at, shards)
         return shards.chosen[at]
 
-    def _chosen(self, stage: AxisStage, at: int, shards: AxisShards) -> AxisChoice:
+    def _choose_axis(self, stage: AxisStage, at: int, shards: AxisShards) -> AxisChoice:
         """The axis in shards from stage number ``at`` on: by the plan of all stages where their
         order is known from an earlier forward, else the longest that the stage leaves free."""
         everything = self.axes <= set(stage.mixed)
         sized = self.axes <= shards.totals.keys()
-        known = self._known_of
+        known = self._record_here
         planned = known.heads or not everything
         if sized and planned and not stage.returns and known.order[at : at + 1] == (stage.mixed,):
             key = known.order, known.heads, tuple(shards.totals.items()), shards.ranks
             if key not in self._plans:
-                self._plans[key] = self._planned()
+                self._plans[key] = self._plan_choices()
             return self._plans[key][at]
         if everything:
             return AxisChoice(axis=shards.axis)  # until its heads are known
@@ -634,20 +634,20 @@ class HookManager:
             )
         return AxisChoice(axis=shards.best(free))
 
-    def _planned(self) -> tuple[AxisChoice, ...]:
+    def _plan_choices(self) -> tuple[AxisChoice, ...]:
         """One choice for each stage in calling order, with the fewest bytes sent by switches over a
         whole forward."""
         shards = self.at_work
         sizes = {name: n for name, n in shards.totals.items() if name in self.axes}
         plan = plan_axes(
-            [MixingStage(mixes=mixed) for mixed in self._known_of.order],
+            [MixingStage(mixes=mixed) for mixed in self._record_here.order],
             sizes,
             shards.ranks,
             tensor_bytes=1.0,
             transfer_s=lambda sent: sent / _LINK_BYTES_S,
             entry=self.axis,
             exit_=self.axis,
-            heads=self._known_of.heads,
+            heads=self._record_here.heads,
         )
         return plan.choices
 
@@ -659,14 +659,14 @@ class HookManager:
         found = [module for module in self.model.modules() if name in module.__dict__]
         kept = [getattr(module, name) for module in found]
         for module, function in zip(found, kept, strict=True):
-            setattr(module, name, partial(self._recomputed, shards, function))
+            setattr(module, name, partial(self._run_checkpoint, shards, function))
         try:
             yield
         finally:
             for module, function in zip(found, kept, strict=True):
                 setattr(module, name, function)
 
-    def _recomputed(
+    def _run_checkpoint(
         self,
         shards: AxisShards,
         recompute: Callable[..., Any],

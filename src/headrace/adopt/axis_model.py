@@ -280,14 +280,14 @@ class AxisModel:
                     counts = gather_floats([float(places)], groups.world)
                     places = round(sum(counts[block[0]][0] for block in blocks))
             self._look_once(batch, may_wait=True)
-        shards, found = self._placed(batch, members, None)
+        shards, found = self._place_batch(batch, members, None)
         labels = self._local_labels(found, shards)
         if self._label_name not in self._takes:
             found.pop(self._label_name, None)
         if self._first_step and replicas == 1 and self._untried is None:
             self._first_step = False
             self._compare_whole(found, {k: v for k, v in batch.items() if k in found})
-            shards, found = self._placed({k: batch[k] for k in found}, members, None)
+            shards, found = self._place_batch({k: batch[k] for k in found}, members, None)
         return BatchPart(
             inputs=found,
             labels=labels,
@@ -332,7 +332,7 @@ class AxisModel:
         are in ``rest``."""
         known = {name: value for name, value in values.items() if name in self.inputs}
         others = {name: value for name, value in values.items() if name not in known}
-        shards, placed = self._placed(known, ranks, groups)
+        shards, placed = self._place_batch(known, ranks, groups)
         first, count, of = shards.samples
         own = {
             name: value.narrow(0, first, count)
@@ -367,7 +367,7 @@ class AxisModel:
         """Make the model the user's plain one again."""
         self._manager.spread, self._manager.inputs = False, ()
 
-    def _placed(
+    def _place_batch(
         self, batch: Mapping[str, Any], ranks: Members, groups: Groups | None
     ) -> tuple[AxisShards, dict[str, Any]]:
         """The shards of a batch on this rank, and the local inputs."""

@@ -32,7 +32,7 @@ class Dims:
     @classmethod
     def parse(cls, text: str) -> Dims:
         """Read a text. Raises SpecError for names that stand twice, and brackets in brackets."""
-        return _parsed(text)
+        return _parse(text)
 
     @property
     def flat(self) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ class Dims:
 
 
 @lru_cache(maxsize=256)
-def _parsed(text: str) -> Dims:
+def _parse(text: str) -> Dims:
     """Dims from text such as ``(b s) t c``: for each dim the names of its axes; raises SpecError
     for other text and for a name that comes twice."""
     names: list[tuple[str, ...]] = []

@@ -112,7 +112,7 @@ def _registry(
     return EntryPoint(
         name="attention registry",
         probing=model,
-        install=lambda _: _nothing,
+        install=lambda _: _undo_nothing,
         call=model if compiler is None else _compiled(model, compiler, fullgraph=False),
         compiler=compiler,
         levels=levels,
@@ -133,7 +133,7 @@ def _calls(model: torch.nn.Module, inner: torch.nn.Module, slot: ModelSlot) -> E
         name="calls",
         call=model,
         probing=model,
-        install=lambda _: _nothing,
+        install=lambda _: _undo_nothing,
         remove=opened.close,
         levels=levels,
     )
@@ -183,7 +183,7 @@ def _graph(
     )
 
 
-def _nothing() -> None:
+def _undo_nothing() -> None:
     """Undo nothing: this entry point changes the model only while it is spread."""
 
 
@@ -195,10 +195,10 @@ def _compiled(model: torch.nn.Module, compiler: Compiler, *, fullgraph: bool) ->
     """The compiled model. Hooks of wrappers break graphs; if that hides tokens from the pass, the
     probe finds it."""
     compiled = torch.compile(model, backend=compiler, fullgraph=fullgraph, dynamic=True)
-    return partial(_sized, compiled)
+    return partial(_call_compiled, compiled)
 
 
-def _sized(compiled: Callable[..., Any], **inputs: Any) -> Any:
+def _call_compiled(compiled: Callable[..., Any], **inputs: Any) -> Any:
     # What attention keeps has a size that is known only when it runs.
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):  # noqa: SLF001
         return compiled(**inputs)

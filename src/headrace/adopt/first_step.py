@@ -57,7 +57,7 @@ def compare_first_step(
             wanted = _numbers(model, plain)
         except (torch.OutOfMemoryError, MemoryError):
             fits = False
-    mine = json.dumps([fits, _wrong(found, wanted, first.dtype)])
+    mine = json.dumps([fits, _difference(found, wanted, first.dtype)])
     said = [mine.encode()]
     if groups is not None:
         said = gather_bytes(said[0], groups.world)
@@ -77,7 +77,7 @@ def compare_first_step(
             )
 
 
-def _wrong(found: Numbers, wanted: Numbers, dtype: torch.dtype) -> str:
+def _difference(found: Numbers, wanted: Numbers, dtype: torch.dtype) -> str:
     """What differs; empty where nothing does."""
     limit = _TOLERANCES.get(dtype, 5e-2)
     (loss, norms), (other, others) = found, wanted

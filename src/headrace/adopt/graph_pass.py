@@ -92,7 +92,7 @@ def _replace(node: Node, handle: int, width: str | None) -> None:
         _call(node, multi_head_attention, handle=handle)
     elif target is torch.arange and _counts(node, width):
         _after(node, torch.ops.headrace.positions.default, handle)
-    elif target is operator.getitem and (cut := _sliced(node, width)) is not None:
+    elif target is operator.getitem and (cut := _table_cut(node, width)) is not None:
         _call(node, rows_of, **cut._asdict(), handle=handle)
 
 
@@ -118,7 +118,7 @@ def _counts(node: Node, width: str | None) -> bool:
     return bool(starts) and value is not None and str(value.shape[0]) == width
 
 
-def _sliced(node: Node, width: str | None) -> Cut | None:
+def _table_cut(node: Node, width: str | None) -> Cut | None:
     """The cut of a table of positions to the tokens of a row; None where ``node`` is none."""
     base, index = node.args
     value = node.meta.get("example_value")

@@ -58,9 +58,9 @@ class JointAttention(TorchFunctionMode):
         """Replace attention; run any other function unchanged."""
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        return self._attended(*args, **(kwargs or {}))
+        return self._attend(*args, **(kwargs or {}))
 
-    def _attended(
+    def _attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,

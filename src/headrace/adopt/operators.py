@@ -142,7 +142,7 @@ class ModelSlot:
         return self
 
 
-def _now(handle: int) -> Placement | StandIn:
+def _current_in(handle: int) -> Placement | StandIn:
     """The placement in the slot with this handle; raises ModelError where the slot's owner is
     gone."""
     slot = _slots.get(handle)
@@ -200,7 +200,7 @@ def attend(
 
     Raises ModelError where the tokens are others than those of the placement.
     """
-    now = _now(handle)
+    now = _current_in(handle)
     if isinstance(now, StandIn):
         return now.attend(q, k, v)
     if q.shape[0] != now.tokens.sizes[now.member] or k.shape[0] != q.shape[0]:
@@ -252,7 +252,7 @@ def _kept_sizes(
     context = torch.library.get_ctx()
     if context._shape_env is not None:  # noqa: SLF001
         return context.new_dynamic_size() if joins else 0, context.new_dynamic_size()
-    heads, now = _heads(q, k), _now(handle)
+    heads, now = _heads(q, k), _current_in(handle)
     core = None if isinstance(now, StandIn) else now.core(heads, causal, window, q.device)
     if not isinstance(core, SwitchedCore):
         count = heads.queries + 2 * heads.keys if joins else 0
@@ -287,7 +287,7 @@ def _attend_backward(
     features = grad.shape[2]
     if not isinstance(core, SwitchedCore) and not kept.numel():
         kept = torch.cat(inputs, dim=1)
-    qkv, saved = _unpacked(core, heads, kept, lse, grad.shape[0], features)
+    qkv, saved = _unpack(core, heads, kept, lse, grad.shape[0], features)
     grad, dsinks = grad.contiguous(), grad.new_empty(0)
     if isinstance(core, SwitchedCore):
         grads = core.backward(grad, qkv, out, saved, sinks)
@@ -306,7 +306,7 @@ def _attend_backward(
     )
 
 
-def _unpacked(
+def _unpack(
     core: Core, heads: Heads, kept: Tensor, lse: Tensor, rows: int, features: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The saved tensors in the shapes that the core expects: (qkv, saved)."""
@@ -381,7 +381,7 @@ attend.register_autograd(_adjoint, setup_context=_keep)
 def positions(like: Tensor, handle: int) -> Tensor:
     """The places of the local tokens in their rows, in the type of ``like`` [s], which counts them
     from 0. Raises ModelError when there are as many as neither one row nor all of them."""
-    now = _now(handle)
+    now = _current_in(handle)
     found = torch.from_numpy(now.positions()).to(like)
     if len(found) != len(like):
         raise ModelError(
@@ -402,7 +402,7 @@ def _(like: Tensor, handle: int) -> Tensor:
 def targets(like: Tensor, handle: int) -> Tensor:
     """Tokens of the step that have a loss, at least 1, as a number in the type of ``like``. Raises
     ModelError where a batch came without labels."""
-    found = _now(handle).targets
+    found = _current_in(handle).targets
     if found is None:
         raise ModelError(
             "loss of the model",

@@ -472,7 +472,7 @@ class TokenModel:
         if self.inner.training not in self._looked:  # sharded in evaluation
             self.probe(inputs)
         if self._leaving:  # a backward that failed
-            self._left()
+            self._end_backward()
         before = self._slot.held
         self._slot.take(placement)
         try:
@@ -482,7 +482,7 @@ class TokenModel:
                     outputs = self._with_own_head(self._whole_head, placement, inputs)
                 else:
                     self._expect(labels)
-                    outputs = self._with_loss(self._called(self._entry.call, **inputs), labels)
+                    outputs = self._with_loss(self._call_with(self._entry.call, **inputs), labels)
         finally:
             self._slot.take(before)
         return self._bound(outputs, placement)
@@ -679,12 +679,12 @@ class TokenModel:
             self._looked |= {False, True}
         if self._probed is None:
             if self.entry_point != "attention registry":
-                self._layers = self._seen_layers(batch)
+                self._layers = self._find_layers(batch)
             if self._recompute is not None:
                 self._compute_again(self._recompute)
             self._probed = self._probe(batch)
             if self._hugging and self._takes_places and "attention_mask" in self._takes:
-                known, always = self._known(batch), self._always
+                known, always = self._probe_inputs(batch), self._always
                 self._counts_by_mask = counts_by_mask(self.model, known, self.tokens, **always)
                 self._passes_over = counts_by_ids(self.model, known, self.tokens, **always)
         if self.inner.training not in self._looked:
@@ -732,7 +732,7 @@ class TokenModel:
         for training in {False, True} - self._looked:
             self._look(row, training=training)
         if self._check is not None and row[self.tokens].shape[1] >= self._world:
-            self.shard(self._unshifted(row))
+            self.shard(self._user_labels(row))
         installed = self.install()
 
         def end() -> None:
@@ -742,7 +742,7 @@ class TokenModel:
 
         return end
 
-    def _unshifted(self, row: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _user_labels(self, row: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A row of one sample as a batch, with labels as a user has them."""
         found = {k: v for k, v in row.items() if k != "position_ids" and self._takes_field(k)}
         if (self._hugging or self._takes_labels) and "labels" in row:
@@ -783,7 +783,7 @@ class TokenModel:
     def made(self, sample: Item, lengths: Sequence[int], ranks: int, *, document: int) -> Pack:
         """Make a pack of the tokens of a sample, begun again as often as needed."""
         parts = [min(document, n - start) for n in lengths for start in range(0, n, document)]
-        row = packed([{k: _repeated(v, n) for k, v in sample.items()} for n in parts])
+        row = packed([{k: _repeat_to(v, n) for k, v in sample.items()} for n in parts])
         tokens = sum(lengths)
         return Pack(values=row, tokens=tokens, targets=tokens)
 
@@ -910,7 +910,7 @@ class TokenModel:
             if not self._leaving and self._slot.held is None:
                 self._leaving = True
                 queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
-                queue(self._left)
+                queue(self._end_backward)
             self._slot.take(placement)
 
         for value in result_tensors(outputs):
@@ -918,7 +918,7 @@ class TokenModel:
                 value.grad_fn.register_prehook(begin)
         return outputs
 
-    def _left(self) -> None:
+    def _end_backward(self) -> None:
         """End a backward that ran while the model was plain: the model is plain again."""
         self._leaving = False
         self._slot.take(None)
@@ -992,7 +992,9 @@ class TokenModel:
                 hint="its own loss is that of one batch: call run(**inputs) without labels, and "
                 "sum a loss of your own over part.labels, divided by part.targets",
             )
-        return head(partial(self._called, self._entry.call), placement, inputs, whole, self.tokens)
+        return head(
+            partial(self._call_with, self._entry.call), placement, inputs, whole, self.tokens
+        )
 
     def _find_own_head(self, known: Mapping[str, torch.Tensor], run: Any, training: bool) -> None:
         """Have a model run its own head and loss whole, where these see nothing of its layers but
@@ -1013,7 +1015,7 @@ class TokenModel:
             if sees_hidden_states_alone(base, run, given, self.tokens):
                 self._whole_head = WholeHead(self.inner, base, self._slot)
 
-    def _called(self, call: Callable[..., Any], /, **inputs: Any) -> Any:
+    def _call_with(self, call: Callable[..., Any], /, **inputs: Any) -> Any:
         _mark_dynamic(inputs)
         return call(**{**inputs, **self._always})
 
@@ -1034,8 +1036,8 @@ class TokenModel:
             return None, 0
         return groups.get(members), members.index(groups.rank)
 
-    def _seen_layers(self, batch: Mapping[str, torch.Tensor]) -> Layers | None:
-        few, run = self._known(batch), partial(self._called, self.inner)
+    def _find_layers(self, batch: Mapping[str, torch.Tensor]) -> Layers | None:
+        few, run = self._probe_inputs(batch), partial(self._call_with, self.inner)
         return find_layers(
             self.inner, lambda: run_few(self.inner, run, self._slot, few, self.tokens)
         )
@@ -1056,12 +1058,12 @@ class TokenModel:
     def _probe(self, batch: Mapping[str, torch.Tensor]) -> Probed:
         """Run the model on a few tokens of the batch and on parts of them, to learn whether it can
         be spread."""
-        run = partial(self._called, self._entry.probing)
+        run = partial(self._call_with, self._entry.probing)
         return probe(
             self.model,
             run,
             self._slot,
-            self._known(batch),
+            self._probe_inputs(batch),
             self.tokens,
             places=self._takes_places,
             firsts=self._firsts,
@@ -1070,7 +1072,7 @@ class TokenModel:
     def _look(self, batch: Mapping[str, torch.Tensor], *, training: bool) -> None:
         """Look at a model that was probed in training or in evaluation, and at its own loss."""
         assert self._probed is not None, "probed"
-        run, known = partial(self._called, self._entry.probing), self._known(batch)
+        run, known = partial(self._call_with, self._entry.probing), self._probe_inputs(batch)
         look_again(
             self.model,
             run,
@@ -1098,7 +1100,7 @@ class TokenModel:
                 self._find_own_head(known, run, training)
         self._looked.add(training)
 
-    def _known(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _probe_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The inputs of a batch that the model is given when it is probed."""
         named = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
         if self._hugging:
@@ -1189,6 +1191,6 @@ def _mark_dynamic(inputs: Mapping[str, Any]) -> None:
             torch._dynamo.maybe_mark_dynamic(value, 1)  # noqa: SLF001
 
 
-def _repeated(x: torch.Tensor, count: int) -> torch.Tensor:
+def _repeat_to(x: torch.Tensor, count: int) -> torch.Tensor:
     """The first ``count`` values; the values are repeated where there are not as many."""
     return x.repeat(-(-count // len(x)), *[1] * (x.dim() - 1))[:count]

@@ -92,7 +92,7 @@ class WholeHead:
                 wanted="one of both",
                 hint="call run(**inputs) without labels, and sum a loss of your own",
             )
-        return _parted(outputs, loss, placement, whole[tokens].shape[1])
+        return _own_part(outputs, loss, placement, whole[tokens].shape[1])
 
     def _before(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Give the base model this rank's inputs in the place of the whole batch; raises ModelError
@@ -120,10 +120,10 @@ class WholeHead:
         if work is None:
             return None
         self._slot.take(None)
-        return _replaced(out, work.placement.gather)
+        return _replace_states(out, work.placement.gather)
 
 
-def _replaced(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _replace_states(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Results of a base model with other last hidden states. Raises ModelError for more results."""
     if len(list(result_tensors(out))) != 1:
         raise ModelError(
@@ -138,7 +138,7 @@ def _replaced(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return out
 
 
-def _parted(outputs: Any, loss: torch.Tensor, placement: Placement, width: int) -> Any:
+def _own_part(outputs: Any, loss: torch.Tensor, placement: Placement, width: int) -> Any:
     """The results of a whole batch as one rank's: part of the loss, the logits of its tokens."""
     index = torch.from_numpy(placement.index()).to(loss.device)
 
@@ -181,7 +181,7 @@ def sees_hidden_states_alone(
             found.append(x)
             return handed[0] if handed else x
 
-        return _replaced(out, change)
+        return _replace_states(out, change)
 
     hooks = hook_before(base, before, named=True), hook_after(base, after)
     try:

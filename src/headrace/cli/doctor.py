@@ -125,10 +125,10 @@ def _links() -> dict[str, Any]:
 
 def _measure_gloo() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return _exchanged(Path(folder) / "seconds.json")
+        return _time_exchanges(Path(folder) / "seconds.json")
 
 
-def _exchanged(path: Path) -> dict[str, Any]:
+def _time_exchanges(path: Path) -> dict[str, Any]:
     """What two ranks measured, who write it to a file."""
     import torch
     import torch.distributed as dist

@@ -90,7 +90,7 @@ def rehearse(config_path: Path, flags: RehearseFlags) -> int:
         tell(f"costs for headrace plan in {flags.costs}")
     rows = sorted(_rows(costs, length), key=lambda row: (row.p, row.forward_s + row.backward_s))
     _check_that_something_fits(costs, rows)
-    chosen = _chosen(costs, config, length)
+    chosen = _plan_step(costs, config, length)
     parts = _memory_parts_of(costs, chosen, length) if chosen else None
     rates = None
     if chosen is not None:
@@ -211,7 +211,7 @@ def _check_that_something_fits(costs: CostModel, rows: list[_Row]) -> None:
     )
 
 
-def _chosen(costs: CostModel, config: Config, length: int) -> Plan | None:
+def _plan_step(costs: CostModel, config: Config, length: int) -> Plan | None:
     """The plan of a step of one sequence; None when it fits nowhere."""
     try:
         problem = make_problem(costs, config.planner.model_copy(update={"group_sizes": ()}))

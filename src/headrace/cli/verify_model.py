@@ -193,12 +193,12 @@ def _cases(name: str, ranks: int, seed: int, backend: str | None) -> Iterator[_V
     counts = run.entry_point != "graph"
     for at, batch in enumerate(_batches(run)):
         for exchange in exchanges if at == 0 else [exchanges[at % len(exchanges)]]:
-            verdict = _compared(run, plain, batch, seed + at, exchange, counts=counts)
+            verdict = _compare(run, plain, batch, seed + at, exchange, counts=counts)
             yield replace(verdict, model=name, ranks=ranks)
     if counts and run.has_blocks:
         for level in ("attention", "full"):
             again = headrace.compile(foreign_model(name, seed), backend=backend, recompute=level)
-            verdict = _compared(again, plain, _BATCHES[0], seed, exchanges[0], counts=True)
+            verdict = _compare(again, plain, _BATCHES[0], seed, exchanges[0], counts=True)
             yield replace(verdict, model=name, ranks=ranks, recompute=level)
 
 
@@ -232,7 +232,7 @@ def _long_row(run: TokenModel) -> int | None:
     return min(max([_LONG, *beyond]), run.longest or _LONGEST)
 
 
-def _compared(
+def _compare(
     run: TokenModel,
     plain: torch.nn.Module,
     batch: _Batch,
@@ -246,7 +246,7 @@ def _compared(
     for model in (run.model, plain):
         model.train(batch.training)
     loss, gradients, kept = _spread(run, inputs, exchange, batch, counts=counts)
-    whole = _own if batch.own else _alone
+    whole = _own_loss if batch.own else _alone
     wanted, expected = whole(plain, run, inputs, batch)
     return _Verdict(
         model="",
@@ -320,7 +320,7 @@ def _loss_among(outputs: Any) -> torch.Tensor:
     return loss
 
 
-def _own(
+def _own_loss(
     model: torch.nn.Module, run: TokenModel, inputs: dict[str, torch.Tensor], batch: _Batch
 ) -> tuple[float, list[torch.Tensor | None]]:
     """(the model's own loss, gradients) of one process that is given whole rows."""

@@ -113,7 +113,7 @@ class _First:
     def call(self) -> None:
         """Invite all ranks if their registrations are new, and begin the attempt when all have
         answered."""
-        came = self._came()
+        came = self._registrations()
         if came and came != self._called:
             self._called, self._attempt = came, self._store.add("attempts", 1) - 1
             self._invite()
@@ -121,7 +121,7 @@ class _First:
             self._store.set(f"begun/{self._attempt}", "1")
             self._store.set("old", json.dumps([token for token, *_ in self._called]))
 
-    def _came(self) -> list[list[Any]]:
+    def _registrations(self) -> list[list[Any]]:
         """The registrations of all ranks in this attempt; empty while some are missing."""
         keys = [f"here/{rank}" for rank in range(self._ranks)]
         if not self._store.check(keys):

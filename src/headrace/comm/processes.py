@@ -252,7 +252,7 @@ def execute(
 
     Raises LaunchError for a ``body`` that cannot be sent: it must be of a module, not a closure.
     """
-    data = _pickled(body)
+    data = _to_bytes(body)
     children: dict[int, int] = {}
     try:
         memory = os.memfd_create("ranks")
@@ -260,7 +260,7 @@ def execute(
             _write(memory, data)
             with _open_in_children((memory, *inherited)):
                 for rank in range(ranks):
-                    children[rank] = _spawned(memory, rank)
+                    children[rank] = _spawn(memory, rank)
         finally:
             os.close(memory)
     except BaseException as error:
@@ -272,7 +272,7 @@ def execute(
     return children
 
 
-def _spawned(memory: int, rank: int) -> int:
+def _spawn(memory: int, rank: int) -> int:
     """Start a new Python process for a rank; returns its process id."""
     folders = [os.path.abspath(path) for path in sys.path if isinstance(path, str)]
     words = [*map(str, (memory, rank, os.getpid())), *folders]
@@ -297,7 +297,7 @@ def begin(memory: int, rank: int, parent: int) -> None:
     live(parent, rank, body)
 
 
-def _pickled(body: Callable[[int], int]) -> bytes:
+def _to_bytes(body: Callable[[int], int]) -> bytes:
     """The function as bytes; raises LaunchError for one that a new process could not import."""
     try:
         data = pickle.dumps(body)

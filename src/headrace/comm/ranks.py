@@ -111,7 +111,7 @@ def run_rank(
     except SystemExit as error:
         code = _code(error)
     except BaseException as error:
-        return _failed(error, place.rank, watcher)
+        return _report_failure(error, place.rank, watcher)
     if code:
         watcher.fail(f"left with code {code}", code=code)
         return code
@@ -199,7 +199,7 @@ def _code(error: SystemExit) -> int:
     return 1
 
 
-def _failed(error: BaseException, rank: int, watcher: Watcher) -> int:
+def _report_failure(error: BaseException, rank: int, watcher: Watcher) -> int:
     """Tell all ranks what this one raised and print it, unless another rank failed first; returns
     the exit code."""
     if isinstance(error, HeadraceError):

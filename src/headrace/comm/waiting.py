@@ -92,11 +92,11 @@ class Transfer:
         elif self.here:
             _state.wait_there(self)
         else:
-            while not self._ended():
+            while not self._ends_in_slice():
                 check()
         _state.under_way.discard(self)
 
-    def _ended(self) -> bool:
+    def _ends_in_slice(self) -> bool:
         """Whether it ended within one slice."""
         try:
             self.work.wait(timedelta(seconds=_SLICE_S))

@@ -276,7 +276,7 @@ class PlanAhead(Generic[Item, Plan, After]):
         for name, value in (("producers", producers), ("depth", depth)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SpecError(name, got=repr(value), wanted="a whole number >= 1")
-        self._functions = _pickled("the function that plans", (plan, after, depth))
+        self._functions = _to_bytes("the function that plans", (plan, after, depth))
         self._items: Iterator[Item] | None = iter(items)
         self._depth, self._tell, self._silent_s = depth, tell, silent_s
         self._turn, self._read = 0, 0
@@ -347,7 +347,7 @@ class PlanAhead(Generic[Item, Plan, After]):
         """Read items up to the depth, and give each to the producer with the fewest."""
         while self._items is not None and self._read < self._turn + self._depth:
             try:
-                self._data[self._read] = _pickled(f"batch {self._read}", next(self._items))
+                self._data[self._read] = _to_bytes(f"batch {self._read}", next(self._items))
             except StopIteration:
                 self._items = None
                 break
@@ -378,12 +378,12 @@ class PlanAhead(Generic[Item, Plan, After]):
                         continue
                     if after:
                         if number >= self._turn - 1:
-                            self._afters[number] = _loaded(data, failed)
+                            self._afters[number] = _from_bytes(data, failed)
                         continue
                     producer.numbers.remove(number)
                     del self._data[number]
                     self._deaths.pop(number, None)
-                    self._answers[number] = _loaded(data, failed)
+                    self._answers[number] = _from_bytes(data, failed)
             except (EOFError, OSError):
                 self._replace(producer)
 
@@ -423,14 +423,14 @@ class PlanAhead(Generic[Item, Plan, After]):
             self._tell(text + ("; another takes over" if lost else ""))
 
 
-def _pickled(what: str, value: object) -> bytes:
+def _to_bytes(what: str, value: object) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception as error:
         raise SpecError(what, got=f"{type(error).__name__}: {error}", wanted="what can be pickled")
 
 
-def _loaded(data: bytes, failed: bool) -> tuple[bool, Any]:
+def _from_bytes(data: bytes, failed: bool) -> tuple[bool, Any]:
     try:
         return failed, pickle.loads(data)
     except Exception as error:  # at its turn

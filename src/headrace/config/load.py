@@ -84,16 +84,16 @@ def _resolve_paths(value: dict[str, Any], folder: Path) -> None:
         return
     model = value.get("model")
     if isinstance(model, dict) and isinstance(model.get("from"), str):
-        model["from"] = _resolved(model["from"], folder)
+        model["from"] = _resolve(model["from"], folder)
     paths = data.get("paths")
     if isinstance(paths, list):
-        data["paths"] = [_resolved(p, folder) if isinstance(p, str) else p for p in paths]
+        data["paths"] = [_resolve(p, folder) if isinstance(p, str) else p for p in paths]
     tokenizer = data.get("tokenizer")
     if isinstance(tokenizer, str) and os.path.exists(folder / tokenizer):
         data["tokenizer"] = str(folder / tokenizer)
 
 
-def _resolved(path: str, folder: Path) -> str:
+def _resolve(path: str, folder: Path) -> str:
     if path.startswith(("python:", "package:")):
         return path
     expanded = os.path.expanduser(path)

@@ -372,7 +372,7 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_tokens(cls, value: Any) -> Any:
+    def _refuse_clips(cls, value: Any) -> Any:
         data = value.get("data") if isinstance(value, dict) else None
         if isinstance(data, dict) and data.get("kind") == "synthetic-clips":
             raise ValueError("data.kind: a run over clips, which only headrace train takes")

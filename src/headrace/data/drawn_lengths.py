@@ -151,7 +151,7 @@ def _bins(text: str) -> Bins:
     )
 
 
-def _fixed(text: str) -> Resampled:
+def _one_length(text: str) -> Resampled:
     return Resampled(lengths=(_int(text),))
 
 
@@ -176,7 +176,7 @@ def _file(text: str) -> Resampled:
 _KINDS: dict[str, Callable[[str], Distribution]] = {
     "lognormal": _lognormal,
     "bins": _bins,
-    "fixed": _fixed,
+    "fixed": _one_length,
     "list": _list,
     "file": _file,
 }

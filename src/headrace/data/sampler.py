@@ -56,7 +56,7 @@ def cut(lengths: NDArray[np.int64], *, context: int | None, too_long: TooLong) -
     if context is None or not (lengths > context).any():
         return Pieces(documents=documents, starts=starts, lengths=lengths)
     if too_long == "refuse":
-        raise _refused(lengths, context)
+        raise _too_long_error(lengths, context)
     if too_long == "truncate":
         return Pieces(documents=documents, starts=starts, lengths=np.minimum(lengths, context))
     stride = max(1, context - 1)
@@ -68,7 +68,7 @@ def cut(lengths: NDArray[np.int64], *, context: int | None, too_long: TooLong) -
     return Pieces(documents=documents, starts=starts, lengths=rest)
 
 
-def _refused(lengths: NDArray[np.int64], context: int) -> DataError:
+def _too_long_error(lengths: NDArray[np.int64], context: int) -> DataError:
     """The error that names the longest document above the context, and how many more there are."""
     longer = np.flatnonzero(lengths > context)
     worst = int(longer[np.argmax(lengths[longer])])

@@ -90,7 +90,7 @@ class TokenFile:
         for block in blocks:
             at = block * BLOCK_BYTES - begin
             if zlib.crc32(read[at : at + BLOCK_BYTES]) != self.sums[block]:
-                raise self._damaged(block)
+                raise self._damage_error(block)
             self._right[block] = True
         return read[first - begin : end - begin]
 
@@ -119,7 +119,7 @@ class TokenFile:
                 )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _damaged(self, block: int) -> DataError:
+    def _damage_error(self, block: int) -> DataError:
         """The error for a block with another checksum; the mark of a whole cache is removed, so
         that it is built anew."""
         hint = f"the disk or the memory is at fault; delete the folder {self.path.parent}"

@@ -71,12 +71,12 @@ def measured(setup: LoopSetup, sample: Item) -> ModelCosts:
     ranks or layers."""
     with torch.random.fork_rng([] if setup.device == "cpu" else [setup.device]):
         try:
-            return _measured(setup, sample)
+            return _find_costs(setup, sample)
         finally:
             setup.model.release()
 
 
-def _measured(setup: LoopSetup, sample: Item) -> ModelCosts:
+def _find_costs(setup: LoopSetup, sample: Item) -> ModelCosts:
     """The costs of a model without a guard on what torch draws: given, or from a profile kept under
     the fingerprint, or from a profile measured now. Collective."""
     probes = _probes(setup, sample)

@@ -113,7 +113,7 @@ class ForwardRunner:
         """Keep what ``fn`` makes of outputs: values [1, local tokens, ...], each rank its own, or
         [sequences], the first rank for all. An error is kept too: others may wait in forwards."""
         try:
-            values = _checked(self.fn(outputs, micro), micro)
+            values = _require_values(self.fn(outputs, micro), micro)
         except Exception as error:
             if is_out_of_memory(error) or is_broken_connection(error):
                 raise
@@ -131,13 +131,13 @@ class ForwardRunner:
         """The values of all samples, in their order, on every rank: [n, ...] of tokens, or [] each.
         Collective. Raises HeadraceError on every rank where ``fn`` failed on any, and ModelError
         where it gave values of tokens here and of sequences there."""
-        said = gather_bytes(self._told(), self.loop.groups.world)
+        said = gather_bytes(self._values_as_bytes(), self.loop.groups.world)
         found: list[torch.Tensor | None] = [None] * len(batch.tokens)
         heads = list[dict[str, Any]]()
         for text in said:
             head, _, body = text.partition(b"\n")
             heads.append(json.loads(head))
-            _take(heads[-1]["pieces"], body, batch, found)
+            _read_values(heads[-1]["pieces"], body, batch, found)
         if self._failure is not None:
             raise self._failure
         for rank, head in enumerate(heads):
@@ -152,7 +152,7 @@ class ForwardRunner:
             )
         return [x.to(self.loop.device) for x in found if x is not None]
 
-    def _told(self) -> bytes:
+    def _values_as_bytes(self) -> bytes:
         """This rank's values for all ranks: a line of JSON, then places and values."""
         pieces, body = list[dict[str, Any]](), b""
         for piece in self._pieces:
@@ -249,7 +249,7 @@ def weighted(
 ) -> torch.Tensor:
     """This rank's part of the sum of values times their gradients, []. Raises ModelError for values
     of other tokens, and for gradients of tokens where values are of sequences."""
-    values = _checked(values, micro)
+    values = _require_values(values, micro)
     of_tokens = values.dim() > 1
     rows = list[torch.Tensor]()
     for sample in micro.sequences:
@@ -270,7 +270,7 @@ def weighted(
     return (values[0] * torch.cat(rows)[places]).sum()
 
 
-def _checked(values: Any, micro: LoopMicroBatch) -> torch.Tensor:
+def _require_values(values: Any, micro: LoopMicroBatch) -> torch.Tensor:
     """What ``fn`` gave, if it is of the local tokens or of the sequences. Raises ModelError."""
     tokens, sequences = [1, len(micro.local_index)], [len(micro.sequences)]
     shape = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
@@ -286,7 +286,7 @@ def _checked(values: Any, micro: LoopMicroBatch) -> torch.Tensor:
     return values
 
 
-def _take(
+def _read_values(
     pieces: Sequence[dict[str, Any]],
     body: bytes,
     batch: LoopBatch,

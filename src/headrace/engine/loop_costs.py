@@ -191,7 +191,7 @@ def shape_of(model: torch.nn.Module, probes: ModelProbes) -> ModelShape:
     return ModelShape(
         name=f"{type(model).__name__}, {len(each)} layers",
         layers=len(each),
-        hidden=_hidden(probes),
+        hidden=_hidden_features(probes),
         split_elements=(0,) * len(counts),
         whole_elements=counts,
     )
@@ -322,7 +322,7 @@ class LoopProfiler:
         levels = self.probes.levels
         tokens = -(-sum(point.lengths) // p) * (1 if levels is None else levels.entries)
         dtype = next(iter(self.probes.model.inner.parameters())).dtype
-        return tokens * _hidden(self.probes) * dtype.itemsize
+        return tokens * _hidden_features(self.probes) * dtype.itemsize
 
     def _order(self, exchange: str, p: int) -> TokenOrder:
         return "natural" if p == 1 else self.probes.model.order(exchange)
@@ -342,7 +342,7 @@ class LoopProfiler:
         return slowest(self.groups, [min(taken)])[0] if self.held.ranks > 1 else 0.0
 
 
-def _hidden(probes: ModelProbes) -> int:
+def _hidden_features(probes: ModelProbes) -> int:
     """Features of a token between layers; for a model without known layers, those of its
     embedding."""
     if probes.layers is not None:

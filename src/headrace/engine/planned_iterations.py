@@ -85,7 +85,7 @@ def plan_iterations(
         make = _baseline_maker(problem, batches, planner, seed)
     else:
         name = "adaptive" if planner == OWN else planner
-        make = _searched(problem.replace(planner=name), seed)
+        make = _search_each(problem.replace(planner=name), seed)
     found = list[PlannedIteration]()
     for number, lengths in enumerate(batches):
         began = time.perf_counter()
@@ -115,7 +115,7 @@ class _Named:
             )
 
 
-def _searched(problem: Problem, seed: int) -> Make:
+def _search_each(problem: Problem, seed: int) -> Make:
     """Plans each iteration by itself, by the generators of the problem's planner."""
     names = {one.scheme: str(one) for one in problem.published_schemes}
 
@@ -162,7 +162,7 @@ def _baseline_maker(problem: Problem, batches: Sequence[Lengths], planner: str, 
             for one in made.phases
         )
         return PlannedIteration(
-            plan=_planned(problem, made, bound, planner, seed),
+            plan=_plan_of_schedule(problem, made, bound, planner, seed),
             phases=phases,
             switch_s=made.switch_s,
             strategy=" then ".join(one.names for one in made.phases) or made.names,
@@ -171,7 +171,9 @@ def _baseline_maker(problem: Problem, batches: Sequence[Lengths], planner: str, 
     return make
 
 
-def _planned(problem: Problem, made: Assignment, bound: Bound, planner: str, seed: int) -> Plan:
+def _plan_of_schedule(
+    problem: Problem, made: Assignment, bound: Bound, planner: str, seed: int
+) -> Plan:
     """The plan of a schedule of others, with the first two of its reasons."""
     tried = [Candidate(schedule=made, seconds=made.seconds)]
     plan = plan_of(made, bound)

@@ -163,7 +163,7 @@ class Journal:
         repeated, are dropped."""
         self.folder = folder
         self._files: dict[str, IO[str]] = {}
-        with _said(folder):
+        with _disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if first_step == 0:
                 _keep_former(folder)
@@ -176,7 +176,7 @@ class Journal:
     def facts(self, facts: dict[str, Any]) -> None:
         """Write the facts of the run to run.json."""
         path = self.folder / "run.json"
-        with _said(path):
+        with _disk_errors(path):
             _write_aside(path, json.dumps(facts, indent=1) + "\n")
 
     def metrics(self, row: dict[str, Any]) -> None:
@@ -215,13 +215,13 @@ class Journal:
                 file.close()
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
-        with _said(self.folder / f"{name}.jsonl"):
+        with _disk_errors(self.folder / f"{name}.jsonl"):
             self._files[name].write(json.dumps(row) + "\n")
             self._files[name].flush()
 
 
 @contextmanager
-def _said(path: Path) -> Iterator[None]:
+def _disk_errors(path: Path) -> Iterator[None]:
     """Context that turns an error of the file system into one of this library."""
     try:
         yield

@@ -77,7 +77,7 @@ class RankRun:
             Whether there were any steps to take.
         """
         rank, steps = self.rank, self.config.run.steps
-        path, saved = self._saved() if resume else (None, None)
+        path, saved = self._newest_state() if resume else (None, None)
         if path is None and self.config.model.from_ is not None:
             folder = Path(self.config.model.from_)
             rank.say(f"weights       {folder}")
@@ -205,7 +205,7 @@ class RankRun:
         if done > self._saved_step:
             self._save(done, sampler, wait=True)
         else:
-            self._kept(self.writer.finish(self._gather))
+            self._keep_calibration(self.writer.finish(self._gather))
 
     def _engine(self, drawn: DrawnSteps) -> Engine[TrainingBatch, None]:
         """The engine that plans, runs and records the steps of this rank."""
@@ -242,13 +242,13 @@ class RankRun:
             device=rank.world.device,
             drawn=drawn,
             record=self.record,
-            heard=self._heard,
+            heard=self._pass_on,
             tell=rank.say,
             entered=rank.enters,
             advice="lower optimizer.lr and continue from the last checkpoint with --resume",
         )
 
-    def _heard(self, step: Step, notices: tuple[str, ...]) -> None:
+    def _pass_on(self, step: Step, notices: tuple[str, ...]) -> None:
         self.rank.listener.step(step, notices)
 
     def _coming(self, steps: int) -> Iterator[Lengths]:
@@ -261,7 +261,7 @@ class RankRun:
         steps = self.config.run.steps
         if self.writer.busy:
             self.rank.enters("looking whether all ranks have written the checkpoint")
-            self._kept(self.writer.look(self._gather))
+            self._keep_calibration(self.writer.look(self._gather))
         every = self.config.checkpoint.every
         if done == steps or (every and done % every == 0):
             self._save(done, sampler, wait=done == steps)
@@ -277,9 +277,9 @@ class RankRun:
         self._saved_step = done
         if background is None:
             background = rank.world.device != "cpu"
-        self._kept(self.writer.finish(self._gather))
+        self._keep_calibration(self.writer.finish(self._gather))
         save = self.writer.begin if background and not wait else checkpoint.save
-        self._kept(
+        self._keep_calibration(
             save(
                 self.checkpoints,
                 done,
@@ -291,7 +291,7 @@ class RankRun:
             )
         )
 
-    def _kept(self, folder: Path | None) -> None:
+    def _keep_calibration(self, folder: Path | None) -> None:
         """Save the calibration, too, where a checkpoint in ``folder`` is complete."""
         if folder is None or self.record is None:
             return
@@ -331,14 +331,14 @@ class RankRun:
             for key, name, tensor in rows
         ]
 
-    def _saved(self) -> tuple[Path | None, SavedState | None]:
+    def _newest_state(self) -> tuple[Path | None, SavedState | None]:
         """The newest whole checkpoint and its state, its tensors loaded; nothing when none was
         saved yet. Collective."""
         rank = self.rank
         rank.enters("reading the checkpoint")
         found = newest_whole(
             checkpoint.newest_first(self.checkpoints),
-            self._loaded,
+            self._load_state,
             rank.groups,
             rank.say,
             hint="start anew with another --out (out=...)",
@@ -348,7 +348,7 @@ class RankRun:
             return None, None
         return found
 
-    def _loaded(self, path: Path) -> SavedState:
+    def _load_state(self, path: Path) -> SavedState:
         """The state of a checkpoint, its tensors loaded. Raises DamagedCheckpoint for one that is
         damaged, CheckpointError for that of another model."""
         wanted = self.rank.storage.architecture

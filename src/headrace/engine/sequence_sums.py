@@ -113,14 +113,14 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _summed(x, group)
+        return _sum_over_group(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _summed(grad, ctx.group), None
+        return _sum_over_group(grad, ctx.group), None
 
 
-def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _sum_over_group(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     ranks = dist.get_world_size(group)
     rows = all_gather_rows(x, [len(x)] * ranks, group)
     return sum_of_parts(rows.view(ranks, -1))

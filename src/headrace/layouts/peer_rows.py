@@ -29,8 +29,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """``rows`` rows from ``start`` of the bucket's weight number ``weight`` (from 0); ``at`` is where
-    they begin among a peer's elements, ``elements`` how many they have."""
+    """``rows`` rows from ``start`` of weight number ``weight`` (from 0) of the bucket; ``at`` is
+    where they begin among a peer's elements, ``elements`` how many they have."""
 
     weight: int
     start: int

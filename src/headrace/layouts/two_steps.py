@@ -235,19 +235,19 @@ class _TwoSteps:
         return self._across.push_elements + self._inside.push_elements
 
     def pull(self, storage: Tensors, working: Tensors, wire: torch.dtype | None = None) -> Pending:
-        held = self._between(storage, wire)
+        held = self._buffers_between(storage, wire)
         first = self._across.pull(storage, held, wire)
-        return self._then(first, held, lambda: self._inside.pull(held, working, wire))
+        return self._second_behind(first, held, lambda: self._inside.pull(held, working, wire))
 
     def push(self, gradients: Tensors, sums: Tensors, wire: torch.dtype | None = None) -> Pending:
-        held = self._between(sums, None)
+        held = self._buffers_between(sums, None)
         first = self._inside.push(gradients, held, wire)
-        return self._then(first, held, lambda: self._across.push(held, sums, wire))
+        return self._second_behind(first, held, lambda: self._across.push(held, sums, wire))
 
-    def _between(self, like: Tensors, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    def _buffers_between(self, like: Tensors, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         return {n: like[n].new_empty(shape, dtype=dtype) for n, shape in self._held.items()}
 
-    def _then(
+    def _second_behind(
         self, first: Pending, held: Mapping[str, torch.Tensor], issue: Callable[[], Pending]
     ) -> Pending:
         """Issue the second step behind the first. On a device all is freed after both, and so after

@@ -77,10 +77,10 @@ def from_hugging_face(
     the model's prefix are taken. Raises CheckpointError that lists what is unknown, missing or of
     another shape.
     """
-    return dict(_joined(weights, architecture))
+    return dict(_join_weights(weights, architecture))
 
 
-def _joined(
+def _join_weights(
     weights: Mapping[str, torch.Tensor], architecture: Architecture
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Our weights by their names, each made when it is asked for; raises CheckpointError where
@@ -91,13 +91,13 @@ def _joined(
     for rule in rules:
         parts = rule.split(torch.empty(shapes[rule.ours], device="meta"))
         expected |= {n: tuple(part.shape) for n, part in zip(rule.theirs, parts, strict=True)}
-    named = _known(weights, architecture)
+    named = _named_weights(weights, architecture)
     _check("pretrained weights", named, expected)
     for rule in rules:
         yield rule.ours, rule.join([named[name] for name in rule.theirs]).contiguous()
 
 
-def _known(
+def _named_weights(
     weights: Mapping[str, torch.Tensor], architecture: Architecture
 ) -> dict[str, torch.Tensor]:
     """Without skipped weights and the doubles of tied ones, with the prefix that bare models lack
@@ -107,7 +107,7 @@ def _known(
     bare = not any(name.startswith(prefix) for name in weights)
     named = {
         prefix + name if bare and not name.startswith(("lm_head.", "cls.")) else name: weight
-        for name, weight in _renamed(weights).items()
+        for name, weight in _with_new_names(weights).items()
         if not _SKIPPED.fullmatch(name)
     }
     if architecture.tied:
@@ -118,7 +118,7 @@ def _known(
     return named
 
 
-def _renamed(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _with_new_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The weights with the old names of norms (gamma, beta) replaced by those of today."""
     found: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
@@ -148,15 +148,15 @@ def _check(
     message."""
     if unknown := [name for name in weights if name not in shapes]:
         hint = did_you_mean(unknown[0], shapes)
-        raise CheckpointError(f"{what}: unknown {_listed(unknown)}", hint=hint)
+        raise CheckpointError(f"{what}: unknown {_names_text(unknown)}", hint=hint)
     if missing := [name for name in shapes if name not in weights]:
-        raise CheckpointError(f"{what}: no {_listed(missing)}")
+        raise CheckpointError(f"{what}: no {_names_text(missing)}")
     for name, shape in shapes.items():
         if tuple(weights[name].shape) != shape:
             raise CheckpointError(f"{what}: {name}", got=tuple(weights[name].shape), wanted=shape)
 
 
-def _listed(names: list[str]) -> str:
+def _names_text(names: list[str]) -> str:
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
 
@@ -251,7 +251,7 @@ def read_pretrained(folder: Path, architecture: Architecture) -> Iterator[tuple[
     for file in files:
         weights |= _read_weights(folder / file)
     try:
-        yield from _joined(weights, architecture)
+        yield from _join_weights(weights, architecture)
     except CheckpointError as error:
         what, hint = f"{folder}: {error.what}", error.hint
         raise CheckpointError(what, got=error.got, wanted=error.wanted, hint=hint)

@@ -108,11 +108,11 @@ class Masked:
 
     def count(self, lengths: Lengths, masks: LossMasks = ()) -> int:
         """The picked tokens of all documents."""
-        return max(1, _picked(lengths, self.seed, self.step, self.share))
+        return max(1, _pick_tokens(lengths, self.seed, self.step, self.share))
 
 
 @lru_cache(maxsize=4)
-def _picked(lengths: Lengths, seed: int, step: int, share: float) -> int:
+def _pick_tokens(lengths: Lengths, seed: int, step: int, share: float) -> int:
     """Picked tokens of a batch; asked for by each of its micro-batches."""
     tokens = np.array(lengths.tokens)
     starts = np.repeat(np.cumsum(tokens) - tokens, tokens)

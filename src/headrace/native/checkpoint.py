@@ -268,7 +268,7 @@ class BackgroundWriter:
         writing.prepare(gather)
         self._writing, self._failed = writing, None
         try:
-            copies = self._copied(shards)
+            copies = self._copies(shards)
             writing.extra = deepcopy(writing.extra)
         except Exception as error:  # such as a lack of host memory: raised on all ranks later
             self._failed = error
@@ -288,7 +288,7 @@ class BackgroundWriter:
         """Wait for the checkpoint and publish it; its folder, None where there is none. Raises as
         :func:`headrace.native.checkpoint.save`. Collective while :attr:`busy`."""
         writing, self._writing = self._writing, None
-        return None if writing is None else writing.publish(gather, self._written)
+        return None if writing is None else writing.publish(gather, self._finished_table)
 
     def _write(self, writing: Writing, copies: Sequence[StoredShard]) -> None:
         try:
@@ -296,7 +296,7 @@ class BackgroundWriter:
         except Exception as error:  # raised on all ranks by ``look`` or ``finish``
             self._failed = error
 
-    def _written(self) -> dict[str, Any]:
+    def _finished_table(self) -> dict[str, Any]:
         """The table of this rank's file; waits for its thread. Raises what failed in it."""
         if self._thread is not None:
             self._thread.join()
@@ -305,7 +305,7 @@ class BackgroundWriter:
             raise self._failed
         return self._table
 
-    def _copied(self, shards: Sequence[StoredShard]) -> list[StoredShard]:
+    def _copies(self, shards: Sequence[StoredShard]) -> list[StoredShard]:
         """Copies of the shards in host memory."""
         copies, devices = list[StoredShard](), set[torch.device]()
         for shard in shards:

@@ -71,9 +71,9 @@ class ByteCounter(TorchDispatchMode):
         self._alive.add(key)
         self.current_bytes += count
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
-        weakref.finalize(storage, self._freed, key, storage.nbytes())
+        weakref.finalize(storage, self._forget, key, storage.nbytes())
 
-    def _freed(self, key: int, count: int) -> None:
+    def _forget(self, key: int, count: int) -> None:
         self._alive.discard(key)
         self.current_bytes -= count
 

@@ -93,7 +93,7 @@ class PlanGroups:
         """The groups of ranks that communicate within a pipeline."""
         kind = pipeline.scheme, pipeline.shares, layers, working
         if kind not in self._members:
-            self._members[kind] = self._met(pipeline, self._plans[layers], working)
+            self._members[kind] = self._groups_of(pipeline, self._plans[layers], working)
         width = pipeline.scheme.width
         ranks = [
             rank
@@ -102,7 +102,9 @@ class PlanGroups:
         ]
         return frozenset(tuple(ranks[member] for member in met) for met in self._members[kind])
 
-    def _met(self, pipeline: Pipeline, layers: LayerPlan, working: Working) -> frozenset[Ranks]:
+    def _groups_of(
+        self, pipeline: Pipeline, layers: LayerPlan, working: Working
+    ) -> frozenset[Ranks]:
         """The groups of a pipeline, by indices of its members in its stages."""
         a, wanted = self._architecture, set[Ranks]()
         parts, width = pipeline.scheme.parts(sharded=working == "sharded"), pipeline.scheme.width
@@ -302,25 +304,25 @@ class Executor:
             case Pull(bucket=bucket):
                 self._pull(bucket, state)
             case Forward():
-                self._timed(action, state, lambda: self._forward(action, state))
+                self._run_timed(action, state, lambda: self._forward(action, state))
             case Backward():
                 self._await(list(state.pulls), state)  # pulls that only other ranks need
-                self._timed(action, state, lambda: self._backward(action, state))
+                self._run_timed(action, state, lambda: self._backward(action, state))
             case Push(bucket=bucket):
                 self._push(bucket, state)
             case Send() | Recv() | Exchange():
-                self._timed(action, state, lambda: self._traffic(action, state))
+                self._run_timed(action, state, lambda: self._traffic(action, state))
             case Update():
                 self._await(list(state.pulls), state)
-                if self._staged(state.plan):
+                if self._has_stages(state.plan):
                     self.groups.messages.settle()
                 self._wait("G", list(state.pushes), state.pushes, state)
                 state.spans.reach(self._entered)
                 check()  # sums may hold the garbage of aborted transfers
-                self._timed(action, state, lambda: self._update(state))
+                self._run_timed(action, state, lambda: self._update(state))
 
     @staticmethod
-    def _staged(plan: Plan) -> bool:
+    def _has_stages(plan: Plan) -> bool:
         return any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines)
 
     def _pull(self, bucket: int, state: StepState) -> None:
@@ -377,7 +379,7 @@ class Executor:
         kind = "pull" if letter == "P" else "push"
         return state.spans.action(f"{letter}{bucket}", kind, ranks=self.groups.ranks)
 
-    def _timed(self, action: Action, state: StepState, work: Callable[[], None]) -> None:
+    def _run_timed(self, action: Action, state: StepState, work: Callable[[], None]) -> None:
         """Run ``work`` as the action's span, with its tokens and the number of ranks that take
         part."""
         tokens, ranks = 0, self.groups.ranks

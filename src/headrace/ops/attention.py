@@ -132,7 +132,7 @@ def attend_blocks(
                 out[a:b], lse[:, a:b] = rows, scale
     for (a, b), total in zip(several, sums, strict=True):
         total.write(out[a:b], lse[:, a:b])
-    for a, b in _left(touched, q.shape[0]):
+    for a, b in _unmarked(touched, q.shape[0]):
         out[a:b], lse[:, a:b] = 0, -math.inf
     return out, lse
 
@@ -196,7 +196,7 @@ class Partial:
             out.copy_(self._sums[0])
         if lse is not self._sums[1]:
             lse.copy_(self._sums[1])
-        for a, b in _left(self._touched, len(self._like)):
+        for a, b in _unmarked(self._touched, len(self._like)):
             out[a:b], lse[:, a:b] = 0, -math.inf
 
     def _new(self, dtype: torch.dtype) -> Pair:
@@ -392,6 +392,6 @@ def _touched(runs: Sequence[KernelRun]) -> tuple[MarkedRows, MarkedRows]:
     return touched, several
 
 
-def _left(rows: MarkedRows, count: int) -> list[tuple[int, int]]:
+def _unmarked(rows: MarkedRows, count: int) -> list[tuple[int, int]]:
     """Rows below ``count`` that are not marked."""
     return [(a, b) for a, b, marked in rows.pieces(0, count) if not marked]

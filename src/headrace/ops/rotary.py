@@ -114,7 +114,7 @@ class Rotation:
         """The adjoint: [t, n, D] and two of [t, g, D] to [t, g, m + 2, D]."""
         rows = None if self.order is None else self.order[1]
         if self.tables is None:
-            return _unsort(*_selected((dq, dk, dv), rows))
+            return _unsort(*_select_rows((dq, dk, dv), rows))
         return _unrotate_and_unsort(dq, dk, dv, *self.tables, rows)  # type: ignore[no-any-return]
 
 
@@ -141,7 +141,7 @@ def _unsort(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> torch.Tenso
     return out
 
 
-def _selected(
+def _select_rows(
     values: tuple[torch.Tensor, ...], rows: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
     return values if rows is None else tuple(x.index_select(0, rows) for x in values)
@@ -166,7 +166,7 @@ def _plain_unrotate_and_unsort(
     rows: torch.Tensor | None,
 ) -> torch.Tensor:
     """The adjoint: gradients turned back and sorted to [t, G, m + 2, D]."""
-    dq, dk, dv, cos, sin = _selected((dq, dk, dv, cos, sin), rows)
+    dq, dk, dv, cos, sin = _select_rows((dq, dk, dv, cos, sin), rows)
     out = _unsort(dq, dk, dv)
     _rotate(out[:, :, :-1].transpose(0, 1), cos, -sin)
     return out
@@ -193,7 +193,7 @@ def _rotate_and_sort(
     qkv = qkv if rows is None else qkv.index_select(0, rows)
     t, groups, heads, features = qkv.shape
     queries = qkv[:, :, : heads - 2].reshape(t, groups * (heads - 2), features)
-    rotated = _turned(torch.cat((queries, qkv[:, :, heads - 2]), dim=1), cos, sin)
+    rotated = _rotated_pairs(torch.cat((queries, qkv[:, :, heads - 2]), dim=1), cos, sin)
     return torch.cat((rotated, qkv[:, :, heads - 1]), dim=1)
 
 
@@ -215,11 +215,11 @@ def _unrotate_and_unsort(
         dq, dk, dv, cos, sin = (x.index_select(0, rows) for x in (dq, dk, dv, cos, sin))
     t, groups, features = dk.shape
     m = dq.shape[1] // groups if groups else 0
-    queries = _turned(dq, cos, -sin).reshape(t, groups, m, features)
-    return torch.cat((queries, _turned(dk, cos, -sin)[:, :, None], dv[:, :, None]), dim=2)
+    queries = _rotated_pairs(dq, cos, -sin).reshape(t, groups, m, features)
+    return torch.cat((queries, _rotated_pairs(dk, cos, -sin)[:, :, None], dv[:, :, None]), dim=2)
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Pairs (i, i + D/2) of ``x`` [t, heads, D] rotated."""
     first, second = widened(x).chunk(2, dim=-1)
     cos, sin = widened(cos)[:, None], widened(sin)[:, None]

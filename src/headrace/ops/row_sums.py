@@ -198,9 +198,9 @@ class RowSum:
                 if not known:
                     out[a:b] = 0
             return
-        for start, stop, parts in self._sliced():
+        for start, stop, parts in self._segments():
             if places is not None:
-                _put(out, places[start:stop], parts)
+                _put_sum(out, places[start:stop], parts)
             elif len(parts) > 1:
                 _add_up(out[start:stop], parts)
             else:
@@ -208,7 +208,7 @@ class RowSum:
 
     def add_to(self, out: torch.Tensor) -> None:
         """Add the sum to ``out`` [rows, ...]."""
-        for start, stop, parts in self._sliced():
+        for start, stop, parts in self._segments():
             if len(parts) > 1:
                 _add_to(out[start:stop], parts)
             elif parts:
@@ -220,7 +220,7 @@ class RowSum:
             return None
         return self._parts[0][1]
 
-    def _sliced(self) -> list[tuple[int, int, list[torch.Tensor]]]:
+    def _segments(self) -> list[tuple[int, int, list[torch.Tensor]]]:
         """Segments, each with the rows of every part that contains it."""
         spans = [(start, start + len(part)) for start, part in self._parts]
         return [
@@ -231,7 +231,7 @@ class RowSum:
     def _join(self, like: torch.Tensor) -> None:
         """Replace several held parts by one wide sum."""
         joined = list[tuple[int, torch.Tensor]]()
-        for start, stop, parts in self._sliced():
+        for start, stop, parts in self._segments():
             if len(parts) > 1:
                 sums = like.new_empty((stop - start, *like.shape[1:]), dtype=_wide(like))
                 _add_up(sums, parts)
@@ -249,7 +249,7 @@ def _add(total: torch.Tensor, part: torch.Tensor, pieces: Sequence[tuple[int, in
         total[a:b].add_(rows) if known else total[a:b].copy_(rows)
 
 
-def _put(out: torch.Tensor, places: torch.Tensor, parts: list[torch.Tensor]) -> None:
+def _put_sum(out: torch.Tensor, places: torch.Tensor, parts: list[torch.Tensor]) -> None:
     """Write the sum of parts, each [n, ...], to the rows ``places`` [n] of ``out``; zeros where
     there are no parts."""
     if not parts:

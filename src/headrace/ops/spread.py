@@ -285,7 +285,7 @@ class _LinearScatter(torch.autograd.Function):
             apart = spread.apart(y, chunk) if in_pack else None
             if apart is not None:
                 return torch.bmm(apart, matrix.expand(len(apart), -1, -1)).flatten(0, 1)
-            return _taken(y, chunk, spread, in_pack) @ matrix
+            return _chunk_rows(y, chunk, spread, in_pack) @ matrix
 
         if bias is None:
             return spread.scattered(map(part, range(spread.chunks)), like, onto)
@@ -302,7 +302,7 @@ class _LinearScatter(torch.autograd.Function):
         def part(chunk: int, rows: torch.Tensor) -> None:
             """Add one chunk's part of the weight's gradient, and write its rows of the gradient of
             y."""
-            weight.add_product(_taken(y, chunk, spread, in_pack), rows)
+            weight.add_product(_chunk_rows(y, chunk, spread, in_pack), rows)
             apart = spread.apart(out, chunk) if in_pack else None
             if apart is not None:
                 each = rows.unflatten(0, apart.shape[:2])
@@ -318,7 +318,7 @@ class _LinearScatter(torch.autograd.Function):
         return out, None, None, grad if ctx.needs_input_grad[3] else None, None, None
 
 
-def _taken(whole: torch.Tensor, chunk: int, spread: Spread, in_pack: bool) -> torch.Tensor:
+def _chunk_rows(whole: torch.Tensor, chunk: int, spread: Spread, in_pack: bool) -> torch.Tensor:
     """The rows of a chunk out of ``whole`` [T, ...]."""
     return spread.take(whole, chunk) if in_pack else whole[spread.rows(chunk)]
 

@@ -60,7 +60,7 @@ class _SpreadEmbed(torch.autograd.Function):
         table, kept = weight.rows(), list[torch.Tensor]()
 
         def part(ids: torch.Tensor) -> torch.Tensor:
-            places, words = _held(ids, first, len(table))
+            places, words = _own_words(ids, first, len(table))
             kept.extend((places, words))
             rows = table.new_zeros((len(ids), *table.shape[1:]))
             return rows.index_copy_(0, places, table.index_select(0, words))
@@ -145,7 +145,7 @@ def spread_head_loss(
     return loss * scale, dx
 
 
-def _held(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _own_words(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The indices in ``ids`` of this rank's words, and these words counted from ``first``."""
     places = ((ids >= first) & (ids < first + count)).nonzero().squeeze(1)
     return places, ids.index_select(0, places) - first

@@ -84,7 +84,7 @@ class Rehearsal:
         gathers: dict[int, tuple[float, float]] = {}
         with fake_world(self.rank, self.ranks) as groups, self._tensors():
             two = TwoLayers(a, dtype=self.dtype, device=self.device or self._absent)
-            groups.prepare(self._wanted(two, found))
+            groups.prepare(self._wanted_groups(two, found))
             for done, target in enumerate(found):
                 progress(f"rehearse cp{target.p} {target.text}", done, len(found))
                 lengths = self._lengths(target.p)
@@ -151,7 +151,7 @@ class Rehearsal:
         first = min(self.rank // p * p, self.ranks - p)
         return tuple(range(first, first + p))
 
-    def _wanted(self, two: TwoLayers, found: Iterable[BranchTarget]) -> set[tuple[int, ...]]:
+    def _wanted_groups(self, two: TwoLayers, found: Iterable[BranchTarget]) -> set[tuple[int, ...]]:
         return {
             group for target in found for group in two.groups_of(target, self._members(target.p))
         }

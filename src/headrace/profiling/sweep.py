@@ -113,7 +113,7 @@ class Sweeper:
 
     def prepare(self, sweeps: Iterable[Sweep]) -> None:
         """Make the groups that sweeps need. Collective, before the first of them."""
-        self._groups.prepare(g for sweep in sweeps for g in self._needed(sweep))
+        self._groups.prepare(g for sweep in sweeps for g in self._needed_groups(sweep))
 
     def points(self, sweep: Sweep) -> list[ProfilePoint]:
         """The points of a sweep, pack after pack until one is too slow or does not fit.
@@ -126,7 +126,7 @@ class Sweeper:
             slow = last_s * growth * max(1.0, growth) > self._options.point_s
             if len(counted) >= 2 and slow and not self._options.lengths:
                 break
-            needs = _extrapolated(counted, tokens)
+            needs = _extrapolate_bytes(counted, tokens)
             if needs > self._room or (
                 needs > _RISKY * self._room and not self._survives(sweep, lengths)
             ):
@@ -138,7 +138,7 @@ class Sweeper:
             last_tokens = tokens
         return points
 
-    def _needed(self, sweep: Sweep) -> Iterator[Ranks]:
+    def _needed_groups(self, sweep: Sweep) -> Iterator[Ranks]:
         for ranks in blocks(self._groups.ranks, sweep.p):
             yield ranks
             yield from sweep.groups_of(ranks)
@@ -163,7 +163,7 @@ class Sweeper:
         mine, failed = block(self._groups, sweep.p), False
         if self._absent is None:
             self._absent = fake_groups()
-        self._absent.prepare(self._needed(sweep))
+        self._absent.prepare(self._needed_groups(sweep))
         try:
             if mine is not None:
                 seconds_of(sweep.probe(self._absent, mine, lengths), self.clock)
@@ -209,7 +209,7 @@ class Sweeper:
         return list(map(float, bytes_of(probe, lambda: ByteCounter(settle_s=settle_s), times)))
 
 
-def _extrapolated(counted: list[ProfilePoint], tokens: int) -> float:
+def _extrapolate_bytes(counted: list[ProfilePoint], tokens: int) -> float:
     """Bytes that two layers will need for so many tokens, in proportion to the last count."""
     if not counted:
         return 0.0

@@ -20,7 +20,7 @@ _TOLD = 6
 def warnings(run: Run) -> list[str]:
     """What a reader must know before trusting the figures, most serious first."""
     found = [_lost_losses(run), _over_capacity(run), _bad_predictions(run), _bad_fits(run)]
-    found += [*_notices(run), _skipped(run), _waits(run)]
+    found += [*_notices(run), _skipped_text(run), _waits(run)]
     return [text for text in found if text] + list(run.notes)
 
 
@@ -68,7 +68,7 @@ def _notices(run: Run) -> list[str]:
     return told[:_TOLD] + ([f"{more:,} earlier notices are in metrics.jsonl"] if more > 0 else [])
 
 
-def _skipped(run: Run) -> str:
+def _skipped_text(run: Run) -> str:
     count = run.facts.corpus.skipped
     plural = "documents were" if count > 1 else "document was"
     return f"{count:,} {plural} skipped when the corpus was read" if count else ""

@@ -130,7 +130,7 @@ def plan_axes(
         if not found:
             raise InfeasiblePlan(
                 f"stage {number}, which mixes {', '.join(stage.mixes)}",
-                got=f"axes {_named(sizes)} for {counted(ranks, 'rank')}",
+                got=f"axes {_sizes_text(sizes)} for {counted(ranks, 'rank')}",
                 wanted=f"another axis of at least {ranks} places",
                 hint="fewer ranks for each sample, or heads to exchange",
             )
@@ -208,5 +208,5 @@ def _check(
         raise SpecError("stages", got="none", wanted="at least one")
 
 
-def _named(sizes: Mapping[str, int]) -> str:
+def _sizes_text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items())

@@ -330,13 +330,15 @@ def _jobs(plan: Plan, ranks: Sequence[int], layers: int) -> dict[int, list[_Job]
                 if rank not in jobs:
                     continue
                 rows = rows_of(tokens, len(stage.ranks), member)
-                ends = _ends(stage, stages[micro.pipeline], member)
+                ends = _neighbours(stage, stages[micro.pipeline], member)
                 needs = _needs(forward, backward, ends, rows)
                 jobs[rank].append(_Job(stage=stage, backward=backward, needs=needs))
     return jobs
 
 
-def _ends(stage: Stage, stages: Sequence[Stage], member: int) -> tuple[int | None, int | None]:
+def _neighbours(
+    stage: Stage, stages: Sequence[Stage], member: int
+) -> tuple[int | None, int | None]:
     """The ranks before and after a member of a stage."""
     before = None if stage.first else stages[stage.index - 1].ranks[member]
     after = None if stage.last else stages[stage.index + 1].ranks[member]

@@ -423,7 +423,7 @@ class Hardware:
             raise SpecError("hardware", got=repr(text), wanted="DEVICE[+INSIDE][+ACROSS]")
         names[1:] = [name.lower() for name in names[1:]]
         if names[0].startswith(MEASURED):
-            device = _measured(names[0])
+            device = _device_of_file(names[0])
             on_cpu = "float32" in device.flops_per_s and device.memory_bytes_per_s < 2e11
             usual = USUAL["cpu" if on_cpu else "h100"]
         else:
@@ -445,7 +445,7 @@ MEASURED = "measured:"
 """What the name of a device begins with that a file describes."""
 
 
-def _measured(name: str) -> Device:
+def _device_of_file(name: str) -> Device:
     """The device of a file, called after it."""
     path = Path(name.removeprefix(MEASURED))
     try:

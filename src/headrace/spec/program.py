@@ -322,10 +322,10 @@ def compile_rank(plan: Plan, rank: int, bucket_count: int, *, overlap: bool = Tr
         for index, micro in enumerate(plan.micro_batches)
         if rank in plan.pipelines[micro.pipeline].ranks
     ]
-    return _compiled(plan, rank, mine, last_of_ranks(plan), bucket_count, overlap=overlap)
+    return _program_of(plan, rank, mine, last_of_ranks(plan), bucket_count, overlap=overlap)
 
 
-def _compiled(
+def _program_of(
     plan: Plan,
     rank: int,
     mine: Sequence[int],
@@ -353,7 +353,7 @@ def compile_plan(plan: Plan, bucket_count: int, *, overlap: bool = True) -> tupl
             mine[rank].append(index)
     last = last_of_ranks(plan)
     return tuple(
-        _compiled(plan, rank, mine[rank], last, bucket_count, overlap=overlap)
+        _program_of(plan, rank, mine[rank], last, bucket_count, overlap=overlap)
         for rank in range(plan.devices)
     )
 

@@ -189,7 +189,7 @@ class _Walk:
         if step is None:
             return None
         action, group, key = step.action, step.group, step.key
-        late = [other for pull in self._awaited(action, rank) for other in self._late(pull)]
+        late = [other for pull in self._pulls_awaited(action, rank) for other in self._late(pull)]
         late += [other for other in group if other != rank and other not in self._come.get(key, ())]
         late += [
             message.peer
@@ -205,14 +205,14 @@ class _Walk:
         if step is None:
             return
         action, group = step.action, step.group
-        if self._awaited(action, rank):
+        if self._pulls_awaited(action, rank):
             self._pulling.append(rank)
             return
         if isinstance(action, Pull):
             self._issue(action.bucket, rank)
-        if group != (rank,) and not self._met(step, rank):
+        if group != (rank,) and not self._arrive(step, rank):
             return
-        if self._delivered(action, rank):
+        if self._post(action, rank):
             for other in group:
                 self._places[other] += 1
             self._ready += group
@@ -225,7 +225,7 @@ class _Walk:
             self._ready += self._pulling
             self._pulling = []
 
-    def _awaited(self, action: Action, rank: int) -> list[int]:
+    def _pulls_awaited(self, action: Action, rank: int) -> list[int]:
         """The pulls that an action of ``rank`` waits for."""
         if isinstance(action, Forward):
             self._under_way[rank] = [b for b in self._under_way[rank] if self._is_late(b)]
@@ -240,7 +240,7 @@ class _Walk:
         """Who has not issued a pull."""
         return sorted(set(self.world) - self._issued[bucket])
 
-    def _met(self, step: _Step, rank: int) -> bool:
+    def _arrive(self, step: _Step, rank: int) -> bool:
         """Let a rank come to a collective step; True once all ranks of the step's group have
         come."""
         come = self._come.setdefault(step.key, set())
@@ -250,7 +250,7 @@ class _Walk:
         del self._come[step.key]
         return True
 
-    def _delivered(self, action: Action, rank: int) -> bool:
+    def _post(self, action: Action, rank: int) -> bool:
         """Post the messages of ``action``; whether all of them are posted at both ends."""
         messages = messages_of(action)
         if not messages:

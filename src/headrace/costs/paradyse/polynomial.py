@@ -116,7 +116,7 @@ def fit_polynomial(
     for degree in sorted(degrees):
         if len(set(lengths)) <= degree or (degree > 1 and len(x) < degree + 4):
             continue
-        found = _of_degree(x, y, floor, degree)
+        found = _fit_degree(x, y, floor, degree)
         error = _criterion(found, x, y, floor)
         if error < least and found.rises_from(x.max()):
             best, least = found, error
@@ -125,7 +125,7 @@ def fit_polynomial(
     return best, fit
 
 
-def _of_degree(x: Floats, y: Floats, floor: Floats, degree: int) -> Polynomial:
+def _fit_degree(x: Floats, y: Floats, floor: Floats, degree: int) -> Polynomial:
     unit = float(x.max())
     powers = (x / unit)[:, None] ** np.arange(degree + 1)
     found = np.linalg.lstsq(powers / floor[:, None], y / floor, rcond=None)[0]

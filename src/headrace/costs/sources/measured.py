@@ -58,7 +58,7 @@ def composed(
             option = LayerOption(
                 attention=method, feed_forward=method if own else other, recompute=level
             )
-            found[str(option)] = _joined(attention, follower, share)
+            found[str(option)] = _layer_cost(attention, follower, share)
             if level == "none":
                 again = replace(option, recompute="full")
                 found[str(again)] = recomputed(found[str(option)], shape.hidden, p, element_bytes)
@@ -95,7 +95,7 @@ def _by_level(branches: Branches, name: Branch, p: int) -> dict[tuple[str, Recom
     return found
 
 
-def _joined(attention: OptionCost, follower: OptionCost, share: float) -> OptionCost:
+def _layer_cost(attention: OptionCost, follower: OptionCost, share: float) -> OptionCost:
     """The costs of a layer from those of its branches: seconds and kept bytes add up, of
     passing ones the larger count; ``share`` is the attention's share of the weights."""
     kept, other = attention.kept, follower.kept
@@ -333,10 +333,10 @@ def reconciled(points: Sequence[ProfilePoint]) -> list[ProfilePoint]:
     for point in points:
         method, _, level = point.option.partition("+")
         found.setdefault((point.p, method, point.lengths), {})[level or "none"] = point
-    return [_agreed(point, found) for point in points]
+    return [_consistent_point(point, found) for point in points]
 
 
-def _agreed(
+def _consistent_point(
     point: ProfilePoint, found: Mapping[tuple[int, str, tuple[int, ...]], dict[str, ProfilePoint]]
 ) -> ProfilePoint:
     """A point with its levels made consistent: all have the same forward, and ``full`` adds just
