@@ -663,9 +663,9 @@ class AxisModel:
         if group is None or loss.dim():
             return False
         value = loss.detach().double()
-        ends = torch.stack([value, -value])
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
-        largest, smallest = float(ends[0]), -float(ends[1])
+        extremes = torch.stack([value, -value])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        largest, smallest = float(extremes[0]), -float(extremes[1])
         rounding = 16 * torch.finfo(loss.dtype).eps * max(abs(largest), abs(smallest))
         return largest - smallest <= rounding and largest != 0
 

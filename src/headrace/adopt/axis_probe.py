@@ -356,9 +356,12 @@ def _first_error(
             look.run(first)
         with _watched(model, second) as mine, suppress(Exception):
             look.run(second)
-        place = _first_difference(second, whole, mine)
-        if place is not None:
-            found, axis = place[0] if error is None else f"{place[0]}; {found}", place[1]
+        difference = _first_difference(second, whole, mine)
+        if difference is not None:
+            found, axis = (
+                difference[0] if error is None else f"{difference[0]}; {found}",
+                difference[1],
+            )
     return ModelError(
         f"{type(model).__name__} on shards of axis {axis}",
         got=f"another result than on the whole: {found}" if error is None else found,

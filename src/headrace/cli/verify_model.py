@@ -226,9 +226,9 @@ def _long_row(run: TokenModel) -> int | None:
         return None
     rope = getattr(config, "rope_parameters", None) or {}
     names = ("sliding_window", "local_attention", "max_position_embeddings")
-    ends = [getattr(config, name, None) for name in names]
-    ends.append(rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None)
-    beyond = [end + 22 for end in ends if isinstance(end, int) and end + 22 <= _LONGEST]
+    limits = [getattr(config, name, None) for name in names]
+    limits.append(rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None)
+    beyond = [end + 22 for end in limits if isinstance(end, int) and end + 22 <= _LONGEST]
     return min(max([_LONG, *beyond]), run.longest or _LONGEST)
 
 

@@ -253,10 +253,10 @@ class Groups:
         """Create the groups of links inside of each node, then those across nodes; returns this
         rank's."""
         nodes = [range(at, at + each) for at in range(0, self.ranks, each)]
-        places = [range(at, self.ranks, each) for at in range(each)]
+        alike = [range(at, self.ranks, each) for at in range(each)]
         inside, across = (
             next(group for group in [self._make(ranks) for ranks in some] if group is not None)
-            for some in (nodes, places)
+            for some in (nodes, alike)
         )
         aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         return NodeGroups(ranks=each, inside=inside, across=across, aside=aside)

@@ -202,13 +202,13 @@ def order_epoch(
 
 def _cut(lengths: NDArray[np.int64], options: SamplerOptions, bounds: list[int]) -> None:
     """Append the ends of the batches that follow ``bounds[-1]``, each as full as order allows."""
-    ends, budget = np.cumsum(lengths), options.batch_tokens
+    totals, budget = np.cumsum(lengths), options.batch_tokens
     while (start := bounds[-1]) < len(lengths):
         if budget is None:
             stop = start + (options.batch_sequences or 1)
         else:
-            before = int(ends[start - 1]) if start else 0
-            stop = int(np.searchsorted(ends, before + budget, side="right"))
+            before = int(totals[start - 1]) if start else 0
+            stop = int(np.searchsorted(totals, before + budget, side="right"))
         bounds.append(min(max(stop, start + 1), len(lengths)))
 
 

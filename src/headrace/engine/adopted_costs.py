@@ -211,8 +211,8 @@ def _fingerprint(setup: LoopSetup, probes: ModelProbes) -> str:
     digest = hashlib.sha256()
     for name, parameter in inner.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype};".encode())
-    facts = f"{platform.node()} {machine['host_cpu']} {machine['cores']} {machine['device']}"
-    hosts = gather_bytes(facts.encode(), setup.groups.world)
+    shown = f"{platform.node()} {machine['host_cpu']} {machine['cores']} {machine['device']}"
+    hosts = gather_bytes(shown.encode(), setup.groups.world)
     return fingerprint_of(
         model=f"{type(inner).__name__} {digest.hexdigest()[:16]}",
         weights=f"{type(setup.held.model).__name__} {setup.held.semantics}",

@@ -102,8 +102,8 @@ def _checksum(x: torch.Tensor) -> int:
     if not x.numel():
         return 0
     words = x.contiguous().view(-1).view(torch.uint8).to(torch.int64)
-    places = torch.arange(len(words), device=x.device) % 65521 + 1
-    return int((words * places).sum())
+    factors = torch.arange(len(words), device=x.device) % 65521 + 1
+    return int((words * factors).sum())
 
 
 def optimizer_text(optimizer: torch.optim.Optimizer) -> str:

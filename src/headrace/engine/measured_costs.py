@@ -104,18 +104,18 @@ def _profiler(rank: Rank, sizes: tuple[int, ...], methods: tuple[str, ...]) -> P
 def _hosts(rank: Rank) -> dict[str, str]:
     """The machines of all ranks, the same text on each: how many ranks each has, and what differs
     between machines. Collective."""
-    machine, place = rank.machine, rank.world
-    facts = {
+    machine, world = rank.machine, rank.world
+    shown = {
         "processor": machine["host_cpu"],
         "cores": machine["cores"],
         "torch": machine["torch"],
         "threads": torch.get_num_threads(),
         "links": machine["links"],
     } | {key: machine[key] for key in ("attention",) if key in machine}
-    told = [place.local_rank, place.local_ranks, facts]
+    told = [world.local_rank, world.local_ranks, shown]
     said = [json.loads(t) for t in gather_bytes(json.dumps(told).encode(), rank.groups.world)]
     sizes = [ranks for local, ranks, _ in said if local == 0]
-    hosts = {key: " + ".join(sorted({str(one[key]) for *_, one in said})) for key in facts}
+    hosts = {key: " + ".join(sorted({str(one[key]) for *_, one in said})) for key in shown}
     if len(sizes) == 1:
         del hosts["links"]  # no link between machines is used
     return hosts | {"nodes": "+".join(map(str, sizes))}

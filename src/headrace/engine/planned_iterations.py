@@ -226,11 +226,11 @@ def _pipelines(problem: Problem, found: Sequence[PlannedIteration]) -> dict[str,
     for number, one in enumerate(found):
         everything = tuple(range(len(one.plan.lengths)))
         made = one.phases or ((one, everything),)
-        for place, (phase, held) in enumerate(made):
+        for at, (phase, held) in enumerate(made):
             planning_s = one.planning_s / len(made)
             items.append(_iteration(replace(phase, planning_s=planning_s), names))
             lengths.append(list(phase.plan.lengths.tokens))
-            change_s = one.switch_s / (len(made) - 1) if place else 0.0
+            change_s = one.switch_s / (len(made) - 1) if at else 0.0
             phases.append({"iteration": number, "sequences": list(held), "switch_s": change_s})
     return {"iterations": items, "lengths": {"iterations": lengths}, "phases": phases}
 

@@ -186,9 +186,9 @@ def _node_ranks(world: World, wanted: int) -> int | None:
         return wanted
     if world.device == "cpu":
         return None
-    places = gather_floats([world.local_rank, world.local_ranks], dist.group.WORLD)
+    local_places = gather_floats([world.local_rank, world.local_ranks], dist.group.WORLD)
     each = world.local_ranks
-    alike = all(place == [rank % each, each] for rank, place in enumerate(places))
+    alike = all(local == [rank % each, each] for rank, local in enumerate(local_places))
     return each if alike and world.ranks % each == 0 else None
 
 

@@ -74,8 +74,8 @@ class SequenceSums:
                 got=f"shape {shape}",
                 wanted=f"[1, {len(index)}], a value of each local token",
             )
-        ends = np.cumsum(self.lengths)
-        owners = torch.from_numpy(np.searchsorted(ends, index, side="right")).to(values.device)
+        stops = np.cumsum(self.lengths)
+        owners = torch.from_numpy(np.searchsorted(stops, index, side="right")).to(values.device)
         flat = values.flatten()
         wide = flat.float() if flat.element_size() < 4 else flat
         own = wide.new_zeros(len(self.lengths)).index_add(0, owners, wide)

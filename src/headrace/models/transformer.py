@@ -81,8 +81,8 @@ class Transformer:
     ) -> torch.Tensor:
         """One layer of x [local tokens, features]: attention, then feed-forward, each with its
         residual sum."""
-        for part in BRANCHES:
-            x = self.branch(x, part, option, state, context)
+        for half in BRANCHES:
+            x = self.branch(x, half, option, state, context)
         return x
 
     def branch(

@@ -117,11 +117,11 @@ def prepare(folder: Path) -> None:
     for part in (path for path in ours if path.suffix == ".part"):
         shutil.rmtree(part)
     for old in (path for path in ours if path.suffix == ".old"):
-        place = old.with_suffix("")
-        if (place / INDEX).exists():
+        target = old.with_suffix("")
+        if (target / INDEX).exists():
             _discard(old)
-        elif not place.exists():
-            old.rename(place)
+        elif not target.exists():
+            old.rename(target)
     part_of(folder).mkdir()
 
 

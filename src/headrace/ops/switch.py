@@ -71,20 +71,20 @@ class Columns:
     @classmethod
     def consecutive(cls, sizes: Sequence[int]) -> Columns:
         """``sizes[r]`` neighbours for rank r."""
-        ends = list(accumulate(sizes))
-        spans = zip(ends, sizes, strict=True)
+        stops = list(accumulate(sizes))
+        spans = zip(stops, sizes, strict=True)
         return cls(total=sum(sizes), of=tuple(range(end - size, end) for end, size in spans))
 
     @property
     def in_turn(self) -> bool:
         """Whether every place is taken once, in the order of the ranks."""
-        ends = [0, *(part.stop for part in self.of if isinstance(part, range))]
+        stops = [0, *(part.stop for part in self.of if isinstance(part, range))]
         return (
-            len(ends) == len(self.of) + 1
-            and ends[-1] == self.total
+            len(stops) == len(self.of) + 1
+            and stops[-1] == self.total
             and all(
                 part == range(start, stop)
-                for part, start, stop in zip(self.of, ends, ends[1:], strict=False)
+                for part, start, stop in zip(self.of, stops, stops[1:], strict=False)
             )
         )
 

@@ -135,7 +135,7 @@ def plan_axes(
                 hint="fewer ranks for each sample, or heads to exchange",
             )
         ways = found
-    ends = {
+    finished = {
         axis: _Way(
             way.seconds + switch_s * moved,
             way.sent_bytes + switch_bytes * moved,
@@ -145,7 +145,7 @@ def plan_axes(
         for axis, way in ways.items()
         for moved in (exit_ is not None and axis != exit_,)
     }
-    best = min(ends.values(), key=lambda way: way.key)
+    best = min(finished.values(), key=lambda way: way.key)
     return AxisPlan(
         choices=best.choices,
         switches=best.switches,

@@ -49,9 +49,9 @@ class NumberReader:
 
     def parts(self, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """As many of the next numbers as each size says."""
-        ends = list(accumulate(sizes, initial=0))
-        taken = tuple(self.take(ends[-1]))
-        return (taken[start:end] for start, end in pairwise(ends))
+        bounds = list(accumulate(sizes, initial=0))
+        taken = tuple(self.take(bounds[-1]))
+        return (taken[start:end] for start, end in pairwise(bounds))
 
 
 def numbers_of(plan: Plan, orders: Sequence[str]) -> tuple[dict[str, Any], array[int]]:

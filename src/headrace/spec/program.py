@@ -518,14 +518,14 @@ class _Line:
 
 
 def _with_pushes(
-    plan: Plan, rank: int, actions: list[Action], ends: Mapping[int, int], bucket_count: int
+    plan: Plan, rank: int, actions: list[Action], last_of: Mapping[int, int], bucket_count: int
 ) -> Iterator[Action]:
     """The actions with all pushes, those of the last backward's buckets inside it where it is the
     last one of all ranks that meet in it."""
     order = list(reversed(range(bucket_count)))
     last = max((i for i, a in enumerate(actions) if isinstance(a, Backward)), default=None)
     backward = None if last is None else actions[last]
-    if last is None or not isinstance(backward, Backward) or not is_last(ends, backward):
+    if last is None or not isinstance(backward, Backward) or not is_last(last_of, backward):
         yield from actions
         yield from (Push(bucket=b) for b in order)
         return

@@ -151,7 +151,7 @@ class _Walk:
         """Put every rank, a key of ``steps``, before its first step."""
         self._steps = steps
         self.world = tuple(steps)
-        self._places = dict.fromkeys(self.world, 0)
+        self._next_step = dict.fromkeys(self.world, 0)
         self._come: dict[tuple[Any, ...], set[int]] = {}
         self._posted: set[tuple[bool, tuple[int, int, str, int]]] = set()
         self._issued: dict[int, set[int]] = {}
@@ -161,8 +161,8 @@ class _Walk:
 
     def head(self, rank: int) -> _Step | None:
         """The step at which ``rank`` stands; None at the end of its list."""
-        steps, place = self._steps[rank], self._places[rank]
-        return steps[place] if place < len(steps) else None
+        steps, number = self._steps[rank], self._next_step[rank]
+        return steps[number] if number < len(steps) else None
 
     def run(self) -> None:
         """Move every rank on until none can go on."""
@@ -214,7 +214,7 @@ class _Walk:
             return
         if self._post(action, rank):
             for other in group:
-                self._places[other] += 1
+                self._next_step[other] += 1
             self._ready += group
 
     def _issue(self, bucket: int, rank: int) -> None:
