@@ -419,6 +419,8 @@ class HookManager:
         return dict(zip((numbers[module] for module in modules), routes, strict=True))
 
     def _begin(self, module: Any, args: Any, named: Any) -> None:
+        """The hook before the model: starts a spread forward, or refuses parts of a batch that the
+        plain model is given."""
         if self.mode is HookMode.PLAIN:
             self._refuse_sharded(args, named)
         elif self.mode is not HookMode.TRACED:

@@ -101,7 +101,7 @@ class AxisModel:
         other_dims: Mapping[str, str] | None = None,
     ) -> None:
         """Hook ``model``: ``inputs`` and ``other_dims`` name the dims of tensors, ``axis`` is in
-        shards first, and ``check`` compares ranks."""
+        shards first, and ``check`` has the model tried on shards of its first batch."""
         self.model = model
         self._compare = compare
         self._other_dims = {name: Dims.parse(x) for name, x in (other_dims or {}).items()}
@@ -945,6 +945,7 @@ class AxisModel:
         return value if at is None else value.unsqueeze(at)
 
     def _dims(self, name: str) -> Dims | None:
+        """The dims of a field; labels without dims of their own have those of the main input."""
         if name == self._label_name and self._main is not None and name not in self.inputs:
             name = self._main
         return self.inputs.get(name)
@@ -955,6 +956,7 @@ class AxisModel:
         return dims.names.index(names) if names in dims.names else None
 
     def _sample_count(self, values: Mapping[str, torch.Tensor]) -> int:
+        """The samples of a batch; 1 where no dim counts them."""
         if self._main is None or self._main not in values:
             return 1
         at = self._at(self.inputs[self._main])

@@ -391,6 +391,7 @@ def _first_difference(
 def _all_parts(
     shards: ProbeShards, mine: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]
 ) -> bool:
+    """Whether every tensor of ``mine`` is this rank's part of its whole one in ``kept``."""
     return len(mine) == len(kept) and all(map(shards.is_part, mine, kept))
 
 

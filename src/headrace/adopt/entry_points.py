@@ -199,6 +199,7 @@ def _compiled(model: torch.nn.Module, compiler: Compiler, *, fullgraph: bool) ->
 
 
 def _call_compiled(compiled: Callable[..., Any], **inputs: Any) -> Any:
+    """Call a compiled model so that sizes which only its run tells may stand in its graph."""
     # What attention keeps has a size that is known only when it runs.
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):  # noqa: SLF001
         return compiled(**inputs)

@@ -91,6 +91,7 @@ def _difference(found: Numbers, wanted: Numbers, dtype: torch.dtype) -> str:
 
 
 def _numbers(model: torch.nn.Module, run: Callable[[], torch.Tensor]) -> Numbers:
+    """The loss of ``run``, and the norm of each parameter's gradient after it."""
     for parameter in model.parameters():
         parameter.grad = None
     loss = float(run())

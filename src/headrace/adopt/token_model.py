@@ -605,6 +605,8 @@ class TokenModel:
         return gather(own, 0, now.group).sum(dim=0) / sum(now.tokens.sizes)
 
     def _last(self, what: str) -> Placement:
+        """The placement of the last batch that the model was called with; raises ModelError where
+        there was none."""
         now = self._slot.held or self._called_last
         if not isinstance(now, Placement):
             raise ModelError(what, got="no batch", wanted="a call of run(**shard.inputs) before")
@@ -1037,6 +1039,8 @@ class TokenModel:
         return groups.get(members), members.index(groups.rank)
 
     def _find_layers(self, batch: Mapping[str, torch.Tensor]) -> Layers | None:
+        """The layers of the model as seen in a run on a few tokens; None where no list of layers
+        was found."""
         few, run = self._probe_inputs(batch), partial(self._call_with, self.inner)
         return find_layers(
             self.inner, lambda: run_few(self.inner, run, self._slot, few, self.tokens)

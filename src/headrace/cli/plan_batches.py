@@ -181,6 +181,7 @@ def _print_clock(number: int, planned: Planned, timeline: Timeline, costs: CostM
 
 
 def _fits(planned: Planned, costs: CostModel) -> str:
+    """Words for the fullest rank: its peak in bytes of what it may use."""
     peaks = planned.peak_bytes
     rank = max(range(len(peaks)), key=lambda r: peaks[r])
     return f"peak {bytes_text(peaks[rank])} of {bytes_text(costs.capacity_bytes)} (rank {rank})"

@@ -314,6 +314,7 @@ def _counter(run: TokenModel) -> ByteCounter | SavedBytes:
 
 
 def _loss_among(outputs: Any) -> torch.Tensor:
+    """The loss in a model's results; raises ModelError where there is none."""
     loss = loss_of(outputs)
     if loss is None:
         raise ModelError("results of the model", got="no loss", wanted="one, given labels")

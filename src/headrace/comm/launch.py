@@ -219,6 +219,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _serve(listener: socket.socket, port: int) -> dist.TCPStore:
+    """The store of the job on a socket that listens already."""
     return dist.TCPStore(
         _LOCALHOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )

@@ -73,6 +73,7 @@ class LoopWatch:
         self._change(resting=True)
 
     def _change(self, *, resting: bool) -> None:
+        """Publish at once whether this rank is between steps (``resting``)."""
         self._resting = resting
         with suppress(RuntimeError):  # the thread notices that the store is gone
             self._publish()

@@ -157,6 +157,7 @@ def _called(store: dist.Store, rank: int, token: str) -> JoinedAttempt | None:
 
 
 def _missing(store: dist.Store, ranks: int) -> str:
+    """Words for the error: which ranks have not registered."""
     missing = [str(rank) for rank in range(ranks) if not store.check([f"here/{rank}"])]
     shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
     return f"no rank {shown}" if missing else "ranks that have not come again after a restart"

@@ -97,6 +97,7 @@ class Messages:
             self._settle(peer)
 
     def _settle(self, peer: int) -> None:
+        """Wait for the last message that was sent to ``peer``, if it was not waited for."""
         sent = self._sent.pop(peer, None)
         if sent is not None:
             sent.transfer.wait()  # once: a second wait never returns

@@ -424,6 +424,8 @@ class PlanAhead(Generic[Item, Plan, After]):
 
 
 def _to_bytes(what: str, value: object) -> bytes:
+    """The pickled value; raises SpecError, which begins with ``what``, for one that cannot be
+    pickled."""
     try:
         return pickle.dumps(value)
     except Exception as error:
@@ -431,6 +433,7 @@ def _to_bytes(what: str, value: object) -> bytes:
 
 
 def _from_bytes(data: bytes, failed: bool) -> tuple[bool, Any]:
+    """(whether it failed, the value or the error), from an answer's bytes."""
     try:
         return failed, pickle.loads(data)
     except Exception as error:  # at its turn

@@ -94,6 +94,8 @@ def _resolve_paths(value: dict[str, Any], folder: Path) -> None:
 
 
 def _resolve(path: str, folder: Path) -> str:
+    """A path relative to ``folder``; those of Python and packages, and of a home folder that is not
+    known, stay."""
     if path.startswith(("python:", "package:")):
         return path
     expanded = os.path.expanduser(path)

@@ -183,6 +183,7 @@ _KINDS: dict[str, Callable[[str], Distribution]] = {
 
 
 def _stream(distribution: Distribution, seed: int) -> Iterator[int]:
+    """Lengths without end, drawn in chunks of 1024 from a generator of this seed."""
     key = np.array([seed, 0], dtype=np.uint64)
     generator = np.random.Generator(np.random.Philox(key=key))
     while True:

@@ -72,6 +72,8 @@ def methods_by_size(names: tuple[str, ...], a: Architecture, ranks: int) -> dict
 
 
 def _possible_methods(options: PlannerConfig, *, gpu: bool) -> _Names:
+    """The methods that the planner may use in either branch: the configured candidates, or those
+    that are fit for the device."""
     names = options.candidates or automatic_methods(gpu=gpu)
     found = {facts_of(name).name for name in names}
     return {part: found for part in BRANCHES}

@@ -109,6 +109,8 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _as_array(x: torch.Tensor) -> Any:
+    """A tensor as an array, which processes send without torch; unchanged where numpy lacks its
+    type."""
     try:
         return x.numpy()
     except TypeError:  # a type that numpy has not
@@ -116,6 +118,7 @@ def _as_array(x: torch.Tensor) -> Any:
 
 
 def _as_tensors(found: Any) -> Item | Unread:
+    """What a process read as tensors again; an error as it is."""
     if isinstance(found, Unread):
         return found
     return {name: torch.as_tensor(x) for name, x in found.items()}

@@ -215,6 +215,7 @@ class Journal:
                 file.close()
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
+        """Write one JSON object as a line of the file ``name``, at once."""
         with _disk_errors(self.folder / f"{name}.jsonl"):
             self._files[name].write(json.dumps(row) + "\n")
             self._files[name].flush()
@@ -277,6 +278,7 @@ def _drop_from(path: Path, first_step: int) -> None:
 
 
 def _write_aside(path: Path, text: str) -> None:
+    """Write a file under another name first, so that no reader sees half of it."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)

@@ -100,8 +100,8 @@ class RunPlanner:
         stages: bool = True,
         tell: Callable[[str], object] = lambda text: None,
     ) -> None:
-        """A planner for ``groups`` (None: one process), whose first rank plans; ``drawn`` has the
-        steps that are written down in full."""
+        """A planner for ``groups`` (None: one process), whose first rank plans; of the steps
+        in ``drawn`` all ranks' clocks are predicted."""
         self.steps = StepPlanner(
             costs=costs, options=options, seed=seed, semantics=semantics, stages=stages
         )

@@ -253,6 +253,8 @@ class DrawnOrder:
         )
 
     def _reading_ahead(self) -> ReadAhead:
+        """Processes that read coming samples, for batches of about as many samples as the mean
+        length allows."""
         options, lengths = self._sampler.options, self.samples.lengths
         each = options.batch_sequences or (options.batch_tokens or 1) / float(lengths.mean())
         return ReadAhead(self.samples, self._sampler, workers=self._workers, per_batch=each)
@@ -394,6 +396,7 @@ class StreamOrder:
             )
 
     def _read(self) -> Item | None:
+        """The next item of the stream as tensors; None at its end."""
         at = f"item {self._position['items']} of the stream"
         for item in self._items:
             return self._reader.read(item, at)

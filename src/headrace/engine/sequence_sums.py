@@ -121,6 +121,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _sum_over_group(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of x [n] over a group, added in rank order, so that all ranks have the same bits."""
     ranks = dist.get_world_size(group)
     rows = all_gather_rows(x, [len(x)] * ranks, group)
     return sum_of_parts(rows.view(ranks, -1))

@@ -291,6 +291,7 @@ class _PipeReader:
         self.error: HeadraceError | None = None
 
     def __call__(self) -> None:
+        """Pass on all messages that have come, without waiting for more."""
         while ready := wait(self._pipes, timeout=0):
             for pipe in ready:
                 assert isinstance(pipe, Connection)

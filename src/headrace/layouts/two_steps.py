@@ -235,11 +235,13 @@ class _TwoSteps:
         return self._across.push_elements + self._inside.push_elements
 
     def pull(self, storage: Tensors, working: Tensors, wire: torch.dtype | None = None) -> Pending:
+        """Rows cross to each node once, and are handed on inside."""
         held = self._buffers_between(storage, wire)
         first = self._across.pull(storage, held, wire)
         return self._second_behind(first, held, lambda: self._inside.pull(held, working, wire))
 
     def push(self, gradients: Tensors, sums: Tensors, wire: torch.dtype | None = None) -> Pending:
+        """Gradients are summed inside of each node, then across."""
         held = self._buffers_between(sums, None)
         first = self._inside.push(gradients, held, wire)
         return self._second_behind(first, held, lambda: self._across.push(held, sums, wire))

@@ -186,6 +186,7 @@ def _join_groups(qkv: Sequence[torch.Tensor], a: Architecture) -> torch.Tensor:
 
 
 def _split_groups(qkv: torch.Tensor, a: Architecture) -> tuple[torch.Tensor, ...]:
+    """q [n d, ...], k and v [g d, ...] from rows in groups of m queries, a key and a value."""
     d = a.head_features
     parts = qkv.unflatten(0, (a.kv_heads, -1)).split([a.group_heads * d, d, d], 1)
     return tuple(part.flatten(0, 1) for part in parts)

@@ -125,6 +125,7 @@ def _norm(
 
 
 def _inputs(x: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """x W + b, of W [in, out], without a bias where there is none."""
     y = x @ weights[f"{name}.weight"]
     bias = weights.get(f"{name}.bias")
     return y if bias is None else y + bias

@@ -291,6 +291,7 @@ class BackgroundWriter:
         return None if writing is None else writing.publish(gather, self._finished_table)
 
     def _write(self, writing: Writing, copies: Sequence[StoredShard]) -> None:
+        """The thread: writes this rank's file and keeps its table, or the error."""
         try:
             self._table = writing.write(copies)
         except Exception as error:  # raised on all ranks by ``look`` or ``finish``

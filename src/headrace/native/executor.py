@@ -84,6 +84,7 @@ class PlanGroups:
         return wanted
 
     def _number(self, layers: LayerPlan) -> int:
+        """The number (from 0) of a layer plan in the order in which they were met."""
         if layers not in self._layers:
             self._layers[layers] = len(self._plans)
             self._plans.append(layers)
@@ -193,9 +194,9 @@ class Executor:
     Nothing of the storage is written before the update: a step that fails leaves the weights as
     they were. Pulls, and pushes, have at most ``in_flight_bytes`` in flight, or one at a time: the
     next waits for the oldest. Without ``overlap`` nothing is computed while weights arrive or
-    gradients
-    leave: for comparison. After a failed step, ``action`` is where it failed, ``prepared`` whether
-    its groups were made, and ``written`` whether it had begun to change weights.
+    gradients leave: for comparison. After a failed step, ``action`` is where it failed,
+    ``prepared`` whether its groups were made, and ``written`` whether it had begun to change
+    weights.
     """
 
     def __init__(
@@ -211,8 +212,7 @@ class Executor:
         clock: StepClock | None = None,
         entered: Callable[[str], None] = lambda action: None,
     ) -> None:
-        """Make the model over ``storage``; ``in_flight_bytes`` limits pulls under way, and
-        ``entered`` hears each action before it begins."""
+        """Make the model of ``storage``; no group is made and nothing is sent."""
         self.storage, self.groups = storage, groups
         self.model = Transformer(storage.architecture)
         self.buckets = bucket_count(storage.architecture)

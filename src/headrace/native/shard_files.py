@@ -444,6 +444,7 @@ def join_tables(tables: Sequence[Any], *, step: int, extra: Mapping[str, Any]) -
 
 
 def _add(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:
+    """Note a tensor's type and shape; raises CheckpointError where another rank has others."""
     if tensors.setdefault(name, info) != info:
         raise CheckpointError(
             f"shards of {name}", got=f"{tensors[name]} and {info}", wanted="one type and shape"
@@ -476,6 +477,7 @@ def _file(value: Any) -> FileInfo:
 
 
 def _interval(row: Any) -> Interval:
+    """An interval from JSON ``[name, first row, rows]``."""
     if not isinstance(row, list) or len(row) != 3 or not isinstance(row[0], str):
         raise _index_error(f"the rows {_short(row)}", wanted="[name, first row, rows]")
     first_row, rows = _count(row[1], "first row"), _count(row[2], "rows")
@@ -520,6 +522,7 @@ def _index_error(got: str, *, wanted: str = "a well-formed index") -> Checkpoint
 
 
 def _get(value: Any, key: str, kind: type) -> Any:
+    """The value of type ``kind`` under a key of an index; raises CheckpointError for another."""
     part = value.get(key) if isinstance(value, dict) else None
     if not isinstance(part, kind) or isinstance(part, bool):
         raise _index_error(f"{key} = {_short(part)}", wanted=f"a {kind.__name__}")

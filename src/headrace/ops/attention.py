@@ -200,6 +200,8 @@ class Partial:
             out[a:b], lse[:, a:b] = 0, -math.inf
 
     def _new(self, dtype: torch.dtype) -> Pair:
+        """Uninitialised out [rows, heads, features] of ``dtype`` and lse [heads, rows] in at least
+        fp32."""
         rows, heads = self._like.shape[:2]
         out = self._like.new_empty(self._like.shape, dtype=dtype)
         return out, self._like.new_empty((heads, rows), dtype=wide(self._like))
@@ -317,6 +319,7 @@ def _merge_all(
 
 @fused("log_sum_(Tensor(a!) lse, Tensor[] scales) -> ()")
 def _log_sum(lse: torch.Tensor, scales: list[torch.Tensor]) -> None:
+    """Write log(sum of exp) of ``scales``, each [heads, rows], into ``lse``."""
     total = scales[0]
     for scale in scales[1:]:
         total = torch.logaddexp(total, scale)

@@ -167,6 +167,7 @@ def attended(core: Core, qkv: torch.Tensor | Turned) -> torch.Tensor:
 class _Attended(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, core: Core) -> torch.Tensor:
+        """The heads of attention over qkv; the core says what else it keeps."""
         out, saved = core.forward(qkv)
         ctx.save_for_backward(qkv, out, *saved)
         ctx.core = core
@@ -181,6 +182,8 @@ class _Attended(torch.autograd.Function):
 class _AttendedTurned(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, core: Core, turned: Turned) -> torch.Tensor:
+        """The heads of attention over ``turned.qkv``, which autograd does not see: it follows the
+        empty ``token``."""
         out, saved = core.forward(turned.qkv)
         ctx.save_for_backward(turned.qkv, out, *saved)
         ctx.rest = (core, turned.grads)

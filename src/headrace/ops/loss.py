@@ -51,6 +51,8 @@ def logits_gradient(
 
 @fused("cross_entropy(Tensor logits, Tensor labels) -> (Tensor, Tensor)", kernels=3)
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of logits [t, V] the log-sum-exp [t], and the logit of each label [t], 0 where there is no
+    label."""
     wide = widened(logits)
     picked = wide.gather(1, labels.clamp_min(0)[:, None]).squeeze(1)
     return wide.logsumexp(1), picked.masked_fill(labels < 0, 0.0)

@@ -142,6 +142,7 @@ class _Normalised(torch.autograd.Function):
 
 @fused("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
 def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The RMS norm of x [t, h], and one over the root mean square of each token [t, 1]."""
     own = widened(x)
     scale = torch.rsqrt(own.square().mean(-1, keepdim=True).add_(eps))
     return (own * scale).mul_(weight).to(x.dtype), scale

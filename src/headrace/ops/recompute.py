@@ -23,6 +23,7 @@ def region(fn: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tens
 class _Region(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fn: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        """Run ``fn`` without a graph and keep its inputs alone."""
         ctx.fn = fn
         ctx.save_for_backward(*inputs)
         with torch.no_grad():

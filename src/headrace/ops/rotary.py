@@ -56,6 +56,7 @@ class _RotateAndSort(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """The gradient of qkv from that of all queries, all keys and all values [t, N + 2 G, D]."""
         groups = ctx.groups
         parts = grad.split([grad.shape[1] - 2 * groups, groups, groups], dim=1)
         return ctx.rotation.turned_back(*parts), None
@@ -85,6 +86,7 @@ def turned(qkv: torch.Tensor, rotation: Rotation) -> Turned:
 class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, rotation: Rotation, made: Turned) -> torch.Tensor:
+        """Put the turned qkv into ``made`` and return an empty token that autograd follows."""
         made.qkv = rotation.turned(qkv)
         ctx.rest = (rotation, made.grads)
         return qkv.new_empty(0)
@@ -144,6 +146,7 @@ def _unsort(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> torch.Tenso
 def _select_rows(
     values: tuple[torch.Tensor, ...], rows: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
+    """The same rows of several tensors; all rows for None."""
     return values if rows is None else tuple(x.index_select(0, rows) for x in values)
 
 

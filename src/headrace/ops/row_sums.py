@@ -265,6 +265,7 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 
 
 def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of equally shaped parts in at least fp32, in their order."""
     total = widened(parts[0])
     for part in parts[1:]:
         total = total + part

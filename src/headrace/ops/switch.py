@@ -431,6 +431,8 @@ class _Messages:
 class _Issued(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, messages: _Messages) -> torch.Tensor:
+        """Issue the messages of x, and return an empty tensor that autograd follows until they are
+        waited for."""
         ctx.messages = messages
         messages.issue(x)
         return x.new_empty(0)

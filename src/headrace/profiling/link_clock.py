@@ -117,6 +117,7 @@ class LinkClock(TorchDispatchMode, ABC):
         return func(*args, **rest)
 
     def _wait(self, used: set[int]) -> None:
+        """Let time pass until the data of the storages ``used`` has come."""
         late = [self._arrives.pop(key) for key in used & self._arrives.keys()]
         if late:
             self._stall(max(0.0, max(late) - self.now()))

@@ -152,6 +152,7 @@ class Rehearsal:
         return tuple(range(first, first + p))
 
     def _wanted_groups(self, two: TwoLayers, found: Iterable[BranchTarget]) -> set[tuple[int, ...]]:
+        """The sets of ranks within this rank's groups that the branches need."""
         return {
             group for target in found for group in two.groups_of(target, self._members(target.p))
         }

@@ -139,6 +139,8 @@ class Sweeper:
         return points
 
     def _needed_groups(self, sweep: Sweep) -> Iterator[Ranks]:
+        """The groups of the sweep's size, each followed by the sets of its ranks that the layers
+        need."""
         for ranks in blocks(self._groups.ranks, sweep.p):
             yield ranks
             yield from sweep.groups_of(ranks)

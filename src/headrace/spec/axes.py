@@ -188,6 +188,8 @@ def _choices(stage: MixingStage, axis: str, ranks: int, heads: int | None) -> li
 
 
 def _bytes_within(choice: AxisChoice, tensor_bytes: float, ranks: int) -> float:
+    """Bytes that a rank sends within a stage of the axis in shards: four tensors by Ulysses, keys
+    and values round a ring."""
     if choice.method == "ulysses":
         return 4 * tensor_bytes * (ranks - 1) / ranks**2
     return 2 * tensor_bytes * (ranks - 1) / ranks if choice.method == "ring" else 0.0

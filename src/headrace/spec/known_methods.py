@@ -171,6 +171,8 @@ def _ring(a: Architecture, p: int, r: float) -> BranchUse:
 
 
 def _keys_gathered(a: Architecture, p: int, r: float) -> BranchUse:
+    """As a ring, but with keys and values of all ranks gathered at once: one message, and buffers
+    for all of them."""
     buffers = 2 * (1 + r) * p * _kv(a)
     ring = _ring(a, p, 1)  # gradients are sent in the type of activations
     return replace(ring, messages=1, messages_back=2, pattern="gather", buffers=buffers)

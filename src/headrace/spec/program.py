@@ -505,12 +505,16 @@ class _Line:
             yield Exchange(send=send, recv=recv)
 
     def _peer(self, step: int) -> int | None:
+        """The rank with the same index in the stage ``step`` stages on (1) or back (-1); None where
+        there is no such stage."""
         other = self._stage.index + step
         if not 0 <= other < self._stage.count:
             return None
         return self._stages[other].ranks[self._member]
 
     def _message(self, what: Literal["a", "g"], i: int, peer: int) -> Message:
+        """The message with activations ("a") or gradients ("g") of the i-th micro-batch of this
+        line."""
         index, micro = self._micros[i]
         tokens = sum(self._plan.tokens_of(micro))
         rows = rows_of(tokens, len(self._stage.ranks), self._member)

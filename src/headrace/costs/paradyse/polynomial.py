@@ -126,6 +126,8 @@ def fit_polynomial(
 
 
 def _fit_degree(x: Floats, y: Floats, floor: Floats, degree: int) -> Polynomial:
+    """The polynomial of one degree with the least relative error; errors of values below ``floor``
+    count as of ``floor``."""
     unit = float(x.max())
     powers = (x / unit)[:, None] ** np.arange(degree + 1)
     found = np.linalg.lstsq(powers / floor[:, None], y / floor, rcond=None)[0]
