@@ -130,6 +130,8 @@ class WrappedLevels:
 
 
 class _Block(Protocol):
+    """A block as transformers marks it: whether it is computed again in the backward."""
+
     gradient_checkpointing: bool
 
 

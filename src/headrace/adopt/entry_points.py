@@ -34,6 +34,7 @@ EntryPointName = Literal["attention registry", "calls", "graph"]
 
 
 Look = Callable[[tuple[Any, ...], dict[str, Any]], None]
+"""Is shown the arguments of a forward, (positional, keyword)."""
 
 
 class ChosenLevels(Protocol):

@@ -235,6 +235,8 @@ _MODULES = torch.nn.modules.module.__file__
 _AGAIN = (torch.utils.checkpoint.__file__, torch.autograd.function.__file__)
 
 Frames = tuple[tuple[CodeType, int], ...]
+"""A place in the code: of each function on the call stack its code and the line (or
+instruction)."""
 
 
 @dataclass(slots=True, kw_only=True)

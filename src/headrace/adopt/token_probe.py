@@ -353,6 +353,9 @@ def _with_places(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
+    """What a run of the model gave: logits, its own loss [] or None, and how often attention was
+    called."""
+
     logits: torch.Tensor
     loss: torch.Tensor | None
     calls: int

@@ -26,6 +26,8 @@ from headrace.units import percent_text, seconds_text
 __all__ = ["PlanFiles", "plan_files", "read_iterations"]
 
 Iterations = Sequence[Sequence[int]]
+"""The lengths of the sequences of each iteration, in tokens."""
+
 Costs = TypeVar("Costs")
 
 _MOST_DEVICES = 1_000_000
@@ -218,6 +220,7 @@ def _require_ranges(costs: PipelineCosts | GroupCosts, path: Path, iterations: I
 
 
 _Row = tuple[str, float, float, float, float, tuple[str, ...]]
+"""(strategy, predicted seconds, lower bound in seconds, gap, seconds of planning, reasons)."""
 
 
 def _print(title: str, rows: list[_Row]) -> None:

@@ -66,6 +66,9 @@ _MODELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
+    """What one start of ``ranks`` ranks verifies: ``steps`` batches of a model, by several
+    methods."""
+
     model: str
     ranks: int
     steps: int

@@ -20,10 +20,13 @@ _EXACT, _SINGLE = 1e-10, 1e-6
 """Tolerances: in double precision, and where some of a model is in single precision."""
 
 _Examples = Mapping[str, Callable[[], AxisExample]]
+"""Makers of examples by the names of the cases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
+    """The largest relative errors of one case of a model."""
+
     model: str
     ranks: int
     case: str

@@ -141,6 +141,8 @@ class _Helper:
 
 
 class _State:
+    """How this process waits: one object for all transfers."""
+
     def __init__(self) -> None:
         """Begin without slices: waits are ordinary until somebody may free this rank."""
         self.sliced = False

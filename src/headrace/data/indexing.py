@@ -31,6 +31,8 @@ GROUP_DOCUMENTS, GROUP_CHARACTERS = 256, 1 << 20
 THREADS, WAITING = 2, 4
 
 Encoded = tuple[list[tuple[str, NDArray[np.int32], NDArray[np.bool_] | None]], int]
+"""(label, ids [n], which tokens have a loss [n] or None) of each document of a group, and the bytes
+of its file that were read by its end."""
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:

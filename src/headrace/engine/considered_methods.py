@@ -21,6 +21,7 @@ from headrace.spec.strategy import Strategy
 __all__ = ["considered", "methods_by_size"]
 
 _Names = Mapping[Branch, set[str]]
+"""The names of the methods that are considered for each branch."""
 
 
 def considered(

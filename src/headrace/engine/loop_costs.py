@@ -132,6 +132,9 @@ class ModelProbes:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _WholeProbe:
+    """A probe of the model on one rank's part of a pack, without its layers where these are known
+    and the probe is not ``complete``; the backward is that of a scalar of its results."""
+
     probes: ModelProbes
     shard: BatchPart
     complete: bool = False

@@ -34,6 +34,8 @@ from headrace.ops.loss import IGNORED
 __all__ = ["LossCheck", "Trial", "require_loss", "set_aside"]
 
 Trial = Literal["doubled", "even", "odd"]
+"""A second loss of the same micro-batch: as of a step with twice the targets, or with every
+other target (or sequence) left out."""
 
 _TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Relative differences that sums in another order may have; 3 % in half types."""

@@ -313,6 +313,8 @@ class Tracker(Protocol):
 
 
 class _TensorBoard:
+    """Sends the numbers among a step's metrics to TensorBoard files in the folder of the run."""
+
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 

@@ -33,6 +33,7 @@ _PLAN, _REFUSED, _STOP = b"p", b"r", b"s"
 """First byte of a message of the first rank: a plan, a refusal, or the end of the run."""
 
 _Ahead = PlanAhead[PlanRequest, Planned, BestStatic | None]
+"""Processes that plan coming batches, and after each plan its best static one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

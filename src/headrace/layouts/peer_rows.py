@@ -24,7 +24,10 @@ from numpy.typing import NDArray
 __all__ = ["ReadRows", "ServedRows", "Tensors"]
 
 Bounds = NDArray[np.int64]
+"""[peers, weights, 2]: first row and end."""
+
 Tensors = Mapping[str, torch.Tensor]
+"""This rank's rows of each weight, by its name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from headrace.spec.lengths import Lengths
 __all__ = ["Masked", "NextToken", "Objective", "objective_of"]
 
 Mask = NDArray[np.bool_] | None
+"""Which tokens of a document have a loss, [n]; None where all have."""
 
 LossMasks = Sequence[Mask]
 """The mask of each sequence of a batch, None where all tokens are learned; empty for no masks."""

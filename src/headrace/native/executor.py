@@ -53,6 +53,7 @@ __all__ = [
 ]
 
 Ranks = tuple[int, ...]
+"""Ranks of the world, ascending."""
 
 
 class PlanGroups:

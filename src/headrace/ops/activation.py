@@ -64,6 +64,8 @@ def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 class _Activated(torch.autograd.Function):
+    """Autograd of :func:`activated`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         ctx.save_for_backward(x)

@@ -75,6 +75,8 @@ def attend(
 
 
 class _Attend(torch.autograd.Function):
+    """Autograd of :func:`attend`."""
+
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Any

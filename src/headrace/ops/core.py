@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 Saved = tuple[torch.Tensor, ...]
+"""Tensors that a core keeps for its backward besides qkv and the heads."""
 
 
 class Core(Protocol):
@@ -165,6 +166,8 @@ def attended(core: Core, qkv: torch.Tensor | Turned) -> torch.Tensor:
 
 
 class _Attended(torch.autograd.Function):
+    """Autograd of :func:`attended`."""
+
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, core: Core) -> torch.Tensor:
         """The heads of attention over qkv; the core says what else it keeps."""
@@ -180,6 +183,8 @@ class _Attended(torch.autograd.Function):
 
 
 class _AttendedTurned(torch.autograd.Function):
+    """Autograd of :func:`attended`."""
+
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, core: Core, turned: Turned) -> torch.Tensor:
         """The heads of attention over ``turned.qkv``, which autograd does not see: it follows the
@@ -210,6 +215,8 @@ def attended_again(
 
 
 class _AttendedAgain(torch.autograd.Function):
+    """Autograd of :func:`attended_again`."""
+
     @staticmethod
     def forward(
         ctx: Any, core: Core, project: Any, x: torch.Tensor

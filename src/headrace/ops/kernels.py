@@ -19,7 +19,10 @@ import torch
 __all__ = ["Backend", "CpuFlash", "Pair", "Plain", "Triple", "dense", "fold", "spread", "wide"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+"""Attention out [Q, N, D] and its log-sum-exp [N, Q]."""
+
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Gradients of q [Q, N, D], k and v [K, G, D]."""
 
 
 class Backend(Protocol):

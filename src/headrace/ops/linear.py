@@ -116,6 +116,8 @@ def linear_inputs(
 
 
 class _Linear(torch.autograd.Function):
+    """Autograd of :func:`linear` and :func:`linear_inputs`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -146,6 +148,8 @@ class _Linear(torch.autograd.Function):
 
 
 class _NormedLinear(torch.autograd.Function):
+    """Autograd of :func:`normed_linear`."""
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, norm: Norm, weight: WeightSource, bias: WeightSource | None
@@ -193,6 +197,8 @@ def embed(ids: torch.Tensor, weight: WeightSource, anchor: torch.Tensor) -> torc
 
 
 class _Embed(torch.autograd.Function):
+    """Autograd of :func:`embed`."""
+
     @staticmethod
     def forward(
         ctx: Any, anchor: torch.Tensor, ids: torch.Tensor, weight: WeightSource

@@ -127,6 +127,8 @@ def normalised(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 
 class _Normalised(torch.autograd.Function):
+    """Autograd of :func:`normalised`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         y, stats = norm.forward(x)

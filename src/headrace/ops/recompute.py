@@ -21,6 +21,8 @@ def region(fn: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tens
 
 
 class _Region(torch.autograd.Function):
+    """Autograd of :func:`region`."""
+
     @staticmethod
     def forward(ctx: Any, fn: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
         """Run ``fn`` without a graph and keep its inputs alone."""

@@ -13,6 +13,7 @@ import torch
 from headrace.ops.fused import fused, widened
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+"""(cos, sin), each [tokens, D / 2], or (an order of rows, its inverse), each [tokens]."""
 
 __all__ = [
     "Rotation",
@@ -49,6 +50,8 @@ def rotate_and_sort(qkv: torch.Tensor, tables: Pair | None) -> torch.Tensor:
 
 
 class _RotateAndSort(torch.autograd.Function):
+    """Autograd of :func:`rotate_and_sort`."""
+
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         ctx.groups, ctx.rotation = qkv.shape[1], rotation
@@ -84,6 +87,8 @@ def turned(qkv: torch.Tensor, rotation: Rotation) -> Turned:
 
 
 class _Turn(torch.autograd.Function):
+    """Autograd of :func:`turned`."""
+
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, rotation: Rotation, made: Turned) -> torch.Tensor:
         """Put the turned qkv into ``made`` and return an empty token that autograd follows."""

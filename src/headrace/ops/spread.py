@@ -191,6 +191,8 @@ def gather_linear(
 
 
 class _GatherLinear(torch.autograd.Function):
+    """Autograd of :func:`gather_linear`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -264,6 +266,8 @@ def linear_scatter(
 
 
 class _LinearScatter(torch.autograd.Function):
+    """Autograd of :func:`linear_scatter`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -362,6 +366,8 @@ def spread_feed_forward(
 
 
 class _SpreadFeedForward(torch.autograd.Function):
+    """Autograd of :func:`spread_feed_forward`."""
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, parts: FeedForward, spread: Spread

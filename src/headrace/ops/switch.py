@@ -335,6 +335,7 @@ def _counts(shapes: Sequence[_Shape]) -> list[int]:
 
 
 _Sizes = tuple[int, ...]
+"""Places of the sharded dim on each rank, in rank order."""
 
 
 def switch(
@@ -429,6 +430,8 @@ class _Messages:
 
 
 class _Issued(torch.autograd.Function):
+    """Autograd of :func:`issue_switch`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, messages: _Messages) -> torch.Tensor:
         """Issue the messages of x, and return an empty tensor that autograd follows until they are
@@ -443,6 +446,9 @@ class _Issued(torch.autograd.Function):
 
 
 class _Waited(torch.autograd.Function):
+    """The second half of a switch: waits for its messages; the backward issues those of the
+    gradient."""
+
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, messages: _Messages) -> torch.Tensor:
         ctx.messages = messages
@@ -489,6 +495,8 @@ def gather(
 
 
 class _Gather(torch.autograd.Function):
+    """Autograd of :func:`gather`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, sizes: _Sizes, group: Any) -> torch.Tensor:
         ctx.rest = (dim, sizes, group)
@@ -595,6 +603,8 @@ def reordered(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch
 
 
 class _Reordered(torch.autograd.Function):
+    """Autograd of :func:`reordered`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
         ctx.orders = (back, order)
@@ -606,6 +616,8 @@ class _Reordered(torch.autograd.Function):
 
 
 class _Switch(torch.autograd.Function):
+    """Autograd of :func:`switch_heads`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: Any, columns: Any, group: Any) -> torch.Tensor:
         ctx.rest = (sizes, columns, group)
@@ -617,6 +629,8 @@ class _Switch(torch.autograd.Function):
 
 
 class _SwitchBack(torch.autograd.Function):
+    """Autograd of :func:`switch_heads_back`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: Any, columns: Any, group: Any) -> torch.Tensor:
         ctx.rest = (sizes, columns, group)

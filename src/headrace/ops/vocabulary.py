@@ -46,6 +46,8 @@ def spread_embed(
 
 
 class _SpreadEmbed(torch.autograd.Function):
+    """Autograd of :func:`spread_embed`."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -30,6 +30,7 @@ from headrace.spec.profile import NotFitting, ProfilePoint
 __all__ = ["Sweep", "SweepOptions", "Sweeper", "block", "blocks", "slowest"]
 
 Ranks = tuple[int, ...]
+"""Ranks of the world that make up a group."""
 
 _RISKY = 0.5
 """The fraction of the memory above which a pack is tried by each rank alone first."""

@@ -15,6 +15,7 @@ from headrace.spec import LayerOption, LayerPlan
 __all__ = ["LayerUse", "Span", "layer_use", "spans"]
 
 _Methods = tuple[str, str]
+"""(attention, feed-forward) of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -275,6 +275,8 @@ METP = MethodFacts(
 
 
 _Blocks = Callable[[Architecture, int, int], RankBlocks | None]
+"""(architecture, ranks, tensor degree) to the blocks of a method over two mesh axes; None where it
+has none."""
 
 
 def _in_blocks(name: str, blocks: _Blocks) -> SupportRule:

@@ -301,6 +301,7 @@ class Program:
 
 
 Numbered = Sequence[tuple[int, MicroBatch]]
+"""Micro-batches of one pipeline, each with its index in the plan."""
 
 
 def rows_of(tokens: int, ranks: int, member: int) -> int:

@@ -114,6 +114,7 @@ def _layer_cost(attention: OptionCost, follower: OptionCost, share: float) -> Op
 
 
 Part = Literal["forward", "backward"]
+"""Which seconds of a measured point a curve is fitted to."""
 
 _FALL = 0.1
 """The share by which a longer document must be below a shorter one to be noted."""
