@@ -287,8 +287,8 @@ def probe_axes(
     return tuple(alike)
 
 
-def _results_alike(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
-    return len(found) == len(wanted) and all(map(_alike, found, wanted))
+def _results_alike(results: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    return len(results) == len(wanted) and all(map(_alike, results, wanted))
 
 
 def _whole_result(manager: HookManager, batch: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -886,10 +886,10 @@ class TokenModel:
             )
         self._require_places(given)
 
-    def _require_places(self, given: Mapping[str, Any]) -> None:
+    def _require_places(self, arguments: Mapping[str, Any]) -> None:
         """Raise ModelError for inputs of a part without the places of its tokens: the model would
         begin at the first one."""
-        if self._takes_places and given.get("position_ids") is None:
+        if self._takes_places and arguments.get("position_ids") is None:
             raise ModelError(
                 f"inputs of {type(self.inner).__name__}",
                 got="a part of a batch without its position_ids",
@@ -1130,10 +1130,10 @@ _REFUSED_OPTIONS = {
 }
 
 
-def _refuse_options(given: Mapping[str, Any]) -> None:
+def _refuse_options(arguments: Mapping[str, Any]) -> None:
     """Raise ModelError for what a call of a model of transformers may ask, and a part cannot."""
     for name, why in _REFUSED_OPTIONS.items():
-        value = given.get(name)
+        value = arguments.get(name)
         if value is not None and value is not False:
             got = "True" if value is True else type(value).__name__
             raise ModelError(name, got=got, wanted="none", hint=why)

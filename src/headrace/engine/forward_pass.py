@@ -290,7 +290,7 @@ def _read_values(
     pieces: Sequence[dict[str, Any]],
     body: bytes,
     batch: LoopBatch,
-    found: list[torch.Tensor | None],
+    values_of: list[torch.Tensor | None],
 ) -> None:
     """Put what a rank told into the values of the samples."""
     start = 0
@@ -307,12 +307,12 @@ def _read_values(
         first = 0
         for at, sample in enumerate(piece["samples"]):
             if places is None:
-                found[sample] = values[at].clone()
+                values_of[sample] = values[at].clone()
                 continue
             tokens = batch.tokens[sample]
-            own = found[sample]
+            own = values_of[sample]
             if own is None:
-                own = found[sample] = values.new_zeros(tokens, *shape[1:])
+                own = values_of[sample] = values.new_zeros(tokens, *shape[1:])
             mine = (places >= first) & (places < first + tokens)
             own[places[mine] - first] = values[mine]
             first += tokens

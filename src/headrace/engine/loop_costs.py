@@ -368,10 +368,10 @@ def _ends_probe(
     return probes.whole(groups, ranks, lengths, exchange)
 
 
-def _longest_s(found: dict[str, list[ProfilePoint]], exchange: str) -> float:
+def _longest_s(points_of: dict[str, list[ProfilePoint]], exchange: str) -> float:
     """Seconds of the longest pack that all exchanges could run."""
-    shared = min(len(points) for points in found.values())
-    point = found[exchange][shared - 1]
+    shared = min(len(points) for points in points_of.values())
+    point = points_of[exchange][shared - 1]
     return point.forward_s + point.backward_s
 
 

@@ -172,11 +172,11 @@ def _baseline_maker(problem: Problem, batches: Sequence[Lengths], planner: str, 
 
 
 def _plan_of_schedule(
-    problem: Problem, made: Assignment, bound: Bound, planner: str, seed: int
+    problem: Problem, assignment: Assignment, bound: Bound, planner: str, seed: int
 ) -> Plan:
     """The plan of a schedule of others, with the first two of its reasons."""
-    tried = [Candidate(schedule=made, seconds=made.seconds)]
-    plan = plan_of(made, bound)
+    tried = [Candidate(schedule=assignment, seconds=assignment.seconds)]
+    plan = plan_of(assignment, bound)
     why = reasons(problem, bound, tried, plan)[:2]
     return plan.replace(planner=planner, seed=seed, why=why)
 
@@ -216,14 +216,14 @@ def plans_to_json(
     }
 
 
-def _pipelines(problem: Problem, found: Sequence[PlannedIteration]) -> dict[str, Any]:
+def _pipelines(problem: Problem, planned: Sequence[PlannedIteration]) -> dict[str, Any]:
     """The JSON of all plans; an iteration of several phases becomes one item per phase, with its
     sequences and the seconds of the change before it."""
     names = {one.scheme: str(one) for one in problem.published_schemes}
-    if not any(one.phases for one in found):
-        return {"iterations": [_iteration(one, names) for one in found]}
+    if not any(one.phases for one in planned):
+        return {"iterations": [_iteration(one, names) for one in planned]}
     items, lengths, phases = list[Any](), list[list[int]](), list[dict[str, Any]]()
-    for number, one in enumerate(found):
+    for number, one in enumerate(planned):
         everything = tuple(range(len(one.plan.lengths)))
         made = one.phases or ((one, everything),)
         for at, (phase, held) in enumerate(made):
@@ -235,12 +235,12 @@ def _pipelines(problem: Problem, found: Sequence[PlannedIteration]) -> dict[str,
     return {"iterations": items, "lengths": {"iterations": lengths}, "phases": phases}
 
 
-def _iteration(one: PlannedIteration, names: Mapping[Scheme, str]) -> dict[str, Any]:
+def _iteration(planned: PlannedIteration, names: Mapping[Scheme, str]) -> dict[str, Any]:
     """The JSON of one plan: its strategy, each pipeline's micro-batches as sequence indices, and
     its seconds."""
-    made = one.plan
+    made = planned.plan
     return {
-        "strategy": one.strategy,
+        "strategy": planned.strategy,
         "pipelines": [
             {
                 "scheme": names[pipeline.scheme],
@@ -254,14 +254,14 @@ def _iteration(one: PlannedIteration, names: Mapping[Scheme, str]) -> dict[str, 
         ],
         "predicted_s": made.predicted_s,
         "lower_bound_s": made.lower_bound_s,
-        "planning_s": one.planning_s,
+        "planning_s": planned.planning_s,
         "why": list(made.why),
     }
 
 
-def _require_side_by_side(found: Sequence[PlannedIteration], planner: str) -> None:
+def _require_side_by_side(planned: Sequence[PlannedIteration], planner: str) -> None:
     """Raise SpecError where pipelines of a plan share ranks."""
-    for number, one in enumerate(found):
+    for number, one in enumerate(planned):
         for made in [phase.plan for phase, _ in one.phases] or [one.plan]:
             ranks = [rank for pipeline in made.pipelines for rank in pipeline.ranks]
             if len(ranks) > len(set(ranks)):

@@ -79,7 +79,7 @@ def _write_pictures(folder: Path, drawn: list[tuple[Any, dict[str, Any]]], vl: M
 
 
 def _page(
-    of: RunSummary,
+    summary: RunSummary,
     drawn: list[tuple[Any, dict[str, Any]]],
     converter: ModuleType,
     trust_heading: str,
@@ -94,15 +94,15 @@ def _page(
         lstrip_blocks=True,
     )
     environment.filters["tight"] = _tight
-    run = of.run
+    run = summary.run
     config = [("profile", run.facts.costs.fingerprint), *config_rows(run.facts.config)]
     return environment.get_template("page.html.j2").render(
         facts=run.facts,
         started=started_text(run),
         steps=len(run.steps),
-        cards=cards(of),
+        cards=cards(summary),
         warnings=warnings(run),
-        sections=_sections(of, drawn),
+        sections=_sections(summary, drawn),
         groups=fact_groups(run),
         config=config,
         trust=trust_rows(run),
@@ -121,7 +121,7 @@ def _tight(text: str) -> str:
 
 
 def _sections(
-    of: RunSummary, drawn: list[tuple[Any, dict[str, Any]]]
+    summary: RunSummary, drawn: list[tuple[Any, dict[str, Any]]]
 ) -> list[tuple[str, list[dict[str, Any]]]]:
     """Figures by section, in order, each as what the template needs of it."""
     sections: dict[str, list[dict[str, Any]]] = {}
@@ -133,7 +133,7 @@ def _sections(
                 "title": figure.title,
                 "wide": figure.wide,
                 "spec": text,
-                "caption": figure.caption(of),
+                "caption": figure.caption(summary),
                 "renderer": "svg" if len(text) < _SVG_BYTES else "canvas",
             }
         )

@@ -142,10 +142,10 @@ def _mean(x: Floats, y: Floats, floor: Floats) -> Polynomial:
     )
 
 
-def _criterion(found: Polynomial, x: Floats, y: Floats, floor: Floats) -> float:
+def _criterion(fitted: Polynomial, x: Floats, y: Floats, floor: Floats) -> float:
     """AICc; without its correction where that is not finite, as then degree 1 stands alone."""
-    m, k = len(x), found.degree + 2
-    error = float((((found(x) - y) / floor) ** 2).mean())
+    m, k = len(x), fitted.degree + 2
+    error = float((((fitted(x) - y) / floor) ** 2).mean())
     correction = 2 * k * (k + 1) / (m - k - 1) if m > k + 1 else 0.0
     return m * math.log(max(error, _LEAST_ERROR**2)) + 2 * k + correction
 

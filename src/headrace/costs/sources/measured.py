@@ -338,12 +338,13 @@ def reconciled(points: Sequence[ProfilePoint]) -> list[ProfilePoint]:
 
 
 def _consistent_point(
-    point: ProfilePoint, found: Mapping[tuple[int, str, tuple[int, ...]], dict[str, ProfilePoint]]
+    point: ProfilePoint,
+    levels_of: Mapping[tuple[int, str, tuple[int, ...]], dict[str, ProfilePoint]],
 ) -> ProfilePoint:
     """A point with its levels made consistent: all have the same forward, and ``full`` adds just
     that forward to the least backward."""
     method, _, level = point.option.partition("+")
-    levels = found[point.p, method, point.lengths]
+    levels = levels_of[point.p, method, point.lengths]
     forward = min(other.forward_s for other in levels.values())
     alone = [
         other.backward_s - (forward if name == "full" else 0.0)
