@@ -59,7 +59,7 @@ def test_what_two_ranks_measure_goes_to_a_folder_of_their_own(monkeypatch, tmp_p
     """Catches a file whose name another user of the machine can foresee, and one left behind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     written: list[Path] = []
-    monkeypatch.setattr(MODULE, "_exchanged", lambda path: written.append(path) or {})
+    monkeypatch.setattr(MODULE, "_time_exchanges", lambda path: written.append(path) or {})
     MODULE._measure_gloo()
     assert written[0].parent.parent == tmp_path
     assert str(os.getpid()) not in written[0].name

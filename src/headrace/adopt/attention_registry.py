@@ -201,6 +201,8 @@ class _Configurations:
 def _refuse(
     module: _Layer, mask: torch.Tensor | None, dropout: float, rest: dict[str, Any]
 ) -> None:
+    """Raise ModelError for a mask tensor, dropout, or an argument that would change the scores, as
+    none of them is spread over ranks."""
     what = f"attention of {type(module).__name__}"
     if mask is not None:
         raise ModelError(
@@ -228,7 +230,7 @@ def _refuse(
         )
 
 
-def _window(module: _Layer, given: int | None, *, causal: bool) -> int:
+def _window(module: _Layer, limit: int | None, *, causal: bool) -> int:
     """Tokens that a query sees with itself on one side, 0 for all, below 0 those of its chunk.
     Masks of transformers follow the configuration; kernels are given a token more where they look
     both ways."""
@@ -236,7 +238,7 @@ def _window(module: _Layer, given: int | None, *, causal: bool) -> int:
     types, width = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     if types and layer is not None and types[layer] == "chunked_attention":
         chunk = getattr(config, "attention_chunk_size", None)
-        if not isinstance(chunk, int) or not causal or given is not None:
+        if not isinstance(chunk, int) or not causal or limit is not None:
             raise ModelError(
                 f"attention of {type(module).__name__}",
                 got=f"chunks of {chunk}",
@@ -250,10 +252,10 @@ def _window(module: _Layer, given: int | None, *, causal: bool) -> int:
     )
     if not slides:
         return 0
-    if width is None or given not in ((width,) if causal else (width, width + 1)):
+    if width is None or limit not in ((width,) if causal else (width, width + 1)):
         raise ModelError(
             f"attention of {type(module).__name__}",
-            got=f"a window of {given}",
+            got=f"a window of {limit}",
             wanted=f"sliding_window = {width} of the configuration",
             hint="its width cannot be known for sure",
         )

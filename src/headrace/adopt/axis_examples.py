@@ -19,6 +19,7 @@ from headrace.models.transformer_2d import SHAPES_2D, Transformer2D
 __all__ = ["EXAMPLES", "AxisExample", "latte", "ltx", "timesformer", "transformer_2d", "wan"]
 
 Results = Callable[[Any], Sequence[tuple[torch.Tensor, str]]]
+"""Gives (tensor, its dims as text) of each tensor in a model's result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -77,7 +77,7 @@ class StageRoute:
         default_factory=dict
     )
 
-    def entered(self, args: Any, named: Any) -> tuple[Any, Any]:
+    def arguments(self, args: Any, named: Any) -> tuple[Any, Any]:
         """The arguments of the stage after the switch and the cuts: (positional, keyword)."""
         given = {**dict(enumerate(args)), **named}
         key = next(iter(given))
@@ -95,7 +95,7 @@ class StageRoute:
                 given[name] = places
         return tuple([given[at] for at in range(len(args))]), {k: given[k] for k in named}
 
-    def left(self, out: Any) -> Any:
+    def result(self, out: Any) -> Any:
         """The result of the stage after the switch back, where there is one."""
         if self.leave is None:
             return out
@@ -226,6 +226,8 @@ class HookManager:
     ``axis`` sharded. ``mode`` says what the hooks do."""
 
     def __init__(self, model: torch.nn.Module, stages: Sequence[AxisStage], axis: str) -> None:
+        """Hook the forward of the model and of the modules of each stage; raises ModelError for a
+        model that has such hooks already."""
         if model in _adapted:
             raise ModelError(
                 f"{type(model).__name__} to adapt",
@@ -282,7 +284,7 @@ class HookManager:
         return HookMode.RECOMPUTED if self._recomputing_now else HookMode.SWITCHING
 
     @property
-    def _known_of(self) -> _Learnt:
+    def _record_here(self) -> _Learnt:
         """The record of the ranks that share the current batch. Records of other groups do not
         count: not all of these ranks have them, so their plans would differ."""
         return self._learnt.get(self.at_work.members, _Learnt())
@@ -330,6 +332,8 @@ class HookManager:
         if before is not None:
 
             def enter(at: Any, args: Any, named: Any) -> Any:
+                """Call ``before`` while the model is spread, on the shards that the module's first
+                forward had."""
                 if not self.spread:
                     return None
                 if not torch.compiler.is_compiling():
@@ -381,7 +385,7 @@ class HookManager:
     def _routes(self) -> dict[int, StageRoute]:
         """The switches of the next forward by stage number; empty while the calling order of stages
         is not known. Raises ModelError for stages that cannot be traced."""
-        shards, modules = self.at_work, self._known_of.modules
+        shards, modules = self.at_work, self._record_here.modules
         if not modules:
             return {}
         if shards.group is None:
@@ -406,7 +410,7 @@ class HookManager:
             self._group_slot = GroupSlot(shards.group)
         axis, wanted = shards.axis, list[tuple[AxisStage, str]]()
         for at, stage in enumerate(found):
-            during = self._chosen(stage, at, shards).axis if axis in stage.mixed else axis
+            during = self._choose_axis(stage, at, shards).axis if axis in stage.mixed else axis
             wanted.append((stage, during))
             axis = axis if stage.returns else during
         numbers = {module: number for number, module in enumerate(self.stages)}
@@ -415,14 +419,18 @@ class HookManager:
         return dict(zip((numbers[module] for module in modules), routes, strict=True))
 
     def _begin(self, module: Any, args: Any, named: Any) -> None:
+        """The hook before the model: starts a spread forward, or refuses parts of a batch that the
+        plain model is given."""
         if self.mode is HookMode.PLAIN:
             self._refuse_sharded(args, named)
         elif self.mode is not HookMode.TRACED:
-            self._begun(args, named)
+            self._begin_forward(args, named)
 
     # Compilers break their graphs here: only at run time is it known which axis is sharded.
     @torch.compiler.disable
-    def _begun(self, args: Any, named: Any) -> None:
+    def _begin_forward(self, args: Any, named: Any) -> None:
+        """Take the shards that the arguments of the model belong to and start its forward; raises
+        ModelError for inputs that were not sharded."""
         values = (*args, *named.values())
         shards = self.shards_of(values)
         if shards is None and self.inputs and not torch.is_grad_enabled():
@@ -462,26 +470,32 @@ class HookManager:
 
     def _end(self, module: Any, _: Any, out: Any) -> None:
         if self.mode not in (HookMode.PLAIN, HookMode.TRACED):
-            self._ended(failed=out is None)
+            self._note_stage_order(failed=out is None)
 
     @torch.compiler.disable
-    def _ended(self, *, failed: bool) -> None:
+    def _note_stage_order(self, *, failed: bool) -> None:
+        """Keep in which order the stages were called and what they mixed, unless the forward
+        raised."""
         self._outside.close()
         if self.shards is not None and not failed:
             self._learnt[self.shards.members] = replace(
-                self._known_of, order=tuple(self.shards.passed), modules=tuple(self._called)
+                self._record_here, order=tuple(self.shards.passed), modules=tuple(self._called)
             )
 
     def _enter(self, number: int, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
+        """The hook before a stage: arguments (positional, keyword) on the axis that the stage needs
+        in shards, or None to leave them."""
         mode = self.mode
         if mode is HookMode.TRACED:
-            return self.routes[number].entered(args, named)
+            return self.routes[number].arguments(args, named)
         if mode is HookMode.SWITCHING:
-            return self._entered_now(stage, module, args, named)
+            return self._enter_stage(stage, module, args, named)
         return None
 
     @torch.compiler.disable
-    def _entered_now(self, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
+    def _enter_stage(self, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
+        """Switch the first tensor of a stage's arguments to an axis that it does not mix, cut side
+        arguments to this rank and set counts of places to this rank's."""
         given = {**dict(enumerate(args)), **named}
         key = next(iter(given), None)
         first = given.get(key)
@@ -548,13 +562,17 @@ class HookManager:
         self._resumed.clear()
 
     def _leave(self, number: int, stage: AxisStage, module: Any, _: Any, out: Any) -> Any:
+        """The hook after a stage: its result ``out`` on the axis that was in shards before, where
+        the stage is declared to return to it; None to leave it."""
         mode = self.mode
         if mode is HookMode.TRACED:
-            return self.routes[number].left(out)
-        return self._left_now(stage, out) if mode is HookMode.SWITCHING else None
+            return self.routes[number].result(out)
+        return self._leave_stage(stage, out) if mode is HookMode.SWITCHING else None
 
     @torch.compiler.disable
-    def _left_now(self, stage: AxisStage, out: Any) -> Any:
+    def _leave_stage(self, stage: AxisStage, out: Any) -> Any:
+        """Switch the first tensor of a stage's result back to the axis that was in shards before,
+        for a stage with ``returns``."""
         shards, before = self.at_work, self._entered.pop()
         if not stage.returns or shards.axis == before or shards.group is None:
             return out
@@ -582,7 +600,7 @@ class HookManager:
                 got="no call of scaled_dot_product_attention",
                 wanted="attention that can be spread over ranks",
             )
-        self._learnt[shards.members] = replace(self._known_of, heads=joint.heads)
+        self._learnt[shards.members] = replace(self._record_here, heads=joint.heads)
         return out
 
     def _next(self, stage: AxisStage, at: int) -> AxisChoice:
@@ -592,18 +610,20 @@ class HookManager:
         shards = self.at_work
         known = shards.chosen.get(at)
         if known is None or (known.axis in stage.mixed and known.method == "none"):
-            shards.chosen[at] = self._chosen(stage, at, shards)
+            shards.chosen[at] = self._choose_axis(stage, at, shards)
         return shards.chosen[at]
 
-    def _chosen(self, stage: AxisStage, at: int, shards: AxisShards) -> AxisChoice:
+    def _choose_axis(self, stage: AxisStage, at: int, shards: AxisShards) -> AxisChoice:
+        """The axis in shards from stage number ``at`` on: by the plan of all stages where their
+        order is known from an earlier forward, else the longest that the stage leaves free."""
         everything = self.axes <= set(stage.mixed)
         sized = self.axes <= shards.totals.keys()
-        known = self._known_of
+        known = self._record_here
         planned = known.heads or not everything
         if sized and planned and not stage.returns and known.order[at : at + 1] == (stage.mixed,):
             key = known.order, known.heads, tuple(shards.totals.items()), shards.ranks
             if key not in self._plans:
-                self._plans[key] = self._planned()
+                self._plans[key] = self._plan_choices()
             return self._plans[key][at]
         if everything:
             return AxisChoice(axis=shards.axis)  # until its heads are known
@@ -616,18 +636,20 @@ class HookManager:
             )
         return AxisChoice(axis=shards.best(free))
 
-    def _planned(self) -> tuple[AxisChoice, ...]:
+    def _plan_choices(self) -> tuple[AxisChoice, ...]:
+        """One choice for each stage in calling order, with the fewest bytes sent by switches over a
+        whole forward."""
         shards = self.at_work
         sizes = {name: n for name, n in shards.totals.items() if name in self.axes}
         plan = plan_axes(
-            [MixingStage(mixes=mixed) for mixed in self._known_of.order],
+            [MixingStage(mixes=mixed) for mixed in self._record_here.order],
             sizes,
             shards.ranks,
             tensor_bytes=1.0,
             transfer_s=lambda sent: sent / _LINK_BYTES_S,
             entry=self.axis,
             exit_=self.axis,
-            heads=self._known_of.heads,
+            heads=self._record_here.heads,
         )
         return plan.choices
 
@@ -639,14 +661,14 @@ class HookManager:
         found = [module for module in self.model.modules() if name in module.__dict__]
         kept = [getattr(module, name) for module in found]
         for module, function in zip(found, kept, strict=True):
-            setattr(module, name, partial(self._recomputed, shards, function))
+            setattr(module, name, partial(self._run_checkpoint, shards, function))
         try:
             yield
         finally:
             for module, function in zip(found, kept, strict=True):
                 setattr(module, name, function)
 
-    def _recomputed(
+    def _run_checkpoint(
         self,
         shards: AxisShards,
         recompute: Callable[..., Any],
@@ -654,13 +676,17 @@ class HookManager:
         *args: Any,
         **named: Any,
     ) -> Any:
+        """Take the place of a model's checkpoint function: switch before and after the part that is
+        computed again, so that its recompute communicates nothing."""
         stage = self.stages.get(function) if isinstance(function, torch.nn.Module) else None
         if stage is None:
-            return recompute(partial(self._again, shards, shards.axis, function), *args, **named)
-        args, _ = self._entered_now(stage, function, args, {})
+            return recompute(
+                partial(self._on_shards_of, shards, shards.axis, function), *args, **named
+            )
+        args, _ = self._enter_stage(stage, function, args, {})
         there = shards, shards.axis, shards.position
         out = recompute(partial(self._silent, there, function), *args, **named)
-        return self._left_now(stage, out)
+        return self._leave_stage(stage, out)
 
     def _silent(
         self, there: tuple[AxisShards, str, int], function: Callable[..., Any], *args: Any
@@ -670,11 +696,11 @@ class HookManager:
         before, self._recomputing_now, last = self._recomputing_now, True, shards.position
         shards.position = position
         try:
-            return self._again(shards, axis, function, *args)
+            return self._on_shards_of(shards, axis, function, *args)
         finally:
             self._recomputing_now, shards.position = before, last
 
-    def _again(
+    def _on_shards_of(
         self, shards: AxisShards, axis: str, function: Callable[..., Any], *args: Any
     ) -> Any:
         """Run ``function`` on the shards of its first forward; the model may have other current

@@ -100,6 +100,8 @@ class AxisModel:
         compare: bool = True,
         other_dims: Mapping[str, str] | None = None,
     ) -> None:
+        """Hook ``model``: ``inputs`` and ``other_dims`` name the dims of tensors, ``axis`` is in
+        shards first, and ``check`` has the model tried on shards of its first batch."""
         self.model = model
         self._compare = compare
         self._other_dims = {name: Dims.parse(x) for name, x in (other_dims or {}).items()}
@@ -278,14 +280,14 @@ class AxisModel:
                     counts = gather_floats([float(places)], groups.world)
                     places = round(sum(counts[block[0]][0] for block in blocks))
             self._look_once(batch, may_wait=True)
-        shards, found = self._placed(batch, members, None)
+        shards, found = self._place_batch(batch, members, None)
         labels = self._local_labels(found, shards)
         if self._label_name not in self._takes:
             found.pop(self._label_name, None)
         if self._first_step and replicas == 1 and self._untried is None:
             self._first_step = False
             self._compare_whole(found, {k: v for k, v in batch.items() if k in found})
-            shards, found = self._placed({k: batch[k] for k in found}, members, None)
+            shards, found = self._place_batch({k: batch[k] for k in found}, members, None)
         return BatchPart(
             inputs=found,
             labels=labels,
@@ -299,6 +301,7 @@ class AxisModel:
         """Compare a batch of all ranks with the plain model, by the squares of its results."""
 
         def spread() -> torch.Tensor:
+            """The sum of squares of the results of all ranks, [], after its backward."""
             values = list(result_tensors(self(**local)))
             known = self._alike if len(self._alike) == len(values) else [False] * len(values)
             parts = zip(values, known, strict=True)
@@ -329,7 +332,7 @@ class AxisModel:
         are in ``rest``."""
         known = {name: value for name, value in values.items() if name in self.inputs}
         others = {name: value for name, value in values.items() if name not in known}
-        shards, placed = self._placed(known, ranks, groups)
+        shards, placed = self._place_batch(known, ranks, groups)
         first, count, of = shards.samples
         own = {
             name: value.narrow(0, first, count)
@@ -364,7 +367,7 @@ class AxisModel:
         """Make the model the user's plain one again."""
         self._manager.spread, self._manager.inputs = False, ()
 
-    def _placed(
+    def _place_batch(
         self, batch: Mapping[str, Any], ranks: Members, groups: Groups | None
     ) -> tuple[AxisShards, dict[str, Any]]:
         """The shards of a batch on this rank, and the local inputs."""
@@ -637,6 +640,7 @@ class AxisModel:
         refused in a backward that counts it for each rank."""
 
         def meet(_: torch.Tensor) -> None:
+            """Refuse a backward that would count the tensor's gradient once for every rank."""
             if self._refuses or (own and self._refuses_own):
                 raise ModelError(
                     "loss that the model makes of its samples" if own else "loss of what is alike",
@@ -659,9 +663,9 @@ class AxisModel:
         if group is None or loss.dim():
             return False
         value = loss.detach().double()
-        ends = torch.stack([value, -value])
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
-        largest, smallest = float(ends[0]), -float(ends[1])
+        extremes = torch.stack([value, -value])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        largest, smallest = float(extremes[0]), -float(extremes[1])
         rounding = 16 * torch.finfo(loss.dtype).eps * max(abs(largest), abs(smallest))
         return largest - smallest <= rounding and largest != 0
 
@@ -782,7 +786,7 @@ class AxisModel:
             for name, value in item.items()
             if is_numbers(value) or isinstance(value, int | float)
         }
-        return {name: self._one(name, value, what) for name, value in found.items()}
+        return {name: self._with_batch_dim(name, value, what) for name, value in found.items()}
 
     def forget_fields(self) -> None:
         """Do nothing: samples may have any fields."""
@@ -927,7 +931,9 @@ class AxisModel:
         places = self._manager.fewest(totals)
         return split_batch(self._samples(totals), totals[self.axis], ranks, fewest=places)
 
-    def _one(self, name: str, value: torch.Tensor, what: str) -> torch.Tensor:
+    def _with_batch_dim(self, name: str, value: torch.Tensor, what: str) -> torch.Tensor:
+        """A field of one sample with the dim of samples, of size 1; raises DataError where its dims
+        are not the declared ones."""
         dims = self._dims(name)
         if dims is None:
             return value[None]
@@ -939,6 +945,7 @@ class AxisModel:
         return value if at is None else value.unsqueeze(at)
 
     def _dims(self, name: str) -> Dims | None:
+        """The dims of a field; labels without dims of their own have those of the main input."""
         if name == self._label_name and self._main is not None and name not in self.inputs:
             name = self._main
         return self.inputs.get(name)
@@ -949,6 +956,7 @@ class AxisModel:
         return dims.names.index(names) if names in dims.names else None
 
     def _sample_count(self, values: Mapping[str, torch.Tensor]) -> int:
+        """The samples of a batch; 1 where no dim counts them."""
         if self._main is None or self._main not in values:
             return 1
         at = self._at(self.inputs[self._main])
@@ -965,6 +973,8 @@ class AxisModel:
         return tuple(found)
 
     def _pack(self, samples: Sequence[Item]) -> Pack:
+        """The samples as one batch, joined along the dim of samples; each place of each sample
+        counts as a token and as a target."""
         values = dict[str, torch.Tensor]()
         for name, value in samples[0].items():
             dims = self._dims(name)
@@ -992,6 +1002,8 @@ class AxisModel:
         return {name: self._cut(name, value, wanted) for name, value in sample.items()}
 
     def _cut(self, name: str, value: torch.Tensor, wanted: Mapping[str, int]) -> torch.Tensor:
+        """A field cut, or repeated and cut, to the number of places that ``wanted`` has for each of
+        its axes."""
         dims = self._dims(name)
         for at, names in enumerate(dims.names if dims is not None else ()):
             count = wanted.get(names[0]) if len(names) == 1 else None
@@ -1007,6 +1019,8 @@ def _all_tensors(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _elsewhere(model: torch.nn.Module) -> ModelError:
+    """The error for ranks on which the comparison was right, where another rank found a
+    difference."""
     return ModelError(
         f"{type(model).__name__} on shards of its axes",
         got="another result than on the whole, on another rank",

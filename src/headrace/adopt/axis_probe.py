@@ -129,19 +129,23 @@ class ProbeShards(AxisShards):
         """The tensor that was kept, once the part was found right."""
         if self.axis not in dims:
             return x
-        return dims.closed(self._kept(dims.opened(x, self.here()), dims.dim_of(self.axis)))
+        return dims.closed(
+            self._keep_or_compare(dims.opened(x, self.here()), dims.dim_of(self.axis))
+        )
 
     def switched(self, x: torch.Tensor, dims: Dims, axis: str) -> torch.Tensor:
         """Another part of the tensor that was kept."""
         opened, at = dims.opened(x, self.here()), dims.dim_of(axis)
         self.totals[axis] = opened.shape[at]
         self.require_places(axis)
-        kept = self._kept(opened, dims.dim_of(self.axis))
+        kept = self._keep_or_compare(opened, dims.dim_of(self.axis))
         self.axis = axis
         self.axes_met.append(axis)
         return dims.closed(kept.narrow(at, *self.span(axis)))
 
-    def _kept(self, part: torch.Tensor, at: int) -> torch.Tensor:
+    def _keep_or_compare(self, part: torch.Tensor, at: int) -> torch.Tensor:
+        """Keep the whole tensor of this switch, or compare ``part`` with its places of the kept one
+        along dim ``at`` and return the kept one; raises _Differs."""
         if self.part is None:
             self.script.append(part)
             return part
@@ -259,7 +263,7 @@ def probe_axes(
     model raises."""
     look = _Probe(manager=manager, totals=totals, placed=placed, suspects=suspects)
     names = [manager.axis, *sorted(manager.axes - {manager.axis})]
-    with _untouched(manager.model):
+    with _leaving_untouched(manager.model):
         wanted = _whole_result(manager, batch)
         tried, alike = list[tuple[str, ...]](), [True] * len(wanted)
         for at in range(len(names)):
@@ -283,8 +287,8 @@ def probe_axes(
     return tuple(alike)
 
 
-def _results_alike(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
-    return len(found) == len(wanted) and all(map(_alike, found, wanted))
+def _results_alike(results: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    return len(results) == len(wanted) and all(map(_alike, results, wanted))
 
 
 def _whole_result(manager: HookManager, batch: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -316,18 +320,18 @@ def _try_parts(
         except InfeasiblePlan:
             return same
         except _Differs:
-            raise _named(look, kept, shards) from None
+            raise _first_error(look, kept, shards) from None
         except Exception as error:
-            raise _named(look, kept, shards, error) from error
+            raise _first_error(look, kept, shards, error) from error
         if len(results) != len(wanted):
-            raise _named(look, kept, shards)
+            raise _first_error(look, kept, shards)
         for at, (mine, whole) in enumerate(zip(results, wanted, strict=True)):
             alike[at] = alike[at] and shards.is_part(mine, whole)
             same[at] = same[at] and alike[at] and mine.shape == whole.shape
             if mine.dim() == 0:  # the parts of a loss that is a sum add up
                 sums[at] += mine.double().cpu()
             elif not alike[at]:
-                raise _named(look, kept, shards)
+                raise _first_error(look, kept, shards)
     for total, found, whole in zip(sums, alike, wanted, strict=True):
         if not found and not _alike(total, whole.cpu().double()):
             raise ModelError(
@@ -340,7 +344,7 @@ def _try_parts(
     return same
 
 
-def _named(
+def _first_error(
     look: _Probe, kept: ProbeShards, failed: ProbeShards, error: Exception | None = None
 ) -> ModelError:
     """What is said of a part that differs: the first module at which it does."""
@@ -352,9 +356,12 @@ def _named(
             look.run(first)
         with _watched(model, second) as mine, suppress(Exception):
             look.run(second)
-        place = _first_difference(second, whole, mine)
-        if place is not None:
-            found, axis = place[0] if error is None else f"{place[0]}; {found}", place[1]
+        difference = _first_difference(second, whole, mine)
+        if difference is not None:
+            found, axis = (
+                difference[0] if error is None else f"{difference[0]}; {found}",
+                difference[1],
+            )
     return ModelError(
         f"{type(model).__name__} on shards of axis {axis}",
         got=f"another result than on the whole: {found}" if error is None else found,
@@ -384,6 +391,7 @@ def _first_difference(
 def _all_parts(
     shards: ProbeShards, mine: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]
 ) -> bool:
+    """Whether every tensor of ``mine`` is this rank's part of its whole one in ``kept``."""
     return len(mine) == len(kept) and all(map(shards.is_part, mine, kept))
 
 
@@ -393,6 +401,9 @@ def _watched(model: torch.nn.Module, shards: ProbeShards) -> Iterator[list[_Seen
     seen = list[_Seen]()
 
     def look(name: str) -> Callable[..., None]:
+        """A hook that notes the tensors that module ``name`` is given and returns, and the axis
+        that is in shards."""
+
         def after(_: Any, args: Any, named: Any, out: Any) -> None:
             given = list(result_tensors((args, named)))
             seen.append(
@@ -410,7 +421,7 @@ def _watched(model: torch.nn.Module, shards: ProbeShards) -> Iterator[list[_Seen
 
 
 @contextmanager
-def _untouched(model: torch.nn.Module) -> Iterator[None]:
+def _leaving_untouched(model: torch.nn.Module) -> Iterator[None]:
     """A model that is run to look at it: nothing of it is left changed, and nothing is drawn."""
     training = [module for module in model.modules() if module.training]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -423,7 +434,7 @@ def _untouched(model: torch.nn.Module) -> Iterator[None]:
         _reshard(model)
         try:
             for number, parameter in enumerate(model.parameters()):
-                if (held := _own_values(parameter)) is not None:
+                if (held := _small_values(parameter)) is not None:
                     drawn.append((held, held.clone()))
                     held.copy_(_draw(held, number))
             yield
@@ -444,7 +455,7 @@ def _reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-def _own_values(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+def _small_values(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """Those of this rank, where they are so small that they hide what they are multiplied with."""
     held: torch.Tensor = getattr(parameter.data, "to_local", lambda: parameter.data)()
     hides = held.is_floating_point() and held.numel() and float(held.abs().max()) < _TINY

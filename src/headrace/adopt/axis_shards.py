@@ -32,7 +32,7 @@ class Dims:
     @classmethod
     def parse(cls, text: str) -> Dims:
         """Read a text. Raises SpecError for names that stand twice, and brackets in brackets."""
-        return _parsed(text)
+        return _parse(text)
 
     @property
     def flat(self) -> tuple[str, ...]:
@@ -82,6 +82,7 @@ class Dims:
         return self.flat.index(name)
 
     def _refuse(self, x: torch.Tensor, sizes: Mapping[str, int]) -> None:
+        """Raise DataError for a tensor whose shape does not fit the dims."""
         known = ", ".join(f"{name} {sizes[name]}" for name in self.flat if name in sizes)
         raise DataError(
             f"tensor of dims {self}",
@@ -91,7 +92,9 @@ class Dims:
 
 
 @lru_cache(maxsize=256)
-def _parsed(text: str) -> Dims:
+def _parse(text: str) -> Dims:
+    """Dims from text such as ``(b s) t c``: for each dim the names of its axes; raises SpecError
+    for other text and for a name that comes twice."""
     names: list[tuple[str, ...]] = []
     pieces: Sequence[str] = re.findall(r"\([^()]*\)|[^\s()]+|[()]", text)
     for piece in pieces:

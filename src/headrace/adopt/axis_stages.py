@@ -41,6 +41,8 @@ class AxisStage:
     returns: bool = True
 
     def __post_init__(self) -> None:
+        """Refuse mixed axes that are not in the dims, and dims of side arguments that cannot be
+        read."""
         layout = self.layout
         for name in self.mixed:
             if name not in layout:

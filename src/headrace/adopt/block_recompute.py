@@ -64,6 +64,8 @@ class BlockLevels:
     that do not."""
 
     def __init__(self, model: Any, blocks: Sequence[torch.nn.Module]) -> None:
+        """Turn on the model's own gradient checkpointing, with levels that :meth:`choose` sets;
+        raises ModelError for blocks without it."""
         self._blocks = [cast(_Block, block) for block in blocks]
         self._coming: deque[Recompute] = deque()
         _enable(model, {"context_fn": self._next})
@@ -92,6 +94,8 @@ class WrappedLevels:
     ``around(forward, ...)`` calls a forward in a checkpoint, where it is computed again too."""
 
     def __init__(self, blocks: Sequence[torch.nn.Module], around: Callable[..., Any]) -> None:
+        """Wrap the forward of every block; ``around(forward, *args)`` runs a forward within a
+        checkpoint."""
         self._around = around
         self._levels: list[Recompute] = ["none"] * len(blocks)
         self._hooks = ExitStack()
@@ -117,6 +121,7 @@ class WrappedLevels:
         self._levels = [*levels, *["none"] * (len(self._levels) - len(levels))]
 
     def _run(self, index: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """The forward of block ``index`` (from 0), in a checkpoint of its chosen level."""
         level = self._levels[index]
         if level == "none" or not torch.is_grad_enabled():
             return forward(*args, **named)
@@ -125,10 +130,14 @@ class WrappedLevels:
 
 
 class _Block(Protocol):
+    """A block as transformers marks it: whether it is computed again in the backward."""
+
     gradient_checkpointing: bool
 
 
 def _enable(model: Any, options: dict[str, Any]) -> None:
+    """Turn on a transformers model's gradient checkpointing with options; raises ModelError for a
+    model that does not have it."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ModelError(
             f"recompute of {type(model).__name__}",

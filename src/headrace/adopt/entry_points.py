@@ -34,6 +34,7 @@ EntryPointName = Literal["attention registry", "calls", "graph"]
 
 
 Look = Callable[[tuple[Any, ...], dict[str, Any]], None]
+"""Is shown the arguments of a forward, (positional, keyword)."""
 
 
 class ChosenLevels(Protocol):
@@ -97,6 +98,8 @@ def entry_point_of(
 def _registry(
     model: torch.nn.Module, inner: Any, slot: ModelSlot, backend: str | None, recompute: Kept | None
 ) -> EntryPoint:
+    """The entry point through transformers' registry of attention functions, compiled where a
+    ``backend`` is given."""
     switch = registered(inner, slot)
     slot.switches.append(switch)
     if recompute is not None:
@@ -110,7 +113,7 @@ def _registry(
     return EntryPoint(
         name="attention registry",
         probing=model,
-        install=lambda _: _nothing,
+        install=lambda _: _undo_nothing,
         call=model if compiler is None else _compiled(model, compiler, fullgraph=False),
         compiler=compiler,
         levels=levels,
@@ -118,6 +121,7 @@ def _registry(
 
 
 def _calls(model: torch.nn.Module, inner: torch.nn.Module, slot: ModelSlot) -> EntryPoint:
+    """The entry point that replaces torch's functions while the author's modules run."""
     replaced, opened = ReplacedCalls(inner, slot), ExitStack()
     opened.callback(replaced.remove)
 
@@ -130,7 +134,7 @@ def _calls(model: torch.nn.Module, inner: torch.nn.Module, slot: ModelSlot) -> E
         name="calls",
         call=model,
         probing=model,
-        install=lambda _: _nothing,
+        install=lambda _: _undo_nothing,
         remove=opened.close,
         levels=levels,
     )
@@ -139,9 +143,13 @@ def _calls(model: torch.nn.Module, inner: torch.nn.Module, slot: ModelSlot) -> E
 def _graph(
     model: torch.nn.Module, inner: torch.nn.Module, slot: ModelSlot, backend: str
 ) -> EntryPoint:
+    """The entry point that changes attention in the graph which Dynamo traces, compiled by
+    ``backend``."""
     compiler, whole, opened = Compiler(backend, slot), not is_wrapped(model), ExitStack()
 
     def install(look: Look) -> Callable[[], None]:
+        """Compile the model and call its graph while it is spread, after ``look`` has seen the
+        arguments; returns the function that undoes it."""
         before = inner._compiled_call_impl  # noqa: SLF001
         inner.compile(backend=compiler, fullgraph=True, dynamic=True)
         graph: Any = inner._compiled_call_impl  # noqa: SLF001
@@ -176,7 +184,7 @@ def _graph(
     )
 
 
-def _nothing() -> None:
+def _undo_nothing() -> None:
     """Undo nothing: this entry point changes the model only while it is spread."""
 
 
@@ -188,10 +196,11 @@ def _compiled(model: torch.nn.Module, compiler: Compiler, *, fullgraph: bool) ->
     """The compiled model. Hooks of wrappers break graphs; if that hides tokens from the pass, the
     probe finds it."""
     compiled = torch.compile(model, backend=compiler, fullgraph=fullgraph, dynamic=True)
-    return partial(_sized, compiled)
+    return partial(_call_compiled, compiled)
 
 
-def _sized(compiled: Callable[..., Any], **inputs: Any) -> Any:
+def _call_compiled(compiled: Callable[..., Any], **inputs: Any) -> Any:
+    """Call a compiled model so that sizes which only its run tells may stand in its graph."""
     # What attention keeps has a size that is known only when it runs.
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):  # noqa: SLF001
         return compiled(**inputs)

@@ -57,7 +57,7 @@ def compare_first_step(
             wanted = _numbers(model, plain)
         except (torch.OutOfMemoryError, MemoryError):
             fits = False
-    mine = json.dumps([fits, _wrong(found, wanted, first.dtype)])
+    mine = json.dumps([fits, _difference(found, wanted, first.dtype)])
     said = [mine.encode()]
     if groups is not None:
         said = gather_bytes(said[0], groups.world)
@@ -77,7 +77,7 @@ def compare_first_step(
             )
 
 
-def _wrong(found: Numbers, wanted: Numbers, dtype: torch.dtype) -> str:
+def _difference(found: Numbers, wanted: Numbers, dtype: torch.dtype) -> str:
     """What differs; empty where nothing does."""
     limit = _TOLERANCES.get(dtype, 5e-2)
     (loss, norms), (other, others) = found, wanted
@@ -91,6 +91,7 @@ def _wrong(found: Numbers, wanted: Numbers, dtype: torch.dtype) -> str:
 
 
 def _numbers(model: torch.nn.Module, run: Callable[[], torch.Tensor]) -> Numbers:
+    """The loss of ``run``, and the norm of each parameter's gradient after it."""
     for parameter in model.parameters():
         parameter.grad = None
     loss = float(run())
@@ -98,6 +99,8 @@ def _numbers(model: torch.nn.Module, run: Callable[[], torch.Tensor]) -> Numbers
 
 
 def _norm(gradient: torch.Tensor | None) -> float:
+    """The norm of a whole gradient, put together from its shards where it has some; 0 for None and
+    infinity for what is not finite."""
     if gradient is None:
         return 0.0
     whole = getattr(gradient, "full_tensor", lambda: gradient)()

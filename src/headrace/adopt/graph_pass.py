@@ -58,6 +58,8 @@ class Compiler:
 
 
 def _rewrite(module: GraphModule, handle: int) -> None:
+    """Replace the nodes of a traced graph, and of graphs within it, that depend on other tokens by
+    operators that find the placement by ``handle``."""
     width = _width(module)
     for graph in (m for m in module.modules() if isinstance(m, GraphModule)):
         for node in list(graph.graph.nodes):
@@ -77,6 +79,8 @@ def _width(module: GraphModule) -> str | None:
 
 
 def _replace(node: Node, handle: int, width: str | None) -> None:
+    """Replace one node where it is attention, cross-entropy, a count of all places or a cut by
+    them; ``width`` is the symbol of the tokens in a row."""
     target = node.target
     if target is torch._C._nn.scaled_dot_product_attention:  # noqa: SLF001
         _call(node, scaled_dot_product_attention, handle=handle)
@@ -88,7 +92,7 @@ def _replace(node: Node, handle: int, width: str | None) -> None:
         _call(node, multi_head_attention, handle=handle)
     elif target is torch.arange and _counts(node, width):
         _after(node, torch.ops.headrace.positions.default, handle)
-    elif target is operator.getitem and (cut := _sliced(node, width)) is not None:
+    elif target is operator.getitem and (cut := _table_cut(node, width)) is not None:
         _call(node, rows_of, **cut._asdict(), handle=handle)
 
 
@@ -114,7 +118,7 @@ def _counts(node: Node, width: str | None) -> bool:
     return bool(starts) and value is not None and str(value.shape[0]) == width
 
 
-def _sliced(node: Node, width: str | None) -> Cut | None:
+def _table_cut(node: Node, width: str | None) -> Cut | None:
     """The cut of a table of positions to the tokens of a row; None where ``node`` is none."""
     base, index = node.args
     value = node.meta.get("example_value")
@@ -149,6 +153,8 @@ def _numbered_cross_entropy(
     *,
     handle: int,
 ) -> torch.Tensor:
+    """Cross-entropy over the tokens of all ranks, with the arguments of torch's inner operator, in
+    which ``reduction`` is a number."""
     return cross_entropy(
         logits,
         labels,

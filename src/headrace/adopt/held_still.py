@@ -31,16 +31,16 @@ def held_still(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
     with ExitStack() as undo:
         draws = Draws.now(model)
         undo.callback(draws.restore)
-        undo.callback(_remembered(model))
+        undo.callback(_remember(model))
         if not (training and model.training):  # else what the user keeps in evaluation stays there
             for module in model.modules():
                 module.training = training
-        undo.callback(_filled(model))
+        undo.callback(_fill_zeros(model))
         undo.enter_context(_Undropped())
         yield
 
 
-def _remembered(model: torch.nn.Module) -> Callable[[], None]:
+def _remember(model: torch.nn.Module) -> Callable[[], None]:
     """What gives modules back the numbers and tensors that they hold now, beside parameters."""
     flags = [(module, module.training) for module in model.modules()]
     own = [m for m in model.modules() if not isinstance(m, DistributedDataParallel)]
@@ -50,6 +50,8 @@ def _remembered(model: torch.nn.Module) -> Callable[[], None]:
     values = [x.detach().clone() for x in tensors]
 
     def restore() -> None:
+        """Put plain attributes, buffers, tensor values and training flags of all modules back as
+        they were."""
         for module, held, buffered in zip(own, plain, buffers, strict=True):
             now = vars(module)
             for name in [k for k, v in now.items() if isinstance(v, _PLAIN) and k not in held]:
@@ -65,7 +67,7 @@ def _remembered(model: torch.nn.Module) -> Callable[[], None]:
     return restore
 
 
-def _filled(model: torch.nn.Module) -> Callable[[], None]:
+def _fill_zeros(model: torch.nn.Module) -> Callable[[], None]:
     """Fill parameters that are all zero; returns what makes them the very zeros again."""
     _reshard(model)
     draw, changed = torch.Generator().manual_seed(0), list[tuple[torch.Tensor, torch.Tensor]]()

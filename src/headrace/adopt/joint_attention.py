@@ -41,6 +41,8 @@ class JointAttention(TorchFunctionMode):
         slot: ModelSlot,
         method: JointMethod | None,
     ) -> None:
+        """``shards`` has the places of this rank, ``slot`` takes the placement; ``method`` None:
+        Ulysses where there is a head for each rank, else a ring."""
         super().__init__()
         self._shards, self._stage, self._slot, self._what = shards, stage, slot, stage.modules
         self._method = method
@@ -56,9 +58,9 @@ class JointAttention(TorchFunctionMode):
         """Replace attention; run any other function unchanged."""
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        return self._attended(*args, **(kwargs or {}))
+        return self._attend(*args, **(kwargs or {}))
 
-    def _attended(
+    def _attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -70,6 +72,8 @@ class JointAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        """Attention of this rank's queries [..., heads, places, features] over the places of all
+        ranks; raises ModelError for masks, dropout and causal attention."""
         if attn_mask is not None or dropout_p or is_causal:
             got = "a mask" if attn_mask is not None else "dropout" if dropout_p else "causal"
             raise ModelError(
@@ -127,15 +131,16 @@ def _sent_elements(
 def _placement(
     shards: AxisShards, sizes: tuple[int, ...], rows: int, method: JointMethod
 ) -> Placement:
-    """The placement of the places of ``rows`` rows, for attention over them."""
+    """The placement of ``rows`` rows, one for each sample, with all places of the mixed axes each:
+    rank r has ``sizes[r]`` neighbouring places of every row. Kept, as stages ask for it often."""
     key = sizes, rows, method
     if key not in shards.joint:
-        total, ends = sum(sizes), list(accumulate(sizes, initial=0))
-        given = tuple(
+        total, bounds = sum(sizes), list(accumulate(sizes, initial=0))
+        parts = tuple(
             tuple(Rows(row * total + start, row * total + stop) for row in range(rows))
-            for start, stop in pairwise(ends)
+            for start, stop in pairwise(bounds)
         )
-        tokens = TokenPlan(lengths=(total,) * rows, ranks=len(sizes), given=given)
+        tokens = TokenPlan(lengths=(total,) * rows, ranks=len(sizes), given=parts)
         shards.joint[key] = Placement(
             tokens=tokens,
             rows=rows,

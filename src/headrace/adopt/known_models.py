@@ -130,6 +130,8 @@ def adapt_timesformer(
         return torch.cat([clip, run.shards.local(patches, _EMBEDDED)], dim=1)
 
     def to_frames(args: Any, named: dict[str, Any]) -> Any:
+        """Switch the patches of x [b t, 1 + h w, d] from shards of rows to shards of frames; the
+        token before them, which every rank has of all frames, is cut to this rank's frames."""
         x, *rest = args
         shards = run.shards
         assert shards is not None, "sharded"
@@ -139,6 +141,8 @@ def adapt_timesformer(
         return (torch.cat([shards.cut(x[:, :1], _CLIP), patches], dim=1), *rest), named
 
     def to_rows(_: Any, out: Any) -> Any:
+        """Switch the patches back to shards of rows; the token before them is gathered of all
+        frames."""
         x, *rest = out
         shards = run.shards
         assert shards is not None, "sharded"

@@ -132,6 +132,8 @@ class LossHead:
     Raises ModelError for models without a linear head."""
 
     def __init__(self, model: Any) -> None:
+        """Replace the forward of the model's output layer by one that gives the loss; raises
+        ModelError where that layer is not linear."""
         find = getattr(model, "get_output_embeddings", None)
         head = find() if callable(find) else None
         if not isinstance(head, torch.nn.Linear):
@@ -212,6 +214,8 @@ class _HeadLoss(torch.autograd.Function):
         labels: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
+        """The loss [] of x [tokens, features] and labels [tokens], with dx, dweight and dbias kept
+        for the backward; ``scale`` is one over the targets."""
         own, added = _Gradient(weight), None if bias is None else _Gradient(bias)
         loss, dx = head_loss(x, labels, own, scale, HEAD_CHUNK_TOKENS, added)
         ctx.save_for_backward(dx, own.grad, None if added is None else added.grad)

@@ -90,7 +90,7 @@ def find_layers(model: nn.Module, run: Callable[[], Any]) -> Layers | None:
     finally:
         for handle in handles:
             handle.remove()
-    chains = [found for found in lists if _chained([calls.get(id(m), []) for m in found])]
+    chains = [found for found in lists if _is_chain([calls.get(id(m), []) for m in found])]
     if not chains:
         return None
     best = max(chains, key=lambda found: sum(p.numel() for p in found.parameters()))
@@ -117,7 +117,7 @@ def _alike(modules: nn.ModuleList) -> bool:
     return len(modules) > 1 and len(kinds) == 1
 
 
-def _chained(calls: Sequence[list[tuple[Any, Any]]]) -> bool:
+def _is_chain(calls: Sequence[list[tuple[Any, Any]]]) -> bool:
     """Whether each module was called once, with the output of the module before."""
     if any(len(own) != 1 or not own[0][0] for own in calls):
         return False

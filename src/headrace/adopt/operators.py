@@ -102,6 +102,7 @@ class ModelSlot:
     """
 
     def __init__(self) -> None:
+        """An empty slot: the model is plain."""
         self.handle = next(_handles)
         self.switches: list[Callable[[bool], None]] = []
         self._now: Placement | StandIn | None = None
@@ -141,7 +142,9 @@ class ModelSlot:
         return self
 
 
-def _now(handle: int) -> Placement | StandIn:
+def _current_in(handle: int) -> Placement | StandIn:
+    """The placement in the slot with this handle; raises ModelError where the slot's owner is
+    gone."""
     slot = _slots.get(handle)
     if slot is None:
         raise ModelError(
@@ -197,7 +200,7 @@ def attend(
 
     Raises ModelError where the tokens are others than those of the placement.
     """
-    now = _now(handle)
+    now = _current_in(handle)
     if isinstance(now, StandIn):
         return now.attend(q, k, v)
     if q.shape[0] != now.tokens.sizes[now.member] or k.shape[0] != q.shape[0]:
@@ -231,6 +234,7 @@ def _(
     joins: bool,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Empty results of ``attend``, for tracing: out as q [t, N, D], kept, lse and serial."""
     kept, lse = _kept_sizes(q, k, handle, causal=causal, window=window, joins=joins)
     return (
         torch.empty_like(q, memory_format=torch.contiguous_format),
@@ -248,7 +252,7 @@ def _kept_sizes(
     context = torch.library.get_ctx()
     if context._shape_env is not None:  # noqa: SLF001
         return context.new_dynamic_size() if joins else 0, context.new_dynamic_size()
-    heads, now = _heads(q, k), _now(handle)
+    heads, now = _heads(q, k), _current_in(handle)
     core = None if isinstance(now, StandIn) else now.core(heads, causal, window, q.device)
     if not isinstance(core, SwitchedCore):
         count = heads.queries + 2 * heads.keys if joins else 0
@@ -271,6 +275,8 @@ def _attend_backward(
     window: int,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q [t, N, D], k and v [t, G, D] and of sinks [N] (empty without sinks) from that
+    of the result; ``serial`` finds the placement of the forward."""
     now = _placements.get(int(serial))
     if now is None:
         raise ModelError(
@@ -281,7 +287,7 @@ def _attend_backward(
     features = grad.shape[2]
     if not isinstance(core, SwitchedCore) and not kept.numel():
         kept = torch.cat(inputs, dim=1)
-    qkv, saved = _unpacked(core, heads, kept, lse, grad.shape[0], features)
+    qkv, saved = _unpack(core, heads, kept, lse, grad.shape[0], features)
     grad, dsinks = grad.contiguous(), grad.new_empty(0)
     if isinstance(core, SwitchedCore):
         grads = core.backward(grad, qkv, out, saved, sinks)
@@ -300,7 +306,7 @@ def _attend_backward(
     )
 
 
-def _unpacked(
+def _unpack(
     core: Core, heads: Heads, kept: Tensor, lse: Tensor, rows: int, features: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The saved tensors in the shapes that the core expects: (qkv, saved)."""
@@ -330,6 +336,7 @@ def _(
     window: int,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Empty results of the backward, for tracing: gradients of q, k, v and sinks."""
     tokens, heads, features = grad.shape
     return (
         grad.new_empty(tokens, heads, features),
@@ -340,6 +347,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keep results for the backward, and the inputs where the attention kept nothing itself."""
     q, k, v, _, causal, window, _, sinks = inputs
     kept = output[1]
     ctx.save_for_backward(*output, sinks, *(() if _holds(kept) else (q, k, v)))
@@ -356,6 +364,8 @@ def _holds(kept: Tensor) -> bool:
 
 
 def _adjoint(ctx: Any, grad: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+    """The gradients of the eight arguments of ``attend``: tensors for q, k, v and sinks, None for
+    the rest."""
     if grad is None:
         return (None,) * 8
     out, kept, lse, serial, sinks, *qkv = ctx.saved_tensors
@@ -371,7 +381,7 @@ attend.register_autograd(_adjoint, setup_context=_keep)
 def positions(like: Tensor, handle: int) -> Tensor:
     """The places of the local tokens in their rows, in the type of ``like`` [s], which counts them
     from 0. Raises ModelError when there are as many as neither one row nor all of them."""
-    now = _now(handle)
+    now = _current_in(handle)
     found = torch.from_numpy(now.positions()).to(like)
     if len(found) != len(like):
         raise ModelError(
@@ -392,7 +402,7 @@ def _(like: Tensor, handle: int) -> Tensor:
 def targets(like: Tensor, handle: int) -> Tensor:
     """Tokens of the step that have a loss, at least 1, as a number in the type of ``like``. Raises
     ModelError where a batch came without labels."""
-    found = _now(handle).targets
+    found = _current_in(handle).targets
     if found is None:
         raise ModelError(
             "loss of the model",

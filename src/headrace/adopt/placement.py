@@ -170,6 +170,8 @@ class Placement:
         return TokenPlan(lengths=cut, ranks=self.tokens.ranks, given=self.tokens.parts)
 
     def _core(self, heads: Heads, causal: bool, window: int, device: torch.device) -> Core:
+        """The attention of this placement: one pack on one rank, a ring, a gather, or heads
+        switched within blocks with a ring across them; a negative ``window`` is a chunk size."""
         tokens, ranks = self.tokens, self.tokens.ranks
         everyone = tuple(range(ranks))
         documents = self._in_chunks(-window) if window < 0 else tokens
@@ -246,6 +248,8 @@ class Placement:
     def _order(
         self, members: Members, device: torch.device
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Indices [tokens of the members] that put gathered tokens in the order of the row, and
+        those that put them back; None where they lie in order."""
         order = self.tokens.held(members).order
         if order is None:
             return None, None

@@ -235,6 +235,8 @@ _MODULES = torch.nn.modules.module.__file__
 _AGAIN = (torch.utils.checkpoint.__file__, torch.autograd.function.__file__)
 
 Frames = tuple[tuple[CodeType, int], ...]
+"""A place in the code: of each function on the call stack its code and the line (or
+instruction)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -255,6 +257,8 @@ class ReplacedCalls(TorchFunctionMode):
     until :meth:`remove`."""
 
     def __init__(self, model: torch.nn.Module, slot: ModelSlot) -> None:
+        """Hook every module of the model that calls torch functions itself and is not compiled, so
+        that the mode is active while it runs."""
         super().__init__()
         self._slot, self._model = slot, model
         _remove_older(model)
@@ -291,19 +295,20 @@ class ReplacedCalls(TorchFunctionMode):
             self._leave()
 
     def _enter(self, *_: Any) -> None:
+        """Activate the mode where the model is spread and the mode is not active yet."""
         # A backward starts without the modes of its forward, whatever is active on this thread.
         spread = self._slot.held is not None
         enters = spread and self not in _get_current_function_mode_stack()
-        self._entered().append(enters)
+        self._activations().append(enters)
         if enters:
             self._tables = None
             self.__enter__()
 
     def _leave(self, *_: Any) -> None:
-        if self._entered().pop():
+        if self._activations().pop():
             self.__exit__(None, None, None)
 
-    def _entered(self) -> list[bool]:
+    def _activations(self) -> list[bool]:
         """For each module that is running on this thread, whether its hook activated the mode."""
         if not hasattr(self._here, "entered"):
             self._here.entered = []
@@ -325,7 +330,7 @@ class ReplacedCalls(TorchFunctionMode):
             try:
                 return _REPLACED[func](*args, **named, handle=self._slot.handle)
             except ModelError as error:
-                what = f"{error.what} in {_named(frames)}"
+                what = f"{error.what} in {_site_text(frames)}"
                 raise ModelError(
                     what, got=error.got, wanted=error.wanted, hint=error.hint
                 ) from error
@@ -333,12 +338,14 @@ class ReplacedCalls(TorchFunctionMode):
             return func(*args, **named)
         out = func(*args, **named)
         if func is torch.arange and _begins_at_zero(*args, **named):
-            return self._counted(out)
+            return self._own_positions(out)
         if func is torch.Tensor.__getitem__ and args[0].grad_fn is None:  # weights have none
             return self._cut(out, args[0], args[1])
         return out
 
     def _cut(self, out: torch.Tensor, table: torch.Tensor, index: Any) -> torch.Tensor:
+        """The rows of a table by place that belong to this rank's tokens, where ``out`` is
+        ``table[index]`` cut by the number of tokens; else ``out``."""
         cuts = cuts_of(index, table.dim())
         if not cuts or not self._is_held(table):
             return out
@@ -353,7 +360,7 @@ class ReplacedCalls(TorchFunctionMode):
             self._tables = set(map(id, _tables(self._model)))
         return id(table) in self._tables
 
-    def _counted(self, out: torch.Tensor) -> torch.Tensor:
+    def _own_positions(self, out: torch.Tensor) -> torch.Tensor:
         return positions(out, self._slot.handle) if self._follows(len(out)) else out
 
     def _follows(self, size: int, part: int = 0) -> bool:
@@ -370,7 +377,7 @@ class ReplacedCalls(TorchFunctionMode):
             return False
         if seen is None or not seen.follows or size in seen.others:
             raise ModelError(
-                f"places counted in {_named(frames)}",
+                f"places counted in {_site_text(frames)}",
                 got=f"{size}, which may be tokens or not",
                 wanted="places that follow the tokens",
                 hint="give the model its places, or another number of tokens",
@@ -436,7 +443,7 @@ def _site() -> Frames:
             break
         if file in _AGAIN:
             raise ModelError(
-                _named(found[-1:]),
+                _site_text(found[-1:]),
                 got="a checkpoint around a function",
                 wanted="around a module",
                 hint="put the function in a module, or give hr.compile a backend",
@@ -447,7 +454,7 @@ def _site() -> Frames:
     return tuple(found[:_FRAMES])
 
 
-def _named(frames: Sequence[tuple[CodeType, int]]) -> str:
+def _site_text(frames: Sequence[tuple[CodeType, int]]) -> str:
     """The first function of a call stack, with file and line."""
     if not frames:
         return "a function of torch"

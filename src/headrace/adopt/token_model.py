@@ -177,6 +177,8 @@ class TokenModel:
         logits: bool,
         check: FirstStep | None = None,
     ) -> None:
+        """Read from the model's signature and configuration how it takes tokens, places and labels,
+        and reach its attention; nothing is run yet."""
         if check not in (None, "first step"):
             raise SpecError("check", got=repr(check), wanted="'first step' or None")
         if exchange is not None and exchange not in EXCHANGES:
@@ -470,7 +472,7 @@ class TokenModel:
         if self.inner.training not in self._looked:  # sharded in evaluation
             self.probe(inputs)
         if self._leaving:  # a backward that failed
-            self._left()
+            self._end_backward()
         before = self._slot.held
         self._slot.take(placement)
         try:
@@ -480,7 +482,7 @@ class TokenModel:
                     outputs = self._with_own_head(self._whole_head, placement, inputs)
                 else:
                     self._expect(labels)
-                    outputs = self._with_loss(self._called(self._entry.call, **inputs), labels)
+                    outputs = self._with_loss(self._call_with(self._entry.call, **inputs), labels)
         finally:
             self._slot.take(before)
         return self._bound(outputs, placement)
@@ -498,6 +500,8 @@ class TokenModel:
         coming = list[torch.Tensor | None]()
 
         def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            """Take the labels out of the arguments of a transformers model, whose loss is made
+            here, and add what it always needs."""
             if self._slot.held is None:
                 return None
             if self._hugging:
@@ -601,6 +605,8 @@ class TokenModel:
         return gather(own, 0, now.group).sum(dim=0) / sum(now.tokens.sizes)
 
     def _last(self, what: str) -> Placement:
+        """The placement of the last batch that the model was called with; raises ModelError where
+        there was none."""
         now = self._slot.held or self._called_last
         if not isinstance(now, Placement):
             raise ModelError(what, got="no batch", wanted="a call of run(**shard.inputs) before")
@@ -675,12 +681,12 @@ class TokenModel:
             self._looked |= {False, True}
         if self._probed is None:
             if self.entry_point != "attention registry":
-                self._layers = self._seen_layers(batch)
+                self._layers = self._find_layers(batch)
             if self._recompute is not None:
                 self._compute_again(self._recompute)
             self._probed = self._probe(batch)
             if self._hugging and self._takes_places and "attention_mask" in self._takes:
-                known, always = self._known(batch), self._always
+                known, always = self._probe_inputs(batch), self._always
                 self._counts_by_mask = counts_by_mask(self.model, known, self.tokens, **always)
                 self._passes_over = counts_by_ids(self.model, known, self.tokens, **always)
         if self.inner.training not in self._looked:
@@ -728,7 +734,7 @@ class TokenModel:
         for training in {False, True} - self._looked:
             self._look(row, training=training)
         if self._check is not None and row[self.tokens].shape[1] >= self._world:
-            self.shard(self._unshifted(row))
+            self.shard(self._user_labels(row))
         installed = self.install()
 
         def end() -> None:
@@ -738,7 +744,7 @@ class TokenModel:
 
         return end
 
-    def _unshifted(self, row: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _user_labels(self, row: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A row of one sample as a batch, with labels as a user has them."""
         found = {k: v for k, v in row.items() if k != "position_ids" and self._takes_field(k)}
         if (self._hugging or self._takes_labels) and "labels" in row:
@@ -779,7 +785,7 @@ class TokenModel:
     def made(self, sample: Item, lengths: Sequence[int], ranks: int, *, document: int) -> Pack:
         """Make a pack of the tokens of a sample, begun again as often as needed."""
         parts = [min(document, n - start) for n in lengths for start in range(0, n, document)]
-        row = packed([{k: _repeated(v, n) for k, v in sample.items()} for n in parts])
+        row = packed([{k: _repeat_to(v, n) for k, v in sample.items()} for n in parts])
         tokens = sum(lengths)
         return Pack(values=row, tokens=tokens, targets=tokens)
 
@@ -880,10 +886,10 @@ class TokenModel:
             )
         self._require_places(given)
 
-    def _require_places(self, given: Mapping[str, Any]) -> None:
+    def _require_places(self, arguments: Mapping[str, Any]) -> None:
         """Raise ModelError for inputs of a part without the places of its tokens: the model would
         begin at the first one."""
-        if self._takes_places and given.get("position_ids") is None:
+        if self._takes_places and arguments.get("position_ids") is None:
             raise ModelError(
                 f"inputs of {type(self.inner).__name__}",
                 got="a part of a batch without its position_ids",
@@ -901,10 +907,12 @@ class TokenModel:
             self._called_last = placement
 
         def begin(_: Sequence[torch.Tensor]) -> None:
+            """Put the placement in the slot as the backward reaches the outputs; where the model
+            was plain, it is so again after the backward."""
             if not self._leaving and self._slot.held is None:
                 self._leaving = True
                 queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
-                queue(self._left)
+                queue(self._end_backward)
             self._slot.take(placement)
 
         for value in result_tensors(outputs):
@@ -912,12 +920,14 @@ class TokenModel:
                 value.grad_fn.register_prehook(begin)
         return outputs
 
-    def _left(self) -> None:
+    def _end_backward(self) -> None:
         """End a backward that ran while the model was plain: the model is plain again."""
         self._leaving = False
         self._slot.take(None)
 
     def _expect(self, labels: torch.Tensor | None) -> None:
+        """Check before a forward that a loss of these labels can be made, and pass them to a head
+        that makes the loss without logits."""
         if labels is not None and self._own_loss is not None:
             raise self._own_loss
         if getattr(getattr(self.inner, "config", None), "output_router_logits", False):
@@ -926,6 +936,8 @@ class TokenModel:
             self._ends.expect(labels, self._slot.now.targets)
 
     def _with_loss(self, outputs: Any, labels: torch.Tensor | None) -> Any:
+        """The outputs of a transformers model with the loss [] of this rank's labels, in its
+        dataclass or in front of its tuple."""
         if labels is None:
             return outputs
         logits = logits_of(outputs)
@@ -982,7 +994,9 @@ class TokenModel:
                 hint="its own loss is that of one batch: call run(**inputs) without labels, and "
                 "sum a loss of your own over part.labels, divided by part.targets",
             )
-        return head(partial(self._called, self._entry.call), placement, inputs, whole, self.tokens)
+        return head(
+            partial(self._call_with, self._entry.call), placement, inputs, whole, self.tokens
+        )
 
     def _find_own_head(self, known: Mapping[str, torch.Tensor], run: Any, training: bool) -> None:
         """Have a model run its own head and loss whole, where these see nothing of its layers but
@@ -1003,7 +1017,7 @@ class TokenModel:
             if sees_hidden_states_alone(base, run, given, self.tokens):
                 self._whole_head = WholeHead(self.inner, base, self._slot)
 
-    def _called(self, call: Callable[..., Any], /, **inputs: Any) -> Any:
+    def _call_with(self, call: Callable[..., Any], /, **inputs: Any) -> Any:
         _mark_dynamic(inputs)
         return call(**{**inputs, **self._always})
 
@@ -1018,12 +1032,16 @@ class TokenModel:
     def _group(
         self, groups: Groups | None, members: Members
     ) -> tuple[dist.ProcessGroup | None, int]:
+        """The process group of the members, world ranks, and this rank's index in it; (None, 0) for
+        one process."""
         if groups is None:
             return None, 0
         return groups.get(members), members.index(groups.rank)
 
-    def _seen_layers(self, batch: Mapping[str, torch.Tensor]) -> Layers | None:
-        few, run = self._known(batch), partial(self._called, self.inner)
+    def _find_layers(self, batch: Mapping[str, torch.Tensor]) -> Layers | None:
+        """The layers of the model as seen in a run on a few tokens; None where no list of layers
+        was found."""
+        few, run = self._probe_inputs(batch), partial(self._call_with, self.inner)
         return find_layers(
             self.inner, lambda: run_few(self.inner, run, self._slot, few, self.tokens)
         )
@@ -1042,12 +1060,14 @@ class TokenModel:
         levels.choose([level] * len(layers))
 
     def _probe(self, batch: Mapping[str, torch.Tensor]) -> Probed:
-        run = partial(self._called, self._entry.probing)
+        """Run the model on a few tokens of the batch and on parts of them, to learn whether it can
+        be spread."""
+        run = partial(self._call_with, self._entry.probing)
         return probe(
             self.model,
             run,
             self._slot,
-            self._known(batch),
+            self._probe_inputs(batch),
             self.tokens,
             places=self._takes_places,
             firsts=self._firsts,
@@ -1056,7 +1076,7 @@ class TokenModel:
     def _look(self, batch: Mapping[str, torch.Tensor], *, training: bool) -> None:
         """Look at a model that was probed in training or in evaluation, and at its own loss."""
         assert self._probed is not None, "probed"
-        run, known = partial(self._called, self._entry.probing), self._known(batch)
+        run, known = partial(self._call_with, self._entry.probing), self._probe_inputs(batch)
         look_again(
             self.model,
             run,
@@ -1084,7 +1104,7 @@ class TokenModel:
                 self._find_own_head(known, run, training)
         self._looked.add(training)
 
-    def _known(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _probe_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The inputs of a batch that the model is given when it is probed."""
         named = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
         if self._hugging:
@@ -1110,10 +1130,10 @@ _REFUSED_OPTIONS = {
 }
 
 
-def _refuse_options(given: Mapping[str, Any]) -> None:
+def _refuse_options(arguments: Mapping[str, Any]) -> None:
     """Raise ModelError for what a call of a model of transformers may ask, and a part cannot."""
     for name, why in _REFUSED_OPTIONS.items():
-        value = given.get(name)
+        value = arguments.get(name)
         if value is not None and value is not False:
             got = "True" if value is True else type(value).__name__
             raise ModelError(name, got=got, wanted="none", hint=why)
@@ -1175,6 +1195,6 @@ def _mark_dynamic(inputs: Mapping[str, Any]) -> None:
             torch._dynamo.maybe_mark_dynamic(value, 1)  # noqa: SLF001
 
 
-def _repeated(x: torch.Tensor, count: int) -> torch.Tensor:
+def _repeat_to(x: torch.Tensor, count: int) -> torch.Tensor:
     """The first ``count`` values; the values are repeated where there are not as many."""
     return x.repeat(-(-count // len(x)), *[1] * (x.dim() - 1))[:count]

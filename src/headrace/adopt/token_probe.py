@@ -100,7 +100,7 @@ def probe(
         if not whole.calls:
             raise _no_attention(model)
         for first in firsts:
-            found = runs.difference(whole, _placed(few, tokens, places, first))
+            found = runs.difference(whole, _with_places(few, tokens, places, first))
             if found is None:
                 return Probed(attentions=whole.calls, first=first)
             wrong = found
@@ -124,7 +124,7 @@ def look_again(
     evaluation. Raises ModelError when it cannot be run on parts of them."""
     with looked_at(model, slot, training=training):
         for count in (_TOKENS, longest):
-            given = _placed(few_of(batch, tokens, count), tokens, places, first)
+            given = _with_places(few_of(batch, tokens, count), tokens, places, first)
             runs = _Runs(model=model, run=run, slot=slot, count=count)
             whole = runs.of(given)
             found = runs.difference(whole, given)
@@ -153,7 +153,7 @@ def own_loss(
     if "labels" in batch and bool((batch["labels"] < 0).any()):
         labels[:, _TOKENS // 3] = IGNORED
     aims = predicted(labels, kind)
-    with looked_at(model, slot, training=training), _disturbed(model):
+    with looked_at(model, slot, training=training), _add_noise(model):
         slot.take(StandIn(places=np.arange(_TOKENS), targets=_TOKENS))
         outputs = run(**few, **{label_name: labels})
         own, logits = loss_of(outputs), getattr(outputs, "logits", None)
@@ -175,7 +175,7 @@ def own_loss(
 _OWN_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
 
 
-def _failed(model: torch.nn.Module, count: int, error: Exception) -> ModelError:
+def _failure(model: torch.nn.Module, count: int, error: Exception) -> ModelError:
     """What to say of a model whose own forward fails on some tokens."""
     return ModelError(
         f"forward of {type(model).__name__} on {count} tokens",
@@ -259,7 +259,7 @@ def counts_by_ids(
 
 
 @contextmanager
-def _disturbed(model: torch.nn.Module) -> Iterator[None]:
+def _add_noise(model: torch.nn.Module) -> Iterator[None]:
     """Logits with noise: a loss beside the cross entropy may be zero of the first ones."""
     find = getattr(getattr(model, "module", model), "get_output_embeddings", None)
     head = find() if callable(find) else None
@@ -340,7 +340,7 @@ def few_of(
     return found
 
 
-def _placed(
+def _with_places(
     few: Mapping[str, torch.Tensor], tokens: str, places: bool, first: int
 ) -> dict[str, torch.Tensor]:
     """Some tokens with their places, where the model takes ``places`` and none were given."""
@@ -353,6 +353,9 @@ def _placed(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
+    """What a run of the model gave: logits, its own loss [] or None, and how often attention was
+    called."""
+
     logits: torch.Tensor
     loss: torch.Tensor | None
     calls: int
@@ -389,7 +392,7 @@ class _Runs:
         except _OWN_ERRORS as error:
             if isinstance(error, torch.OutOfMemoryError) or "gloo" in str(error):
                 raise  # of the machine, or of another rank
-            raise _failed(self.model, part.stop - part.start, error) from error
+            raise _failure(self.model, part.stop - part.start, error) from error
         if not before.same(Draws.now(self.model)):
             raise ModelError(
                 f"module {who_draws(self.model, lambda: self.run(**inputs))}",

@@ -54,6 +54,8 @@ class WholeHead:
     """Calls ``inner`` with whole batches while its base model works on parts of them."""
 
     def __init__(self, inner: torch.nn.Module, base: torch.nn.Module, slot: ModelSlot) -> None:
+        """Hook ``base``, the base model within ``inner``: its arguments become local and its
+        results whole."""
         self._inner, self._slot = inner, slot
         self._takes = tuple(inspect.signature(base.forward).parameters)
         self._now: _Work | None = None
@@ -90,9 +92,11 @@ class WholeHead:
                 wanted="one of both",
                 hint="call run(**inputs) without labels, and sum a loss of your own",
             )
-        return _parted(outputs, loss, placement, whole[tokens].shape[1])
+        return _own_part(outputs, loss, placement, whole[tokens].shape[1])
 
     def _before(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Give the base model this rank's inputs in the place of the whole batch; raises ModelError
+        where it is called with other tokens."""
         work = self._now
         if work is None:
             return None
@@ -111,14 +115,15 @@ class WholeHead:
         return (), {**kept, **own}
 
     def _after(self, module: Any, args: Any, out: Any) -> Any:
+        """Gather the hidden states of all ranks, so that the head sees the whole batch."""
         work = self._now
         if work is None:
             return None
         self._slot.take(None)
-        return _replaced(out, work.placement.gather)
+        return _replace_states(out, work.placement.gather)
 
 
-def _replaced(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _replace_states(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Results of a base model with other last hidden states. Raises ModelError for more results."""
     if len(list(result_tensors(out))) != 1:
         raise ModelError(
@@ -133,7 +138,7 @@ def _replaced(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return out
 
 
-def _parted(outputs: Any, loss: torch.Tensor, placement: Placement, width: int) -> Any:
+def _own_part(outputs: Any, loss: torch.Tensor, placement: Placement, width: int) -> Any:
     """The results of a whole batch as one rank's: part of the loss, the logits of its tokens."""
     index = torch.from_numpy(placement.index()).to(loss.device)
 
@@ -161,6 +166,7 @@ def sees_hidden_states_alone(
     handed = list[torch.Tensor]()
 
     def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Count the call, and flip its tokens once hidden states are to be handed in."""
         nonlocal calls
         calls += 1
         if not handed or not any(v is few[tokens] for v in named.values()):
@@ -169,11 +175,13 @@ def sees_hidden_states_alone(
         return args, {k: other if v is few[tokens] else v for k, v in named.items()}
 
     def after(module: Any, args: Any, out: Any) -> Any:
+        """Note the hidden states, or put those of the first run in their place."""
+
         def change(x: torch.Tensor) -> torch.Tensor:
             found.append(x)
             return handed[0] if handed else x
 
-        return _replaced(out, change)
+        return _replace_states(out, change)
 
     hooks = hook_before(base, before, named=True), hook_after(base, after)
     try:

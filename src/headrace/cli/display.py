@@ -50,6 +50,8 @@ class Terminal(Listener):
     of the first step and the last."""
 
     def __init__(self, *, every_s: float = 5.0, stays_s: float = 60.0) -> None:
+        """Without a terminal a line comes at most every ``every_s`` seconds; on one a line stays
+        every ``stays_s``."""
         super().__init__()
         self._every_s, self._stays_s = every_s, stays_s
         self._first = self._steps = 0

@@ -79,6 +79,8 @@ def _version(name: str) -> str | None:
 
 
 def _machine() -> dict[str, Any]:
+    """Cores, and bytes of memory, shared memory and disk, of this machine; None for what it does
+    not tell."""
     memory: dict[str, int] = {}
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -97,6 +99,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _devices() -> list[dict[str, Any]]:
+    """Name and bytes of memory of every GPU."""
     import torch
 
     return [
@@ -122,10 +125,10 @@ def _links() -> dict[str, Any]:
 
 def _measure_gloo() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return _exchanged(Path(folder) / "seconds.json")
+        return _time_exchanges(Path(folder) / "seconds.json")
 
 
-def _exchanged(path: Path) -> dict[str, Any]:
+def _time_exchanges(path: Path) -> dict[str, Any]:
     """What two ranks measured, who write it to a file."""
     import torch
     import torch.distributed as dist
@@ -133,6 +136,8 @@ def _exchanged(path: Path) -> dict[str, Any]:
     from headrace.comm.launch import World, start
 
     def exchange(world: World) -> int:
+        """Time an all-to-all of a few bytes and one of 32 MiB between the ranks, in seconds
+        each."""
         small, large = torch.zeros(2), torch.zeros(8 * 2**20)
         out_small, out_large = torch.empty_like(small), torch.empty_like(large)
         times = []
@@ -162,6 +167,7 @@ def _exchanged(path: Path) -> dict[str, Any]:
 
 
 def _works(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Which parts of headrace work here: for each ``ok`` and, in ``why``, the reason."""
     versions, links = found["versions"], found["links"]
 
     def row(ok: bool, why: str) -> dict[str, Any]:
@@ -199,6 +205,7 @@ def _gpu_reason(count: int, *, nccl: bool) -> str:
 
 
 def _print(found: dict[str, Any]) -> None:
+    """Print what was found as lines and a table."""
     out = Console(highlight=False)
     machine, links = found["machine"], found["links"]
     out.print(f"headrace {found['headrace']}  Python {found['python']}  {found['system']}")

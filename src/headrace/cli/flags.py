@@ -22,6 +22,8 @@ __all__ = [
 ]
 
 Switch = Annotated[bool, Parameter(negative="")]
+"""A flag without a value."""
+
 Several = Parameter(consume_multiple=True, negative="")
 
 

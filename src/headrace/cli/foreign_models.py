@@ -77,14 +77,16 @@ def foreign_model(name: str, seed: int) -> torch.nn.Module:
     Raises ConfigError for names that are none of these.
     """
     torch.manual_seed(seed)
-    model = _found(name).double().train()
+    model = _model_named(name).double().train()
     for module in model.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
     return model
 
 
-def _found(name: str) -> torch.nn.Module:
+def _model_named(name: str) -> torch.nn.Module:
+    """The model of a name: made by ``module:function``, read from a local folder of transformers,
+    or a tiny one of a type of transformers."""
     if ":" in name:
         model = made(name)
         if not isinstance(model, torch.nn.Module):

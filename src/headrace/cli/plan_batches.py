@@ -168,6 +168,7 @@ def simulate(config_path: Path, flags: SimulateFlags) -> int:
 
 
 def _print_clock(number: int, planned: Planned, timeline: Timeline, costs: CostModel) -> None:
+    """Print one batch's plan as a picture of its ranks over time, and how full their memory is."""
     chosen = planned.plan
     if number:
         print()
@@ -180,12 +181,15 @@ def _print_clock(number: int, planned: Planned, timeline: Timeline, costs: CostM
 
 
 def _fits(planned: Planned, costs: CostModel) -> str:
+    """Words for the fullest rank: its peak in bytes of what it may use."""
     peaks = planned.peak_bytes
     rank = max(range(len(peaks)), key=lambda r: peaks[r])
     return f"peak {bytes_text(peaks[rank])} of {bytes_text(costs.capacity_bytes)} (rank {rank})"
 
 
 def _prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> _Work:
+    """All that planning needs: batches from the data or from a distribution of lengths, costs, and
+    what they assume; raises ConfigError for flags that exclude each other."""
     if flags.batches < 1:
         raise ConfigError("--batches", got=flags.batches, wanted=">= 1")
     if flags.costs is not None and flags.hardware is not None:
@@ -246,6 +250,8 @@ def _json_of(robust: Robustness | None) -> dict[str, Any] | None:
 
 
 def _drawn(config: Config, text: str, batches: int, seed: int) -> tuple[Lengths, ...]:
+    """The lengths of so many batches drawn from a distribution; raises ConfigError where the
+    configuration has no number of tokens."""
     budget = config.data.batch_tokens
     if budget is None:
         raise ConfigError(

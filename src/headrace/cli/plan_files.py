@@ -26,6 +26,8 @@ from headrace.units import percent_text, seconds_text
 __all__ = ["PlanFiles", "plan_files", "read_iterations"]
 
 Iterations = Sequence[Sequence[int]]
+"""The lengths of the sequences of each iteration, in tokens."""
+
 Costs = TypeVar("Costs")
 
 _MOST_DEVICES = 1_000_000
@@ -111,6 +113,7 @@ def read_iterations(path: Path) -> list[list[int]]:
 
 
 def _read(path: Path) -> Any:
+    """The value of a JSON file; raises DataError for one that cannot be read."""
     try:
         return json.loads(path.read_bytes(), parse_int=_whole)
     except OSError as error:
@@ -126,6 +129,7 @@ def _whole(text: str) -> int:
 
 
 def _kind(value: Any, path: Path) -> str:
+    """The kind of published costs, ``pipelines`` or ``groups``; raises CostError for others."""
     kind = value.get("kind") if isinstance(value, dict) else None
     if kind not in ("pipelines", "groups"):
         hint = "costs written by headrace profile need a CONFIG: headrace plan CONFIG --costs FILE"
@@ -156,6 +160,7 @@ def _require_range(what: str, seconds: float, tokens: int) -> None:
 
 
 def _semantics(given: str | None) -> Semantics:
+    """The semantics that a flag names, the first for None; raises ConfigError for another word."""
     for word in get_args(Semantics):
         if given in (word, None):
             return word
@@ -168,6 +173,8 @@ def _semantics(given: str | None) -> Semantics:
 
 
 def _plan(options: PlanFiles, problem: Problem, iterations: Iterations) -> int:
+    """Plan all iterations of a file and print them, as JSON or as a table; returns the exit
+    code."""
     planner = OWN if options.planner is None else options.planner
     found = plan_iterations(problem, iterations, planner=planner, seed=options.seed)
     if options.picture is not None:
@@ -213,9 +220,12 @@ def _require_ranges(costs: PipelineCosts | GroupCosts, path: Path, iterations: I
 
 
 _Row = tuple[str, float, float, float, float, tuple[str, ...]]
+"""(strategy, predicted seconds, lower bound in seconds, gap, seconds of planning, reasons)."""
 
 
 def _print(title: str, rows: list[_Row]) -> None:
+    """Print a table with a line for each iteration, the mean, and why the slowest plan was
+    taken."""
     out = out_console()
     table = Table(box=None, pad_edge=False, title=title, title_justify="left")
     for i, name in enumerate(("iteration", "strategy", "predicted", "bound", "gap", "planned in")):

@@ -39,6 +39,8 @@ def profile(config_path: Path, flags: ProfileFlags) -> int:
         result = Path(folder) / "result.json"
 
         def main(world: World) -> int:
+            """Measure the costs on this rank; the first one writes costs and profile as JSON for
+            the process that started it."""
             rank = open_rank(world, config)
             costs, measured = measured_costs(rank, fresh=flags.fresh)
             if rank.first:
@@ -77,6 +79,8 @@ def _device(rank: Rank, costs: CostModel) -> Device:
 
 
 def _print(costs: CostModel, measured: Profile, model: HybridModel | None = None) -> None:
+    """Print how well the fits agree, the speeds of links, limits of memory, and the seconds that
+    every step has."""
     out = out_console()
     out.print(f"{measured.shape} on {costs.cluster}")
     fits = fit_parts(measured)

@@ -35,14 +35,16 @@ def config_markdown() -> str:
     return "\n".join([*_tables(Config, ""), *_tables(ClipsConfig, ", of clips")]).lstrip() + "\n"
 
 
-def _tables(of: type[BaseModel], words: str) -> Iterator[str]:
+def _tables(config_type: type[BaseModel], words: str) -> Iterator[str]:
+    """Lines of Markdown: a table of keys for each section of a configuration; with ``words`` only
+    those that this kind of run has alone."""
     last = ""
-    for key, kind, default, meaning in keys(of):
+    for key, kind, default, meaning in keys(config_type):
         section, _, name = key.partition(".")
         if words and section not in _OWN:
             continue
         if section != last:
-            about = (of.model_fields[section].annotation.__doc__ or "").strip()
+            about = (config_type.model_fields[section].annotation.__doc__ or "").strip()
             yield from ("", f"## `[{section}]`{words}", "", about, "")
             yield from ("| key | type | default | meaning |", "|---|---|---|---|")
             last = section
@@ -65,6 +67,7 @@ def print_config(*, schema: bool) -> int:
 
 
 def _type(schema: dict[str, Any]) -> str:
+    """The type of a key in words, from its JSON schema."""
     if "enum" in schema:
         return " or ".join(str(value) for value in schema["enum"])
     if "anyOf" in schema:

@@ -68,7 +68,7 @@ def rehearse(config_path: Path, flags: RehearseFlags) -> int:
         raise ConfigError("--length", got=length, wanted=">= 1 token")
     if flags.costs is not None and not flags.costs.absolute().parent.is_dir():
         raise ConfigError("--costs", got=flags.costs, wanted="a file in a folder that exists")
-    played = _played(config, flags)
+    played = _rehearsal(config, flags)
     tell(
         f"rehearsing rank {played.rank} of {played.ranks} on {played.hardware}: "
         + (
@@ -90,8 +90,8 @@ def rehearse(config_path: Path, flags: RehearseFlags) -> int:
         tell(f"costs for headrace plan in {flags.costs}")
     rows = sorted(_rows(costs, length), key=lambda row: (row.p, row.forward_s + row.backward_s))
     _check_that_something_fits(costs, rows)
-    chosen = _chosen(costs, config, length)
-    parts = _parts(costs, chosen, length) if chosen else None
+    chosen = _plan_step(costs, config, length)
+    parts = _memory_parts_of(costs, chosen, length) if chosen else None
     rates = None
     if chosen is not None:
         assumed = assumed_by(config, costs, precision=str(played.dtype).removeprefix("torch."))
@@ -106,7 +106,9 @@ def rehearse(config_path: Path, flags: RehearseFlags) -> int:
     return 0
 
 
-def _played(config: Config, flags: RehearseFlags) -> Rehearsal:
+def _rehearsal(config: Config, flags: RehearseFlags) -> Rehearsal:
+    """The rehearsal that configuration and flags ask for; raises ConfigError for ranks and sizes
+    that the job does not have."""
     a = architecture_of(config)
     ranks = config.devices.ranks
     if not 0 <= flags.rank < ranks:
@@ -134,6 +136,7 @@ def _played(config: Config, flags: RehearseFlags) -> Rehearsal:
 
 
 def _dtype(flags: RehearseFlags, config: Config, hardware: Hardware) -> torch.dtype:
+    """The type of numbers, whose speed the hardware must know; raises ConfigError for another."""
     known = hardware.device.flops_per_s
     name = flags.dtype or config.devices.dtype_on(gpu=hardware.device.name != "cpu")
     if name not in known:
@@ -144,6 +147,7 @@ def _dtype(flags: RehearseFlags, config: Config, hardware: Hardware) -> torch.dt
 
 
 def _device(name: str | None) -> str | None:
+    """The device to rehearse on, None for none; raises ConfigError for one that is not here."""
     if name not in (None, "cpu", "cuda"):
         raise ConfigError("--device", got=repr(name), wanted="cpu or cuda, or left out")
     if name == "cuda" and not torch.cuda.is_available():
@@ -152,6 +156,7 @@ def _device(name: str | None) -> str | None:
 
 
 def _fingerprint(played: Rehearsal, config: Config) -> str:
+    """Text of all that the costs of a rehearsal depend on."""
     return fingerprint_of(
         source="rehearsal",
         model=played.architecture,
@@ -194,6 +199,7 @@ def _rows(costs: CostModel, length: int) -> Iterator[_Row]:
 
 
 def _check_that_something_fits(costs: CostModel, rows: list[_Row]) -> None:
+    """Raise InfeasiblePlan where no layer option holds even one token."""
     if any(row.longest for row in rows):
         return
     least = min(costs.state_bytes + costs.held_bytes((p,), "sharded") for p in costs.group_sizes)
@@ -205,7 +211,7 @@ def _check_that_something_fits(costs: CostModel, rows: list[_Row]) -> None:
     )
 
 
-def _chosen(costs: CostModel, config: Config, length: int) -> Plan | None:
+def _plan_step(costs: CostModel, config: Config, length: int) -> Plan | None:
     """The plan of a step of one sequence; None when it fits nowhere."""
     try:
         problem = make_problem(costs, config.planner.model_copy(update={"group_sizes": ()}))
@@ -214,7 +220,9 @@ def _chosen(costs: CostModel, config: Config, length: int) -> Plan | None:
         return None
 
 
-def _parts(costs: CostModel, chosen: Plan, length: int) -> MemoryParts:
+def _memory_parts_of(costs: CostModel, chosen: Plan, length: int) -> MemoryParts:
+    """What fills a rank's memory while it runs the one sequence of ``length`` tokens of the chosen
+    plan, in bytes."""
     micro = chosen.micro_batches[0]
     p = len(chosen.pipelines[micro.pipeline].ranks)
     return memory_parts(costs, length, p, micro.layers, chosen.working)
@@ -228,6 +236,8 @@ def _json(
     chosen: Plan | None,
     parts: MemoryParts | None,
 ) -> dict[str, Any]:
+    """The results of a rehearsal as JSON; ``chosen`` and ``parts`` are None where the sequence does
+    not fit."""
     return {
         "architecture": played.architecture.to_json(),
         "hardware": str(played.hardware),
@@ -251,6 +261,8 @@ def _print(
     chosen: Plan | None,
     parts: MemoryParts | None,
 ) -> None:
+    """Print the results of a rehearsal: the limits of each option, and the step and memory of the
+    chosen plan where the sequence fits."""
     out = out_console()
     dtype = str(played.dtype).removeprefix("torch.")
     out.print(f"{played.architecture} in {dtype}")
@@ -271,6 +283,8 @@ def _print(
 
 
 def _table(rows: list[_Row], length: int) -> Table:
+    """A line for each group size and layer option: bytes, the longest sequence in tokens, and
+    seconds."""
     table = Table(box=None, pad_edge=False)
     names = (
         "group",
@@ -303,6 +317,7 @@ def _table(rows: list[_Row], length: int) -> Table:
 
 
 def _print_step(out: Console, costs: CostModel, chosen: Plan, length: int) -> None:
+    """Print how long the step of the one sequence takes and how it is spread."""
     micro, s = chosen.micro_batches[0], costs.exchange_s
     out.print(
         f"\na step of one sequence of {length:,} tokens: {seconds_text(chosen.predicted_s)} on "
@@ -313,6 +328,7 @@ def _print_step(out: Console, costs: CostModel, chosen: Plan, length: int) -> No
 
 
 def _print_memory(out: Console, parts: MemoryParts) -> None:
+    """Print what a rank's memory holds at the peak, with a bar for each part."""
     named = {
         "stored weights, gradients, optimizer": parts.stored,
         "working weights and gradients": parts.working,

@@ -42,6 +42,7 @@ def train(
     ranks_here: list[int] = []
 
     def main(world: World) -> int:
+        """Train on this rank, with progress on its terminal."""
         ranks_here.append(world.rank)
         if isinstance(config, ClipsConfig):
             train_clips(world, config, folder, Terminal(), resume=resume)
@@ -54,14 +55,17 @@ def train(
     if code >= STOPPED and first:  # not by a mistake that would be made again
         why = "interrupted" if code == 128 + signal.SIGINT else "stopped"
         out_again = shlex.quote(str(folder))
-        tell(f"{why}{_kept(folder)}; continue with: {_launched(again)} --out {out_again} --resume")
+        tell(
+            f"{why}{_where_it_stands(folder)}; continue with: {_launch_command(again)} "
+            f"--out {out_again} --resume"
+        )
     # The ranks have parted: nobody waits while the report is drawn.
     if code == 0 and first:
         _finish(TrainingRun(folder), config)
     return code
 
 
-def _launched(again: str) -> str:
+def _launch_command(again: str) -> str:
     """A command as it is launched here: by torchrun, where it was."""
     if not under_torchrun():
         return again
@@ -70,7 +74,7 @@ def _launched(again: str) -> str:
     return f"{where}torchrun --nproc-per-node {here} -m {again}"
 
 
-def _kept(folder: Path) -> str:
+def _where_it_stands(folder: Path) -> str:
     """Where a run that was ended stands, and what is kept of it."""
     done, newest = steps_done(folder), checkpoint.latest(folder / "checkpoints")
     if newest is None:

@@ -66,6 +66,9 @@ _MODELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
+    """What one start of ``ranks`` ranks verifies: ``steps`` batches of a model, by several
+    methods."""
+
     model: str
     ranks: int
     steps: int
@@ -125,6 +128,7 @@ def verify(what: str, path: Path | None, flags: VerifyFlags) -> int:
 
 
 def _verify_checkpoint(path: Path | None) -> int:
+    """Check every checksum of the newest checkpoint in a folder; returns the exit code."""
     if path is None:
         raise ConfigError("verify checkpoint", got="no path", wanted="a checkpoint or their folder")
     inside = path / "checkpoints"  # of a run's folder
@@ -211,6 +215,8 @@ def _or_infinite(error: float) -> float:
 def _plain_step(
     tokens: tuple[np.ndarray, ...], lengths: Lengths, a: Architecture, seed: int, step: int
 ) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of a batch and the gradient of every weight by plain autograd on one rank, in
+    float64."""
     objective = objective_of(a, seed=seed, step=step)
     examples = [objective.example(t, i) for t, i in zip(tokens, lengths.ids, strict=True)]
     ids, labels = (
@@ -227,6 +233,7 @@ def _plain_step(
 
 
 def _print(rows: list[tuple[_Case, _Errors | None]], tolerance: float) -> int:
+    """Print the errors of every case against the tolerance; returns the exit code."""
     table = Table(box=None, pad_edge=False)
     for name in ("model", "ranks", "methods", "loss error", "gradient error", "verdict"):
         table.add_column(name, justify="left" if name in ("model", "methods") else "right")

@@ -20,10 +20,13 @@ _EXACT, _SINGLE = 1e-10, 1e-6
 """Tolerances: in double precision, and where some of a model is in single precision."""
 
 _Examples = Mapping[str, Callable[[], AxisExample]]
+"""Makers of examples by the names of the cases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
+    """The largest relative errors of one case of a model."""
+
     model: str
     ranks: int
     case: str
@@ -70,6 +73,7 @@ def _rows(name: str, ranks: int, examples: _Examples) -> Iterator[_Row]:
 
 
 def _print(found: Sequence[_Row], tolerance: float) -> None:
+    """Print the errors of every case against the tolerance."""
     table = Table(box=None, pad_edge=False)
     for title in ("model", "ranks", "case", "loss error", "gradient error", "verdict"):
         table.add_column(title, justify="right" if "err" in title or title == "ranks" else "left")

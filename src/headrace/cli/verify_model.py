@@ -111,6 +111,7 @@ def verify_model(
 
 
 def _print(found: Sequence[_Verdict], tolerance: float) -> None:
+    """Print the errors of every case against the tolerance, and how the attention was reached."""
     table = Table(box=None, pad_edge=False)
     for title in (
         "model",
@@ -160,10 +161,13 @@ def on_all(
 
 
 def _on_ranks(name: str, ranks: int, cases: Callable[[], Iterable[Any]]) -> dict[str, Any]:
+    """The rows of ``cases`` as the first of so many ranks found them, or under ``refused`` why the
+    model cannot be spread."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
 
         def main(world: World) -> int:
+            """Run the cases on this rank; the first one writes the answer to a file."""
             try:
                 rows = [asdict(row) for row in cases()]
                 answer: dict[str, Any] = {"rows": rows}
@@ -181,18 +185,20 @@ def _on_ranks(name: str, ranks: int, cases: Callable[[], Iterable[Any]]) -> dict
 
 
 def _cases(name: str, ranks: int, seed: int, backend: str | None) -> Iterator[_Verdict]:
+    """The verdicts of a model on this rank's world: every exchange, kind of batch and recompute
+    level. Collective."""
     model, plain = foreign_model(name, seed), foreign_model(name, seed)
     run = headrace.compile(model, backend=backend)
     exchanges: list[Exchange] = ["ulysses", "ring", "gather"]
     counts = run.entry_point != "graph"
     for at, batch in enumerate(_batches(run)):
         for exchange in exchanges if at == 0 else [exchanges[at % len(exchanges)]]:
-            verdict = _compared(run, plain, batch, seed + at, exchange, counts=counts)
+            verdict = _compare(run, plain, batch, seed + at, exchange, counts=counts)
             yield replace(verdict, model=name, ranks=ranks)
     if counts and run.has_blocks:
         for level in ("attention", "full"):
             again = headrace.compile(foreign_model(name, seed), backend=backend, recompute=level)
-            verdict = _compared(again, plain, _BATCHES[0], seed, exchanges[0], counts=True)
+            verdict = _compare(again, plain, _BATCHES[0], seed, exchanges[0], counts=True)
             yield replace(verdict, model=name, ranks=ranks, recompute=level)
 
 
@@ -220,13 +226,13 @@ def _long_row(run: TokenModel) -> int | None:
         return None
     rope = getattr(config, "rope_parameters", None) or {}
     names = ("sliding_window", "local_attention", "max_position_embeddings")
-    ends = [getattr(config, name, None) for name in names]
-    ends.append(rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None)
-    beyond = [end + 22 for end in ends if isinstance(end, int) and end + 22 <= _LONGEST]
+    limits = [getattr(config, name, None) for name in names]
+    limits.append(rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None)
+    beyond = [end + 22 for end in limits if isinstance(end, int) and end + 22 <= _LONGEST]
     return min(max([_LONG, *beyond]), run.longest or _LONGEST)
 
 
-def _compared(
+def _compare(
     run: TokenModel,
     plain: torch.nn.Module,
     batch: _Batch,
@@ -240,7 +246,7 @@ def _compared(
     for model in (run.model, plain):
         model.train(batch.training)
     loss, gradients, kept = _spread(run, inputs, exchange, batch, counts=counts)
-    whole = _own if batch.own else _alone
+    whole = _own_loss if batch.own else _alone
     wanted, expected = whole(plain, run, inputs, batch)
     return _Verdict(
         model="",
@@ -308,13 +314,14 @@ def _counter(run: TokenModel) -> ByteCounter | SavedBytes:
 
 
 def _loss_among(outputs: Any) -> torch.Tensor:
+    """The loss in a model's results; raises ModelError where there is none."""
     loss = loss_of(outputs)
     if loss is None:
         raise ModelError("results of the model", got="no loss", wanted="one, given labels")
     return loss
 
 
-def _own(
+def _own_loss(
     model: torch.nn.Module, run: TokenModel, inputs: dict[str, torch.Tensor], batch: _Batch
 ) -> tuple[float, list[torch.Tensor | None]]:
     """(the model's own loss, gradients) of one process that is given whole rows."""

@@ -51,6 +51,8 @@ class Arriving:
         result: Callable[[], torch.Tensor],
         keep: torch.Tensor | None = None,
     ) -> None:
+        """``result`` makes the result once ``transfer`` (None: there was nothing to send) has
+        ended; ``keep`` is a buffer that must live until then."""
         self._transfer, self._result = transfer, result
         self._keep = keep  # gloo loses a message whose buffer is freed
 
@@ -302,10 +304,10 @@ def agree(what: str, value: str, group: dist.ProcessGroup | None) -> None:
         return
     # max(d) and ~max(~d) = min(d) are the same where all digests are.
     digest = torch.frombuffer(bytearray(hashlib.sha256(value.encode()).digest()), dtype=torch.int64)
-    ends = torch.stack([digest, ~digest])
-    work = dist.all_reduce(ends, dist.ReduceOp.MAX, group=group, async_op=True)
-    Transfer(work, group, ends).wait()
-    if torch.equal(ends[0], ~ends[1]):
+    both = torch.stack([digest, ~digest])
+    work = dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True)
+    Transfer(work, group, both).wait()
+    if torch.equal(both[0], ~both[1]):
         return
     values = [payload.decode() for payload in gather_bytes(value.encode(), group)]
     odd = [rank for rank, other in enumerate(values) if other != values[0]]

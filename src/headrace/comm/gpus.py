@@ -32,17 +32,17 @@ def count_gpus() -> int:
         return 0
     if torch.cuda.is_initialized():
         return torch.cuda.device_count()
-    return _asked(torch.cuda.device_count)
+    return _ask_child(torch.cuda.device_count)
 
 
 def cuda_begun() -> bool:
     """Whether CUDA was initialized in this process, or queried, so that its forks cannot use it."""
     if not torch.backends.cuda.is_built():
         return False
-    return torch.cuda.is_initialized() or bool(_asked(torch.cuda._is_in_bad_fork))  # noqa: SLF001
+    return torch.cuda.is_initialized() or bool(_ask_child(torch.cuda._is_in_bad_fork))  # noqa: SLF001
 
 
-def _asked(question: Callable[[], int]) -> int:
+def _ask_child(question: Callable[[], int]) -> int:
     """The answer of ``question`` in a forked child; 0 where the child fails."""
     ours, theirs = os.pipe()
     child = os.fork()

@@ -126,6 +126,8 @@ class _Started:
     precision: str
 
     def __call__(self, rank: int) -> int:
+        """Run this rank in its new process, with the launcher's precision of products and its store
+        on this machine."""
         torch.set_float32_matmul_precision(self.precision)  # as in the starting process
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever networks come and go
         place = RankPlace(
@@ -201,6 +203,8 @@ def _check(ranks: int) -> None:
 
 
 def _listen(port: int) -> socket.socket:
+    """A listening socket on this machine's own address, port 0 for any free one; raises LaunchError
+    for a port in use."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -215,6 +219,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _serve(listener: socket.socket, port: int) -> dist.TCPStore:
+    """The store of the job on a socket that listens already."""
     return dist.TCPStore(
         _LOCALHOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
@@ -305,6 +310,8 @@ def _meet(place: RankPlace, store: dist.Store, lifeline: Lifeline, *, limit_s: f
 
 
 def _interface(address: str) -> str:
+    """The name of the network interface with this address, for gloo; raises LaunchError where there
+    is none."""
     found = interface_of(address)
     if found is None:
         raise LaunchError(
@@ -317,6 +324,8 @@ def _interface(address: str) -> str:
 
 
 def _place() -> RankPlace:
+    """This rank's place in the job from torchrun's environment variables; raises LaunchError where
+    they do not fit."""
     ranks = number("WORLD_SIZE")
     place = RankPlace(
         rank=number("RANK"),

@@ -40,6 +40,8 @@ class LoopWatch:
     words; it is called from a thread. Collective."""
 
     def __init__(self, groups: Groups, where: Callable[[], str]) -> None:
+        """Start the watching thread of this rank; each rank holds a connection to the one before
+        it, whose address all exchange here. Collective."""
         self._rank, self._ranks, self._where = groups.rank, groups.ranks, where
         self._death: Death | None = None
         self._known_s = 0.0
@@ -71,6 +73,7 @@ class LoopWatch:
         self._change(resting=True)
 
     def _change(self, *, resting: bool) -> None:
+        """Publish at once whether this rank is between steps (``resting``)."""
         self._resting = resting
         with suppress(RuntimeError):  # the thread notices that the store is gone
             self._publish()
@@ -115,6 +118,8 @@ class LoopWatch:
         self._thread.join(timeout=2 * _NOTICE_S)
 
     def _run(self) -> None:
+        """The thread: publishes this rank's state, looks for a failed one, and ends the process
+        where it is stuck after a failure."""
         while not self._closed.wait(_ROUND_S):
             try:
                 self._publish()
@@ -135,6 +140,8 @@ class LoopWatch:
                 self._board.put(self._rank, beat)
 
     def _look(self) -> None:
+        """Read from the board whether a stop was asked for or a rank failed; where the connection
+        to the rank before broke, declare that rank dead."""
         if not self._rank and not self._stop_asked:
             self._stop_asked = self._board.stop_asked()
         if self._death is None and (death := self._board.death()) is not None:

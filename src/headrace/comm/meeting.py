@@ -113,7 +113,7 @@ class _First:
     def call(self) -> None:
         """Invite all ranks if their registrations are new, and begin the attempt when all have
         answered."""
-        came = self._came()
+        came = self._registrations()
         if came and came != self._called:
             self._called, self._attempt = came, self._store.add("attempts", 1) - 1
             self._invite()
@@ -121,7 +121,7 @@ class _First:
             self._store.set(f"begun/{self._attempt}", "1")
             self._store.set("old", json.dumps([token for token, *_ in self._called]))
 
-    def _came(self) -> list[list[Any]]:
+    def _registrations(self) -> list[list[Any]]:
         """The registrations of all ranks in this attempt; empty while some are missing."""
         keys = [f"here/{rank}" for rank in range(self._ranks)]
         if not self._store.check(keys):
@@ -130,6 +130,8 @@ class _First:
         return [] if any(token in self._old for token, *_ in came) else came
 
     def _invite(self) -> None:
+        """Write for each rank which attempt begins, its own address and the address and port of the
+        rank before it."""
         # A machine may see only 127.0.0.1 as its own address; others know the store's machine.
         seen = [store for _, _, store, _ in self._called if not _loops(store)]
         known = [
@@ -155,6 +157,7 @@ def _called(store: dist.Store, rank: int, token: str) -> JoinedAttempt | None:
 
 
 def _missing(store: dist.Store, ranks: int) -> str:
+    """Words for the error: which ranks have not registered."""
     missing = [str(rank) for rank in range(ranks) if not store.check([f"here/{rank}"])]
     shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
     return f"no rank {shown}" if missing else "ranks that have not come again after a restart"

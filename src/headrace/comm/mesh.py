@@ -97,6 +97,7 @@ class Messages:
             self._settle(peer)
 
     def _settle(self, peer: int) -> None:
+        """Wait for the last message that was sent to ``peer``, if it was not waited for."""
         sent = self._sent.pop(peer, None)
         if sent is not None:
             sent.transfer.wait()  # once: a second wait never returns
@@ -179,6 +180,8 @@ class Groups:
         device: str | torch.device = "cpu",
         node_ranks: int | None = None,
     ) -> None:
+        """The groups of this rank's world; ``node_ranks`` is the number of neighbouring ranks on
+        one node, None where nodes play no role."""
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
         if node_ranks is not None and (node_ranks < 1 or self.ranks % node_ranks):
@@ -251,10 +254,10 @@ class Groups:
         """Create the groups of links inside of each node, then those across nodes; returns this
         rank's."""
         nodes = [range(at, at + each) for at in range(0, self.ranks, each)]
-        places = [range(at, self.ranks, each) for at in range(each)]
+        alike = [range(at, self.ranks, each) for at in range(each)]
         inside, across = (
             next(group for group in [self._make(ranks) for ranks in some] if group is not None)
-            for some in (nodes, places)
+            for some in (nodes, alike)
         )
         aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         return NodeGroups(ranks=each, inside=inside, across=across, aside=aside)

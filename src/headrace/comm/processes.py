@@ -252,7 +252,7 @@ def execute(
 
     Raises LaunchError for a ``body`` that cannot be sent: it must be of a module, not a closure.
     """
-    data = _pickled(body)
+    data = _to_bytes(body)
     children: dict[int, int] = {}
     try:
         memory = os.memfd_create("ranks")
@@ -260,7 +260,7 @@ def execute(
             _write(memory, data)
             with _open_in_children((memory, *inherited)):
                 for rank in range(ranks):
-                    children[rank] = _spawned(memory, rank)
+                    children[rank] = _spawn(memory, rank)
         finally:
             os.close(memory)
     except BaseException as error:
@@ -272,7 +272,7 @@ def execute(
     return children
 
 
-def _spawned(memory: int, rank: int) -> int:
+def _spawn(memory: int, rank: int) -> int:
     """Start a new Python process for a rank; returns its process id."""
     folders = [os.path.abspath(path) for path in sys.path if isinstance(path, str)]
     words = [*map(str, (memory, rank, os.getpid())), *folders]
@@ -283,6 +283,8 @@ def begin(memory: int, rank: int, parent: int) -> None:
     """The main function of a new process: run the sent body as ``rank``, then end."""
 
     def body(rank: int) -> int:
+        """The work of a new process: read the pickled function from the open file ``memory`` and
+        run it; returns its exit code."""
         size = os.fstat(memory).st_size
         try:
             work: Callable[[int], int] = pickle.loads(os.pread(memory, size, 0))
@@ -295,7 +297,8 @@ def begin(memory: int, rank: int, parent: int) -> None:
     live(parent, rank, body)
 
 
-def _pickled(body: Callable[[int], int]) -> bytes:
+def _to_bytes(body: Callable[[int], int]) -> bytes:
+    """The function as bytes; raises LaunchError for one that a new process could not import."""
     try:
         data = pickle.dumps(body)
     except Exception as error:  # of any class that is asked for its state
@@ -306,6 +309,7 @@ def _pickled(body: Callable[[int], int]) -> bytes:
 
 
 def _unsendable(why: str) -> LaunchError:
+    """The error for a function that cannot be sent to a new process, with the reason ``why``."""
     return LaunchError(
         "main function of ranks",
         got=f"one that cannot be sent to a new process ({why})",
@@ -327,6 +331,7 @@ def _write(file: int, data: bytes) -> None:
 
 @contextmanager
 def _open_in_children(files: Sequence[int]) -> Iterator[None]:
+    """Context in which new processes inherit these open file descriptors."""
     before = [os.get_inheritable(file) for file in files]
     try:
         for file in files:

@@ -111,7 +111,7 @@ def run_rank(
     except SystemExit as error:
         code = _code(error)
     except BaseException as error:
-        return _failed(error, place.rank, watcher)
+        return _report_failure(error, place.rank, watcher)
     if code:
         watcher.fail(f"left with code {code}", code=code)
         return code
@@ -137,6 +137,7 @@ def here(place: RankPlace, settings: Settings, store: dist.Store) -> Iterator[Wo
 
 
 def _watcher(place: RankPlace, settings: Settings, lifeline: Lifeline | None = None) -> Watcher:
+    """The watcher of this rank, not started, with a connection of its own to the job's store."""
     own = dist.TCPStore(place.host, place.port, is_master=False)
     hurry(place.port)
     return Watcher(
@@ -152,6 +153,8 @@ def _watcher(place: RankPlace, settings: Settings, lifeline: Lifeline | None = N
 def _join(
     place: RankPlace, settings: Settings, store: dist.Store, watcher: Watcher, device: str
 ) -> World:
+    """Meet the other ranks and make the world of this one, with as many threads as its part of the
+    machine's cores. Collective."""
     watcher.enter("the start, meeting the other ranks")
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(settings.threads or max(1, cores // place.local_ranks))
@@ -196,7 +199,9 @@ def _code(error: SystemExit) -> int:
     return 1
 
 
-def _failed(error: BaseException, rank: int, watcher: Watcher) -> int:
+def _report_failure(error: BaseException, rank: int, watcher: Watcher) -> int:
+    """Tell all ranks what this one raised and print it, unless another rank failed first; returns
+    the exit code."""
     if isinstance(error, HeadraceError):
         watcher.refuse(str(error))
         return 2

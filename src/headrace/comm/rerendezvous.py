@@ -41,6 +41,8 @@ class Rerendezvous:
         backend: str,
         store_port: int,
     ) -> None:
+        """Keep how to meet: the store of addresses, this rank, and the backend of the groups;
+        :meth:`meet` does it."""
         self._store, self._rank, self._ranks = store, rank, ranks
         self._timeout_s, self._watcher, self._backend = timeout_s, watcher, backend
         self._number = 0

@@ -64,6 +64,8 @@ class Transfer:
         *,
         here: bool = False,
     ) -> None:
+        """Keep a transfer that was issued, in the list of those that a freed rank has to give
+        up."""
         assert work is not None, "issued asynchronously, by a rank of the group"
         self.work, self.group, self.here = work, group, here
         self._of_host = x.device.type == "cpu"
@@ -83,16 +85,18 @@ class Transfer:
             raise
 
     def _wait(self) -> None:
+        """Wait until the transfer has ended; where waits are sliced, look between two slices
+        whether this rank is freed."""
         if not (_state.sliced and self._of_host):
             self.work.wait()
         elif self.here:
             _state.wait_there(self)
         else:
-            while not self._ended():
+            while not self._ends_in_slice():
                 check()
         _state.under_way.discard(self)
 
-    def _ended(self) -> bool:
+    def _ends_in_slice(self) -> bool:
         """Whether it ended within one slice."""
         try:
             self.work.wait(timedelta(seconds=_SLICE_S))
@@ -112,6 +116,8 @@ class _Helper:
         threading.Thread(target=self._run, name="waiter", daemon=True).start()
 
     def wait(self, transfer: Transfer, between: Callable[[], None]) -> None:
+        """Have the thread wait for a transfer, and call ``between`` every slice of time meanwhile;
+        raises what the transfer raised."""
         answer: SimpleQueue[BaseException | None] = SimpleQueue()
         self._asked.put((transfer, answer))
         while True:
@@ -123,6 +129,7 @@ class _Helper:
             raise error
 
     def _run(self) -> None:
+        """The thread: waits for one transfer after the other and answers with None or the error."""
         while True:
             transfer, answer = self._asked.get()
             try:
@@ -134,7 +141,10 @@ class _Helper:
 
 
 class _State:
+    """How this process waits: one object for all transfers."""
+
     def __init__(self) -> None:
+        """Begin without slices: waits are ordinary until somebody may free this rank."""
         self.sliced = False
         self.under_way: set[Transfer] = set()
         self.others = 0  # what may wait for transfers that are not of headrace
@@ -144,6 +154,8 @@ class _State:
         self._helper: _Helper | None = None
 
     def wait_there(self, transfer: Transfer) -> None:
+        """Wait for a transfer in the helping thread; one that may hang for ever is left behind when
+        this rank is freed."""
         self._helper = self._helper or _Helper()
         try:
             self._helper.wait(transfer, check)

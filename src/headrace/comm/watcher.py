@@ -41,6 +41,8 @@ class Lifeline:
     connects to the rank before."""
 
     def __init__(self) -> None:
+        """Open a port to which the next rank connects; the system breaks the connection when this
+        process ends."""
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         # Never accepted by us: the system does, and breaks the connections when this process ends.
@@ -107,6 +109,8 @@ class AwakeClock:
     def __init__(
         self, *, tick_s: float, limit_s: float, too_long: Callable[[float], object]
     ) -> None:
+        """A clock, not started, that calls ``too_long`` with the seconds since the last answer once
+        these are above ``limit_s``."""
         self._tick_s, self._limit_s, self._too_long = tick_s, limit_s, too_long
         self._tick = (0.0, time.monotonic())  # seconds asleep until then, and the last tick
         self._answered_s = self.seconds()
@@ -139,6 +143,8 @@ class AwakeClock:
         self._thread.join()
 
     def _run(self) -> None:
+        """The thread: ticks every ``tick_s``, counts time in which the machine slept apart, and
+        reports a missing answer."""
         while not self._ended.wait(self._tick_s):
             now_s = time.monotonic()
             self._tick = (self._asleep(now_s), now_s)
@@ -179,6 +185,8 @@ class Watcher:
         hang_s: float = 30.0,
         lifeline: Lifeline | None = None,
     ) -> None:
+        """A watcher, not started, of rank ``rank`` of ``ranks``, which beats every ``heartbeat_s``
+        and calls a silent rank hung after ``hang_s``."""
         self.board, self._rank, self._ranks = board, rank, ranks
         self._heartbeat_s, self._hang_s, self._lifeline = heartbeat_s, hang_s, lifeline
         self._count = 0
@@ -324,6 +332,8 @@ class Watcher:
         self.board.put(self._rank, self._beat(left=left))
 
     def _run(self) -> None:
+        """The thread: one round after the other until the rank ends; a store that is gone ends the
+        process."""
         try:
             while not self._sleep():
                 self._round()
@@ -363,6 +373,7 @@ class Watcher:
             say(stop_text(self._grace_s))
 
     def _check_grace(self) -> None:
+        """End the process where the time to stop after a signal has run out."""
         if self._stopping is None or self._clock.seconds() < self._stopping[1]:
             return
         number = self._stopping[0]
@@ -374,6 +385,8 @@ class Watcher:
         return self.board.stopped_by()
 
     def _round(self) -> None:
+        """Publish a heartbeat, read the board for failures and requests, and check the rank before,
+        limits and signals."""
         self._publish()
         self._clock.answered()
         if self._ending:
@@ -422,6 +435,8 @@ class Watcher:
             self._obey_death(self.board.declare(Death(rank=before, how=how, code=STOPPED)))
 
     def _check_limit(self) -> None:
+        """End the job where this rank has been in its action for longer than the action's limit,
+        and nobody has failed before."""
         beat, limit_s = self._beat(), self._action[2]
         if limit_s is None or beat.seconds <= limit_s:
             return

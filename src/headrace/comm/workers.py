@@ -128,6 +128,7 @@ def _received_functions(
 
 
 def _answer(plan: Callable[[Any], Any], number: int, item: bytes) -> Answer:
+    """The answer to item ``number``: the pickled plan, or the pickled error of planning it."""
     try:
         return Answer(number, pickle.dumps(plan(pickle.loads(item))))
     except Exception as error:
@@ -146,6 +147,8 @@ def _receive(
     work: PriorityQueue[_Work],
     answers: SimpleQueue[_Said],
 ) -> None:
+    """The reading thread of a producer: puts items into ``work``, says that it is alive, and ends
+    the process with its parent."""
     try:
         while os.getppid() == parent:
             if connection.poll(_POLL_S):
@@ -158,6 +161,8 @@ def _receive(
 
 
 def _send(connection: Connection, work: PriorityQueue[_Work], answers: SimpleQueue[_Said]) -> None:
+    """The writing thread of a producer: sends answers, and puts a planned item back into ``work``
+    for what comes after its plan."""
     try:
         while True:
             answer, item = answers.get()
@@ -177,6 +182,8 @@ class Producer:
     """
 
     def __init__(self, functions: bytes) -> None:
+        """Start a process that plans, and send it its pickled functions; raises LaunchError where
+        no process can be started."""
         ours, theirs = Pipe()
         self.note = TemporaryFile(buffering=0)  # noqa: SIM115 - open as long as the process
         self.connection: Connection[Any, Any] = ours
@@ -264,10 +271,12 @@ class PlanAhead(Generic[Item, Plan, After]):
         tell: Callable[[str], object] | None = None,
         silent_s: float = 30.0,
     ) -> None:
+        """Plan ``items`` in up to ``producers`` processes, ``depth`` items ahead; ``after`` is
+        computed there for each planned item."""
         for name, value in (("producers", producers), ("depth", depth)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SpecError(name, got=repr(value), wanted="a whole number >= 1")
-        self._functions = _pickled("the function that plans", (plan, after, depth))
+        self._functions = _to_bytes("the function that plans", (plan, after, depth))
         self._items: Iterator[Item] | None = iter(items)
         self._depth, self._tell, self._silent_s = depth, tell, silent_s
         self._turn, self._read = 0, 0
@@ -285,6 +294,7 @@ class PlanAhead(Generic[Item, Plan, After]):
         return self
 
     def __next__(self) -> Plan:
+        """The next item's plan, in the order of the items; raises what planning raised."""
         self._hand_out()
         since_s = time.monotonic()
         while self._turn not in self._answers:
@@ -321,6 +331,7 @@ class PlanAhead(Generic[Item, Plan, After]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """End all producers."""
         self.close()
 
     def close(self) -> None:
@@ -336,7 +347,7 @@ class PlanAhead(Generic[Item, Plan, After]):
         """Read items up to the depth, and give each to the producer with the fewest."""
         while self._items is not None and self._read < self._turn + self._depth:
             try:
-                self._data[self._read] = _pickled(f"batch {self._read}", next(self._items))
+                self._data[self._read] = _to_bytes(f"batch {self._read}", next(self._items))
             except StopIteration:
                 self._items = None
                 break
@@ -367,12 +378,12 @@ class PlanAhead(Generic[Item, Plan, After]):
                         continue
                     if after:
                         if number >= self._turn - 1:
-                            self._afters[number] = _loaded(data, failed)
+                            self._afters[number] = _from_bytes(data, failed)
                         continue
                     producer.numbers.remove(number)
                     del self._data[number]
                     self._deaths.pop(number, None)
-                    self._answers[number] = _loaded(data, failed)
+                    self._answers[number] = _from_bytes(data, failed)
             except (EOFError, OSError):
                 self._replace(producer)
 
@@ -412,14 +423,17 @@ class PlanAhead(Generic[Item, Plan, After]):
             self._tell(text + ("; another takes over" if lost else ""))
 
 
-def _pickled(what: str, value: object) -> bytes:
+def _to_bytes(what: str, value: object) -> bytes:
+    """The pickled value; raises SpecError, which begins with ``what``, for one that cannot be
+    pickled."""
     try:
         return pickle.dumps(value)
     except Exception as error:
         raise SpecError(what, got=f"{type(error).__name__}: {error}", wanted="what can be pickled")
 
 
-def _loaded(data: bytes, failed: bool) -> tuple[bool, Any]:
+def _from_bytes(data: bytes, failed: bool) -> tuple[bool, Any]:
+    """(whether it failed, the value or the error), from an answer's bytes."""
     try:
         return failed, pickle.loads(data)
     except Exception as error:  # at its turn
@@ -427,6 +441,7 @@ def _loaded(data: bytes, failed: bool) -> tuple[bool, Any]:
 
 
 def _disband(team: list[Producer]) -> None:
+    """End the processes of all producers and forget them."""
     for producer in team:
         producer.connection.close()  # all at once, so that they end at the same time
     for producer in team:

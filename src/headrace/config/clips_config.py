@@ -123,7 +123,8 @@ class ClipsConfig(Section):
     report: ReportConfig = ReportConfig()
 
     @model_validator(mode="after")
-    def _obeyed(self) -> ClipsConfig:
+    def _refuse_unused(self) -> ClipsConfig:
+        """Refuse keys that a run over clips would not obey."""
         for section, keys in _UNUSED.items():
             given = sorted(getattr(self, section).model_fields_set & set(keys))
             if given:

@@ -66,6 +66,8 @@ def apply_overrides(value: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def _read_value(text: str, what: str) -> Any:
+    """The value of a text such as ``[1, 2]``, as TOML reads it; a text that is no TOML is a
+    string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -75,21 +77,25 @@ def _read_value(text: str, what: str) -> Any:
 
 
 def _resolve_paths(value: dict[str, Any], folder: Path) -> None:
+    """Make paths of data, tokenizer and model relative to the folder of the configuration's file,
+    in place."""
     data = value.get("data")
     if not isinstance(data, dict):
         return
     model = value.get("model")
     if isinstance(model, dict) and isinstance(model.get("from"), str):
-        model["from"] = _resolved(model["from"], folder)
+        model["from"] = _resolve(model["from"], folder)
     paths = data.get("paths")
     if isinstance(paths, list):
-        data["paths"] = [_resolved(p, folder) if isinstance(p, str) else p for p in paths]
+        data["paths"] = [_resolve(p, folder) if isinstance(p, str) else p for p in paths]
     tokenizer = data.get("tokenizer")
     if isinstance(tokenizer, str) and os.path.exists(folder / tokenizer):
         data["tokenizer"] = str(folder / tokenizer)
 
 
-def _resolved(path: str, folder: Path) -> str:
+def _resolve(path: str, folder: Path) -> str:
+    """A path relative to ``folder``; those of Python and packages, and of a home folder that is not
+    known, stay."""
     if path.startswith(("python:", "package:")):
         return path
     expanded = os.path.expanduser(path)
@@ -104,6 +110,8 @@ def _problems(model: type[BaseModel], errors: list[dict[str, Any]]) -> list[str]
 
 
 def _problem(model: type[BaseModel], error: dict[str, Any]) -> str:
+    """One of pydantic's errors as a line that names the key, with a similar key for an unknown
+    one."""
     at = ".".join(str(part) for part in error["loc"] if not str(part).startswith("function-"))
     if error["type"] == "extra_forbidden":
         hint = did_you_mean(str(error["loc"][-1]), _keys(model, error["loc"][:-1]))
@@ -117,6 +125,8 @@ def _problem(model: type[BaseModel], error: dict[str, Any]) -> str:
 
 
 def _keys(model: type[BaseModel], loc: Sequence[str | int]) -> list[str]:
+    """The keys of the section at ``loc``, the path of keys from the root; empty where there is no
+    section."""
     for part in loc:
         field = model.model_fields.get(str(part))
         annotation = field.annotation if field else None

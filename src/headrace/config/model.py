@@ -138,6 +138,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _one_budget(self) -> DataConfig:
+        """Refuse two sizes of a batch or none, and half a curriculum."""
         if (self.batch_tokens is None) == (self.batch_sequences is None):
             raise ValueError("give either batch_tokens or batch_sequences")
         if (self.curriculum == "none") != (self.curriculum_steps == 0):
@@ -184,6 +185,8 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _options(self) -> OptimizerConfig:
+        """Refuse options that the chosen optimizer does not have, or that have keys of their
+        own."""
         if self.name == "adamw" and self.options:
             raise ValueError("options of AdamW are beta1, beta2 and eps")
         for key in ("beta1", "beta2", "eps"):
@@ -369,7 +372,7 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_tokens(cls, value: Any) -> Any:
+    def _refuse_clips(cls, value: Any) -> Any:
         data = value.get("data") if isinstance(value, dict) else None
         if isinstance(data, dict) and data.get("kind") == "synthetic-clips":
             raise ValueError("data.kind: a run over clips, which only headrace train takes")
@@ -384,6 +387,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _ranks_of_strategies(self) -> Config:
+        """Refuse a strategy that needs more ranks than there are."""
         for text in self.planner.strategies:
             devices = Strategy.parse(text).devices
             if not 1 <= devices <= self.devices.ranks:

@@ -65,6 +65,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _of_one_origin(self) -> ModelConfig:
+        """Refuse keys of a shape beside ``from``, which brings one."""
         names = set(type(self).model_fields) - {"from_", "dropout"}
         given = sorted(name for name in names if getattr(self, name) is not None)
         if self.from_ is not None and given:

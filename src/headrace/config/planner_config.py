@@ -105,6 +105,7 @@ class PlannerConfig(Section):
 
     @model_validator(mode="after")
     def _static(self) -> PlannerConfig:
+        """Refuse keys of the planner that the chosen planner does not read, and empty lists."""
         if (self.name == "static") != (self.static_size is not None):
             raise ValueError("planner 'static' and static_size go together")
         if self.strategies and self.name != "strategies":

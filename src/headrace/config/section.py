@@ -28,7 +28,9 @@ def number(parse: Callable[[str], object]) -> Callable[[Any], Any]:
     return read
 
 
-def _place(text: str) -> str:
+def _checked_path(text: str) -> str:
+    """The text of a path, unchanged; raises ValueError for one that no file can have, or of an
+    unknown user's home."""
     if "\0" in text:
         raise ValueError("wanted a path without null characters")
     try:
@@ -43,7 +45,7 @@ Natural = Annotated[int, Field(ge=0, le=_MOST)]
 Count = Annotated[int, BeforeValidator(number(parse_count)), Field(ge=1, le=_MOST)]
 """A number, or a text such as ``"32Ki"``."""
 
-Place = Annotated[str, AfterValidator(_place)]
+Place = Annotated[str, AfterValidator(_checked_path)]
 """A path, or what stands for one."""
 
 

@@ -185,6 +185,8 @@ class Estimate:
     variance: float = 0.0
 
     def __post_init__(self) -> None:
+        """Raise CostError for a count, mean or variance that is no finite number, or negative where
+        it cannot be."""
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 0:
             raise CostError("count of an estimate", got=repr(self.count), wanted="an int >= 0")
         for name, value in (("mean", self.mean), ("variance", self.variance)):

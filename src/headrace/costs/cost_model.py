@@ -68,6 +68,7 @@ class OptionCost:
     fetched: float = 1.0
 
     def __post_init__(self) -> None:
+        """Raise CostError for an unknown token order and for a fetched share outside 0 to 1."""
         if self.order not in get_args(TokenOrder):
             wanted = " or ".join(get_args(TokenOrder))
             raise CostError("token order of an option", got=repr(self.order), wanted=wanted)
@@ -189,6 +190,8 @@ class CostModel:
     memory_margin: float = 0.0
 
     def __post_init__(self) -> None:
+        """Raise CostError unless every group size has layer options, ends, and working bytes of
+        both layouts."""
         if not self.options:
             raise CostError("costs", got="no group size", wanted="at least one")
         for p, options in self.options.items():
@@ -204,6 +207,7 @@ class CostModel:
         self._check_numbers()
 
     def _check_numbers(self) -> None:
+        """Raise CostError for bytes, seconds, scale or margin out of range."""
         held = [count for pair in self.working_bytes.values() for count in pair.values()]
         for count in (self.state_bytes, *held):
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:

@@ -85,6 +85,7 @@ class Drift:
     """
 
     def __init__(self) -> None:
+        """Begin without any step: no rank is known to be slow."""
         self._ranks: dict[int, _Track] = {}
         self._all = _Track(level=None)
         self._start: float | None = None
@@ -110,17 +111,19 @@ class Drift:
         self._slow = (self._slow | set(slower)) - set(again)
         found = (
             self._slower(slower),
-            _again(again),
+            _recovered_text(again),
             self._together(step, common_factor(residuals) + math.log(scale)),
         )
         return tuple(text for text in found if text)
 
     def _slower(self, ranks: Mapping[int, int]) -> str:
+        """A sentence about ``ranks``, each with the step since which it is slow, and by what
+        factor; empty for none."""
         if not ranks:
             return ""
         factor = math.exp(median(self._ranks[rank].level or 0.0 for rank in ranks))
         return (
-            f"{_named(ranks)} been {factor:.2f}x slower than the others "
+            f"{_ranks_text(ranks)} been {factor:.2f}x slower than the others "
             f"since step {min(ranks.values())}"
         )
 
@@ -142,15 +145,17 @@ class Drift:
         return f"all ranks have been as fast as at the start since step {since}" if before else ""
 
 
-def _again(ranks: Mapping[int, int]) -> str:
+def _recovered_text(ranks: Mapping[int, int]) -> str:
+    """A sentence about ``ranks``, each with the step since which it is as fast as the others again;
+    empty for none."""
     return (
-        f"{_named(ranks)} been as fast as the others since step {min(ranks.values())}"
+        f"{_ranks_text(ranks)} been as fast as the others since step {min(ranks.values())}"
         if (ranks)
         else ""
     )
 
 
-def _named(ranks: Mapping[int, int]) -> str:
+def _ranks_text(ranks: Mapping[int, int]) -> str:
     """``rank 1 has``, ``ranks 1, 2 and 5 have``, ``ranks 0, 1, ... and 4 more have``."""
     names = [str(rank) for rank in sorted(ranks)]
     if len(names) == 1:

@@ -114,6 +114,7 @@ class Forecast:
         }
 
     def __str__(self) -> str:
+        """Three lines: the seconds of a step, memory, and what was assumed."""
         memory, has = self.memory, self.rates.assumed.memory_bytes
         parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in asdict(memory).items())
         free = has - memory.peak
@@ -359,7 +360,7 @@ class _Step:
             working, spread = 4 * elements, _STATE_BYTES - 4  # weights and gradients in 16 bits
         elif lay.gradients > 1:
             working = 2 * elements
-        every, kept = self._kept_units()
+        every, kept = self._units_kept()
         flying = min(self.accumulation, lay.stages)
         layer = 2 * (every - kept) * self.unit_bytes
         return LayoutMemory(
@@ -369,7 +370,7 @@ class _Step:
             passing=ceil(max(self._logit_bytes(), layer)),
         )
 
-    def _kept_units(self) -> tuple[float, float]:
+    def _units_kept(self) -> tuple[float, float]:
         """Activations u of a layer without recompute, and those that it keeps."""
         a, facts = self.model, FACTS[SINGLE_RANK]
         k, wide = a.kv_heads * a.head_features / a.hidden, a.ffn / a.hidden

@@ -44,6 +44,8 @@ class GroupCosts:
     words: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Check all numbers and sort ``kappa_s`` by group size; raises CostError for any out of
+        range."""
         for name in _NUMBERS:
             object.__setattr__(self, name, _seconds(name, getattr(self, name)))
         if not _whole(self.cap_tokens) or self.cap_tokens < 1:

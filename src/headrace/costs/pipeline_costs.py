@@ -51,6 +51,8 @@ class SchemeCost:
     name: str = ""
 
     def __post_init__(self) -> None:
+        """Name the costs by their scheme where they have no name; raises CostError for numbers out
+        of range."""
         if not self.name:
             object.__setattr__(self, "name", str(self.scheme))
         for name in ("a_s", "b_s", "c_s"):
@@ -231,7 +233,9 @@ class PipelineCosts:
         _once([str(cost.scheme) for cost in schemes])
         apart = "kind", "schemes", "context"
         facts = {name: fact for name, fact in value.items() if name not in apart}
-        return _derived(cls(schemes=tuple(schemes), facts=facts), value.get("context"))
+        return _with_context_parallel(
+            cls(schemes=tuple(schemes), facts=facts), value.get("context")
+        )
 
     @classmethod
     def load(cls, path: Path) -> PipelineCosts:
@@ -245,7 +249,7 @@ class PipelineCosts:
         return cls.from_json(value)
 
 
-def _derived(costs: PipelineCosts, context: Any) -> PipelineCosts:
+def _with_context_parallel(costs: PipelineCosts, context: Any) -> PipelineCosts:
     """The costs with what their file says of context parallelism."""
     if context is None:
         return costs

@@ -90,6 +90,7 @@ class Rates:
         }
 
     def __str__(self) -> str:
+        """Tokens a second for a device, and the share of its peak where that is known."""
         text = f"{self.tokens_per_s:,.0f} tokens/s a device"
         if self.mfu is not None and self.assumed.peak_flops_per_s is not None:
             peak = f"{self.assumed.peak_flops_per_s / 1e12:.3g} TFLOP/s"

@@ -94,14 +94,14 @@ def _meta_sum(meta: dict[str, Any]) -> int:
 
 
 def _tokens(folder: Path, meta: dict[str, Any]) -> TokenFile:
-    return _held(folder, meta, "tokens.bin", "blocks.npy", np.dtype(meta["dtype"]))
+    return _open_values(folder, meta, "tokens.bin", "blocks.npy", np.dtype(meta["dtype"]))
 
 
 def _masks(folder: Path, meta: dict[str, Any]) -> TokenFile:
-    return _held(folder, meta, "learned.bin", "mask_blocks.npy", np.dtype(np.uint8))
+    return _open_values(folder, meta, "learned.bin", "mask_blocks.npy", np.dtype(np.uint8))
 
 
-def _held(
+def _open_values(
     folder: Path, meta: dict[str, Any], name: str, blocks: str, dtype: np.dtype[Any]
 ) -> TokenFile:
     """A file with a value for each token, held open."""

@@ -48,6 +48,7 @@ class LogNormal:
     alpha: float = 1.0
 
     def __post_init__(self) -> None:
+        """Raise ConfigError for lengths and shape parameters out of range."""
         if not 1 <= self.min <= self.max:
             raise ConfigError(
                 "lognormal", got=f"min {self.min}, max {self.max}", wanted="min <= max"
@@ -89,6 +90,7 @@ class Bins:
     shares: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        """Raise ConfigError unless edges rise and there is a share for each bin between them."""
         rising = all(a < b for a, b in zip(self.edges, self.edges[1:], strict=False))
         if len(self.edges) != len(self.shares) + 1 or not rising or self.edges[0] < 1:
             wanted = "rising edges >= 1, one more than shares"

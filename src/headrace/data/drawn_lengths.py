@@ -83,6 +83,8 @@ def parse_distribution(text: str) -> Distribution:
 
 
 def _parse_one(text: str) -> Distribution:
+    """The distribution of a preset's name or of a text ``kind:options``; raises ConfigError for
+    others."""
     if text in PRESETS:
         return PRESETS[text]
     kind, colon, rest = text.partition(":")
@@ -115,6 +117,7 @@ def _float(name: str, text: str) -> float:
 
 
 def _int(text: str) -> int:
+    """A number of tokens from text; raises ConfigError for other text."""
     try:
         return parse_count(text)
     except HeadraceError as error:
@@ -130,6 +133,7 @@ def _float_or_count(text: str) -> float:
 
 
 def _lognormal(text: str) -> LogNormal:
+    """The distribution of options such as ``median=4Ki,sigma=1``."""
     known = ("median", "sigma", "min", "max", "tail", "alpha")
     options = _options("lognormal", text, known, 2)
     values: dict[str, Any] = {"median": _float_or_count(options.pop("median"))}
@@ -139,6 +143,7 @@ def _lognormal(text: str) -> LogNormal:
 
 
 def _bins(text: str) -> Bins:
+    """The distribution of ``edges`` and ``shares``, each with slashes between its numbers."""
     options = _options("bins", text, ("edges", "shares"), 2)
     return Bins(
         edges=tuple(_int(edge) for edge in options["edges"].split("/")),
@@ -146,7 +151,7 @@ def _bins(text: str) -> Bins:
     )
 
 
-def _fixed(text: str) -> Resampled:
+def _one_length(text: str) -> Resampled:
     return Resampled(lengths=(_int(text),))
 
 
@@ -171,13 +176,14 @@ def _file(text: str) -> Resampled:
 _KINDS: dict[str, Callable[[str], Distribution]] = {
     "lognormal": _lognormal,
     "bins": _bins,
-    "fixed": _fixed,
+    "fixed": _one_length,
     "list": _list,
     "file": _file,
 }
 
 
 def _stream(distribution: Distribution, seed: int) -> Iterator[int]:
+    """Lengths without end, drawn in chunks of 1024 from a generator of this seed."""
     key = np.array([seed, 0], dtype=np.uint64)
     generator = np.random.Generator(np.random.Philox(key=key))
     while True:

@@ -96,6 +96,7 @@ def find_files(source: Source) -> Found:
 
 
 def _take_path(path: str, source: Source, found: Found) -> None:
+    """Add a file, or all matching files of a folder, to ``found``; the path may have wildcards."""
     patterns = source.patterns or PATTERNS[source.kind]
     for place in _places(path, source.kind):
         if place.is_dir():
@@ -129,6 +130,7 @@ def _python_files(source: Source, root: Path, label: str, found: Found) -> None:
 
 
 def _take_stdlib(path: str, source: Source, found: Found) -> None:
+    """Add the files of this Python's standard library."""
     if path != "python:stdlib":
         raise DataError("data path", got=repr(path), wanted="'python:stdlib'")
     root = Path(sysconfig.get_path("stdlib"))
@@ -141,6 +143,8 @@ def _take_stdlib(path: str, source: Source, found: Found) -> None:
 
 
 def _take_package(path: str, source: Source, found: Found) -> None:
+    """Add the .py files of an installed package, which is not imported; raises DataError for one
+    that is not there."""
     name = path.removeprefix("package:")
     if not name.isidentifier():  # finding a submodule would import its parent
         raise DataError("data path", got=repr(path), wanted="'package:NAME' without dots")

@@ -31,6 +31,8 @@ GROUP_DOCUMENTS, GROUP_CHARACTERS = 256, 1 << 20
 THREADS, WAITING = 2, 4
 
 Encoded = tuple[list[tuple[str, NDArray[np.int32], NDArray[np.bool_] | None]], int]
+"""(label, ids [n], which tokens have a loss [n] or None) of each document of a group, and the bytes
+of its file that were read by its end."""
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -119,7 +121,7 @@ def index_documents(
     progress("tokenizing", total, total)
     skipped = skips.all()
     if not lengths:
-        raise _nothing(source, skipped)
+        raise _no_documents(source, skipped)
     counts = np.array(lengths, dtype=np.int64)
     table = np.stack([np.zeros_like(counts), np.cumsum(counts) - counts, counts], axis=1)
     digest.update(counts.data)
@@ -146,7 +148,9 @@ def _empty(ids: NDArray[np.int32], mask: NDArray[np.bool_] | None) -> str:
     return "" if mask is None or mask[1:].any() else "no token with a loss"
 
 
-def _nothing(source: Source, skipped: tuple[object, ...]) -> DataError:
+def _no_documents(source: Source, skipped: tuple[object, ...]) -> DataError:
+    """The error for a source without documents, with the reasons for the first that were
+    skipped."""
     reasons = "; ".join(str(item) for item in skipped[:3])
     return DataError(
         f"corpus {source.name}",

@@ -62,6 +62,7 @@ class Summary:
         }
 
     def __str__(self) -> str:
+        """Counts and quantiles of lengths in tokens, and a table of their histogram."""
         rows = [("", BIN_NAMES)]
         rows += [
             (label, tuple(f"{100 * share:.1f} %" for share in shares))

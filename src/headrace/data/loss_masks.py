@@ -46,6 +46,8 @@ class MaskFile:
             self._write(np.ones(tokens, np.uint8) if mask is None else mask.astype(np.uint8))
 
     def _write(self, part: NDArray[np.uint8]) -> None:
+        """Append a piece of the mask, one byte for each token, and count the tokens without a
+        loss."""
         assert self._stream is not None, "open"
         self.left_out += int(len(part) - part.sum())
         self.blocks.update(part.data)

@@ -123,7 +123,7 @@ def _fill_table(
                 end_id=end_id,
                 vocabulary=tokenizer.vocabulary,
                 label=str(file.path),
-                progress=partial(_scanned, tell, done, total, ids.dtype.itemsize),
+                progress=partial(_tell_scan, tell, done, total, ids.dtype.itemsize),
             )
             if len(table) == 1:
                 notes.append(f"{file.label} is one document: no end {end_id} inside")
@@ -141,11 +141,13 @@ def _fill_table(
     )
 
 
-def _scanned(tell: Progress, before: int, total: int, itemsize: int, tokens: int) -> None:
+def _tell_scan(tell: Progress, before: int, total: int, itemsize: int, tokens: int) -> None:
     tell("looking for the ends of documents", before + tokens * itemsize, total)
 
 
 def _end_id(source: Source, tokenizer: Tokenizer, file: FoundFile) -> int:
+    """The id after which a document of ``file`` ends; raises DataError where neither source nor
+    tokenizer says it."""
     end_id = tokenizer.end_id if source.end_id is None else source.end_id
     if end_id is None:
         raise DataError(

@@ -27,6 +27,8 @@ class Reader:
     """
 
     def __init__(self, corpus: Corpus, sampler: Sampler, *, ahead: int = 2) -> None:
+        """Start a thread that reads up to ``ahead`` batches before they are asked for, from the
+        sampler's position on."""
         self._corpus, self._sampler = corpus, sampler.copy()
         self._ready: queue.Queue[Batch | Exception] = queue.Queue(maxsize=max(1, ahead))
         self._stop = threading.Event()
@@ -43,6 +45,8 @@ class Reader:
         return self._state
 
     def _read(self, batch: Batch) -> Batch:
+        """The batch with the ids of each sample, and with its masks of tokens to learn where the
+        corpus has some."""
         tokens = tuple(
             self._corpus.tokens(sample.document, sample.start, sample.start + sample.length)
             for sample in batch.samples
@@ -56,6 +60,8 @@ class Reader:
         return replace(batch, tokens=tokens, masks=masks)
 
     def _work(self) -> None:
+        """The thread: reads one batch after the other into the queue until it is stopped; an error
+        goes into the queue and ends it."""
         item: Batch | Exception
         while not self._stop.is_set():
             try:
@@ -75,6 +81,7 @@ class Reader:
         return self
 
     def __next__(self) -> Batch:
+        """The next batch; raises what reading it raised, and keeps raising it."""
         if self._failure is not None:
             raise self._failure
         if self._stop.is_set():

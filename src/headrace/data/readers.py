@@ -54,7 +54,7 @@ class Reading:
 
 
 @contextmanager
-def _opened(file: FoundFile) -> Generator[tuple[IO[bytes], IO[bytes]], None, None]:
+def _open_text(file: FoundFile) -> Generator[tuple[IO[bytes], IO[bytes]], None, None]:
     """A file, through gzip when its name says so, and the raw file that tells the position."""
     with open(file.path, "rb") as raw:
         if file.path.suffix == ".gz":
@@ -65,12 +65,13 @@ def _opened(file: FoundFile) -> Generator[tuple[IO[bytes], IO[bytes]], None, Non
 
 
 def _texts(file: FoundFile, reading: Reading) -> Iterator[Document]:
-    with _opened(file) as (stream, _):
+    with _open_text(file) as (stream, _):
         yield Document(file.label, stream.read().decode("utf-8-sig"), file.size)
 
 
 def _lines(file: FoundFile, reading: Reading) -> Iterator[Document]:
-    with _opened(file) as (stream, raw):
+    """The documents of a file of JSON lines; lines without one are noted as skipped."""
+    with _open_text(file) as (stream, raw):
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
@@ -83,14 +84,14 @@ def _lines(file: FoundFile, reading: Reading) -> Iterator[Document]:
             if not isinstance(row, dict):
                 reading.skips.add(label, f"a {type(row).__name__}, not an object")
             elif (name := _field(row, reading.source)) is None:
-                reading.skips.add(label, f"has {_some(row)}, not {_wanted(reading.source)}")
+                reading.skips.add(label, f"has {_some(row)}, not {_wanted_text(reading.source)}")
             else:
                 reading.pass_over(row, name)
-                learned = _learned(row, name, label, reading.source.ignore)
+                learned = _tokens_to_learn(row, name, label, reading.source.ignore)
                 yield Document(label, row[name], raw.tell(), learned)
 
 
-def _learned(
+def _tokens_to_learn(
     row: Mapping[str, Any], name: str, label: str, ignored: Iterable[str]
 ) -> NDArray[np.bool_] | None:
     """Which tokens of a row [n] have a loss, by its labels and masks; None where all have. Raises
@@ -121,6 +122,7 @@ def _learned(
 
 
 def _unfit(label: str, field_name: str, got: str, wanted: str) -> DataError:
+    """The error for a mask or label of a row that does not fit its tokens."""
     return DataError(
         f"{field_name} of {label}",
         got=got,
@@ -135,7 +137,7 @@ def _field(names: Any, source: Source) -> str | None:
     return next((name for name in wanted if name in names), None)
 
 
-def _wanted(source: Source) -> str:
+def _wanted_text(source: Source) -> str:
     return repr(source.field) if source.field else "'text' or 'input_ids'"
 
 
@@ -145,6 +147,7 @@ def _some(names: Any) -> str:
 
 
 def _rows(file: FoundFile, reading: Reading) -> Iterator[Document]:
+    """The documents of a parquet file; a file without the field is noted as skipped."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -155,7 +158,7 @@ def _rows(file: FoundFile, reading: Reading) -> Iterator[Document]:
             name = _field(table.schema_arrow.names, reading.source)
             if name is None:
                 names = _some(table.schema_arrow.names)
-                reading.skips.add(file.label, f"has {names}, not {_wanted(reading.source)}")
+                reading.skips.add(file.label, f"has {names}, not {_wanted_text(reading.source)}")
                 return
             done, rows = 0, max(1, table.metadata.num_rows)
             reading.pass_over(table.schema_arrow.names, name)
@@ -163,13 +166,14 @@ def _rows(file: FoundFile, reading: Reading) -> Iterator[Document]:
             for batch in table.iter_batches(batch_size=256, columns=sorted(columns)):
                 for row in batch.to_pylist():
                     label, done = f"{file.label}:{done}", done + 1
-                    learned = _learned(row, name, label, reading.source.ignore)
+                    learned = _tokens_to_learn(row, name, label, reading.source.ignore)
                     yield Document(label, row[name], file.size * done // rows, learned)
     except ArrowException as error:
         reading.skips.add(file.label, f"not a parquet file: {str(error).partition(chr(10))[0]}")
 
 
 def _records(file: FoundFile, reading: Reading) -> Iterator[Document]:
+    """The sequences of a FASTA file, each one document."""
     try:
         import pyfaidx
     except ModuleNotFoundError:

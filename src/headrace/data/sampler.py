@@ -56,7 +56,7 @@ def cut(lengths: NDArray[np.int64], *, context: int | None, too_long: TooLong) -
     if context is None or not (lengths > context).any():
         return Pieces(documents=documents, starts=starts, lengths=lengths)
     if too_long == "refuse":
-        raise _refused(lengths, context)
+        raise _too_long_error(lengths, context)
     if too_long == "truncate":
         return Pieces(documents=documents, starts=starts, lengths=np.minimum(lengths, context))
     stride = max(1, context - 1)
@@ -68,7 +68,8 @@ def cut(lengths: NDArray[np.int64], *, context: int | None, too_long: TooLong) -
     return Pieces(documents=documents, starts=starts, lengths=rest)
 
 
-def _refused(lengths: NDArray[np.int64], context: int) -> DataError:
+def _too_long_error(lengths: NDArray[np.int64], context: int) -> DataError:
+    """The error that names the longest document above the context, and how many more there are."""
     longer = np.flatnonzero(lengths > context)
     worst = int(longer[np.argmax(lengths[longer])])
     others = f" and {len(longer) - 1:,} more that are too long" if len(longer) > 1 else ""
@@ -107,6 +108,7 @@ class SamplerOptions:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
+        """Raise ConfigError for options out of range or that exclude each other."""
         if (self.batch_tokens is None) == (self.batch_sequences is None):
             got = "both" if self.batch_tokens is not None else "neither"
             raise ConfigError("batch_tokens and batch_sequences", got=got, wanted="one of them")
@@ -200,13 +202,13 @@ def order_epoch(
 
 def _cut(lengths: NDArray[np.int64], options: SamplerOptions, bounds: list[int]) -> None:
     """Append the ends of the batches that follow ``bounds[-1]``, each as full as order allows."""
-    ends, budget = np.cumsum(lengths), options.batch_tokens
+    totals, budget = np.cumsum(lengths), options.batch_tokens
     while (start := bounds[-1]) < len(lengths):
         if budget is None:
             stop = start + (options.batch_sequences or 1)
         else:
-            before = int(ends[start - 1]) if start else 0
-            stop = int(np.searchsorted(ends, before + budget, side="right"))
+            before = int(totals[start - 1]) if start else 0
+            stop = int(np.searchsorted(totals, before + budget, side="right"))
         bounds.append(min(max(stop, start + 1), len(lengths)))
 
 
@@ -333,6 +335,8 @@ class Sampler:
     """
 
     def __init__(self, corpus: MeasuredDocuments, options: SamplerOptions) -> None:
+        """Cut documents into samples as the options say, and drop short ones; raises DataError
+        where none is left."""
         self._fingerprint, self._name, self._options = corpus.fingerprint, corpus.name, options
         self._pieces = cut(corpus.lengths, context=options.context, too_long=options.too_long)
         self._kept: NDArray[np.int64] = np.flatnonzero(self._pieces.lengths >= options.min_tokens)
@@ -360,6 +364,7 @@ class Sampler:
         return self._order
 
     def _order_at(self, at: Position) -> EpochOrder:
+        """The order of samples of the epoch at a position."""
         return order_epoch(
             self._kept,
             self._pieces.lengths[self._kept],
@@ -418,6 +423,8 @@ class Sampler:
         self._at, self._order = at, order
 
     def _check(self, state: Mapping[str, Any]) -> None:
+        """Raise DataError for a saved state that is damaged, or of another corpus or other
+        options."""
         own = self.state()
         if missing := own.keys() - state.keys():
             wanted = f"an entry {' and one '.join(sorted(missing))}"

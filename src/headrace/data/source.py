@@ -47,6 +47,7 @@ class Source:
     ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        """Raise ConfigError for an unknown kind or type of ids, and for no paths."""
         kinds = get_args(Kind)
         if self.kind not in kinds:
             hint = did_you_mean(str(self.kind), kinds)

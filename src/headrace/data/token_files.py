@@ -108,9 +108,9 @@ def megatron_table(file: FoundFile) -> NDArray[np.int64]:
         or borders.min() < 0
         or (borders[1:] < borders[:-1]).any()
     ):
-        raise _damaged(index, "borders of documents that do not fit the sequences")
+        raise _damage_error(index, "borders of documents that do not fit the sequences")
     if (pointers % dtype.itemsize).any() or (sizes < 0).any() or (pointers < 0).any():
-        raise _damaged(index, "a sequence that starts inside a token")
+        raise _damage_error(index, "a sequence that starts inside a token")
     ends = pointers + sizes * dtype.itemsize
     if len(ends) and max(pointers.max(), ends.max()) > file.size:  # a sum past 2^63 is negative
         got, wanted = f"{file.size:,} bytes", f"{max(pointers.max(), ends.max()):,} or more"
@@ -118,7 +118,7 @@ def megatron_table(file: FoundFile) -> NDArray[np.int64]:
     inner = np.ones(len(sizes), dtype=bool)  # sequences that continue a document
     inner[borders[:-1][borders[:-1] < len(sizes)]] = False
     if (pointers[1:] != ends[:-1])[inner[1:]].any():
-        raise _damaged(index, "a document whose sequences do not follow each other")
+        raise _damage_error(index, "a document whose sequences do not follow each other")
     full = np.flatnonzero(np.diff(borders))
     first = borders[:-1][full]
     totals = np.concatenate([[0], np.cumsum(sizes)])
@@ -135,7 +135,7 @@ def _read_index(
     raw = path.read_bytes()
     size = IDX_HEADER.size + 12 * sequences + 8 * documents
     if len(raw) < size:  # longer is fine: mixed media add a byte per sequence
-        raise _damaged(path, f"{len(raw):,} bytes where {size:,} belong")
+        raise _damage_error(path, f"{len(raw):,} bytes where {size:,} belong")
     at = IDX_HEADER.size
     sizes = np.frombuffer(raw, "<i4", sequences, at).astype(np.int64)
     pointers = np.frombuffer(raw, "<i8", sequences, at + 4 * sequences).astype(np.int64)
@@ -148,12 +148,12 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     with open(path, "rb") as stream:
         raw = stream.read(IDX_HEADER.size)
     if len(raw) < IDX_HEADER.size:
-        raise _damaged(path, f"{len(raw)} bytes")
+        raise _damage_error(path, f"{len(raw)} bytes")
     magic, version, code, sequences, documents = IDX_HEADER.unpack(raw)
     if magic != IDX_MAGIC or version != 1 or code not in IDX_DTYPES:
-        raise _damaged(path, f"magic {magic!r}, version {version}, dtype {code}")
+        raise _damage_error(path, f"magic {magic!r}, version {version}, dtype {code}")
     return np.dtype(IDX_DTYPES[code]), sequences, documents
 
 
-def _damaged(path: Path, got: str) -> DataError:
+def _damage_error(path: Path, got: str) -> DataError:
     return DataError(str(path), got=got, wanted="a Megatron index", hint="the .idx is damaged")

@@ -79,6 +79,8 @@ class TokenFile:
         return np.frombuffer(self._read(first, end), self.dtype)
 
     def _read(self, first: int, end: int) -> bytes | memoryview:
+        """Bytes ``first`` to ``end`` (excluded) of the ids; blocks are checked by their checksums
+        the first time."""
         blocks = range(first // BLOCK_BYTES, -(-end // BLOCK_BYTES))
         if self.sums is None or self._right[blocks.start : blocks.stop].all():
             return self._bytes(first, end)
@@ -88,11 +90,12 @@ class TokenFile:
         for block in blocks:
             at = block * BLOCK_BYTES - begin
             if zlib.crc32(read[at : at + BLOCK_BYTES]) != self.sums[block]:
-                raise self._damaged(block)
+                raise self._damage_error(block)
             self._right[block] = True
         return read[first - begin : end - begin]
 
     def _bytes(self, first: int, end: int) -> bytes:
+        """The same bytes without a check; raises DataError where the file cannot be read."""
         try:
             if self.stream is not None:
                 return self._pread(self.stream, first, end)
@@ -102,6 +105,7 @@ class TokenFile:
             raise DataError(str(self.path), got=error.strerror, wanted="a file that can be read")
 
     def _pread(self, stream: IO[bytes], first: int, end: int) -> bytes:
+        """The same bytes from an open file; raises DataError where the file has become shorter."""
         parts, at = list[bytes](), first
         while at < end:  # the system reads at most 2 GiB at once
             parts.append(os.pread(stream.fileno(), end - at, self.offset + at))
@@ -115,7 +119,9 @@ class TokenFile:
                 )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _damaged(self, block: int) -> DataError:
+    def _damage_error(self, block: int) -> DataError:
+        """The error for a block with another checksum; the mark of a whole cache is removed, so
+        that it is built anew."""
         hint = f"the disk or the memory is at fault; delete the folder {self.path.parent}"
         if self.mark is not None:
             try:

@@ -68,6 +68,8 @@ def _write(tokenizer: Tokenizer, spec: str, folder: Path) -> dict[str, Any]:
 
 
 def _copy(path: Path, folder: Path, tokenizer: HfTokenizer) -> None:
+    """Copy a tokenizer's file and those beside it into a folder, with a configuration for
+    transformers where it has none."""
     shutil.copyfile(path, folder / _FILE)
     for name in _BESIDE:
         if path.with_name(name).is_file():

@@ -114,6 +114,8 @@ class Kmers:
         return [self._encode(text) for text in texts]
 
     def _encode(self, text: str) -> NDArray[np.int32]:
+        """An id for every k letters: digits 0 to 3 for A, C, G, T in base 4, and 4^k where another
+        letter is among them; then the end."""
         letters = np.frombuffer(text.encode("ascii", "replace"), dtype=np.uint8)
         table = np.full(256, 4, dtype=np.uint8)
         for digit, letter in enumerate(b"ACGT"):
@@ -163,6 +165,8 @@ def _kmers(spec: str) -> Kmers:
 
 
 def _ready(spec: str) -> ReadyIds:
+    """The tokenizer of text ``ids:VOCABULARY[:END]``, for documents that are ids already; raises
+    DataError for other text."""
     words = spec.split(":")[1:]
     if all(word.isdecimal() for word in words) and len(words) in (1, 2):
         vocabulary, end_id = int(words[0]), int(words[1]) if len(words) == 2 else None

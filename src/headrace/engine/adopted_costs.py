@@ -73,15 +73,19 @@ def measured(setup: LoopSetup, sample: Item) -> ModelCosts:
     ranks or layers."""
     with torch.random.fork_rng([] if setup.device == "cpu" else [setup.device]):
         try:
-            return _measured(setup, sample)
+            return _find_costs(setup, sample)
         finally:
             setup.model.release()
 
 
-def _measured(setup: LoopSetup, sample: Item) -> ModelCosts:
+def _find_costs(setup: LoopSetup, sample: Item) -> ModelCosts:
+    """The costs of a model without a guard on what torch draws: given, or from a profile kept under
+    the fingerprint, or from a profile measured now. Collective."""
     probes = _probes(setup, sample)
     if setup.costs is not None:
-        return ModelCosts(probes=probes, profile=None, costs=_given(setup, probes, setup.costs))
+        return ModelCosts(
+            probes=probes, profile=None, costs=_checked_costs(setup, probes, setup.costs)
+        )
     fingerprint = _fingerprint(setup, probes)
     kept = hashlib.sha256(fingerprint.encode()).hexdigest()[:24]
     path = setup.cache / "profiles" / f"loop-{kept}.json"
@@ -132,7 +136,9 @@ def _extrapolated(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> st
     )
 
 
-def _given(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> CostModel:
+def _checked_costs(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> CostModel:
+    """Costs that the user gave, if they are of these ranks and of as many layers as the model has;
+    raises CostError for others."""
     ranks, layers = setup.groups.ranks, len(probes.layers) if probes.layers else 1
     if (costs.cluster.devices, costs.shape.layers) != (ranks, layers):
         raise CostError(
@@ -168,6 +174,8 @@ def _probes(setup: LoopSetup, sample: Item) -> ModelProbes:
 def _profile(
     setup: LoopSetup, probes: ModelProbes, cluster: Cluster, state: int, fingerprint: str
 ) -> Profile:
+    """Measure the model on all group sizes, with ``state`` bytes of a rank taken by weights,
+    gradients and optimizer. Collective; raises InfeasiblePlan where these leave no room."""
     if state >= cluster.memory_bytes:
         raise InfeasiblePlan(
             "memory of a rank",
@@ -207,8 +215,8 @@ def _fingerprint(setup: LoopSetup, probes: ModelProbes) -> str:
     digest = hashlib.sha256()
     for name, parameter in inner.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype};".encode())
-    facts = f"{platform.node()} {machine['host_cpu']} {machine['cores']} {machine['device']}"
-    hosts = gather_bytes(facts.encode(), setup.groups.world)
+    shown = f"{platform.node()} {machine['host_cpu']} {machine['cores']} {machine['device']}"
+    hosts = gather_bytes(shown.encode(), setup.groups.world)
     return fingerprint_of(
         model=f"{type(inner).__name__} {digest.hexdigest()[:16]}",
         weights=f"{type(setup.held.model).__name__} {setup.held.semantics}",

@@ -88,14 +88,14 @@ def train_adopted(
         tokenizer = make_tokenizer(config.data.tokenizer)
         corpus, sampler = open_sampler(config, tokenizer, listener.progress if first else None)
         world.watcher.enter("making the model")
-        model = _made(world, config, factory)
+        model = _build_model(world, config, factory)
         _require_fitting(model, tokenizer.vocabulary, config)
         if first:
             _announce(world, config, model, corpus, listener, shared)
-        model = _held(model, config, world)
+        model = _shard_model(model, config, world)
         world.watcher.enter("measuring")
         order = partial(CorpusOrder, corpus, sampler, config.data.context)
-        run = _attached(config, model, order, shared, listener)
+        run = _attach(config, model, order, shared, listener)
 
         def loss(micro: LoopMicroBatch) -> torch.Tensor:
             outputs = model(**micro.inputs)
@@ -298,7 +298,7 @@ def _require_known(config: Config) -> None:
         )
 
 
-def _made(world: World, config: Config, factory: Factory | None) -> torch.nn.Module:
+def _build_model(world: World, config: Config, factory: Factory | None) -> torch.nn.Module:
     """The model on this rank's device, in training mode, the same on all ranks."""
     torch.manual_seed(config.run.seed)
     dtype = torch.float64 if config.devices.dtype == "float64" else torch.float32
@@ -348,7 +348,7 @@ def _require_fitting(model: torch.nn.Module, vocabulary: int, config: Config) ->
         )
 
 
-def _held(model: torch.nn.Module, config: Config, world: World) -> torch.nn.Module:
+def _shard_model(model: torch.nn.Module, config: Config, world: World) -> torch.nn.Module:
     """The model, sharded over all ranks where the configuration says so."""
     half = config.devices.dtype_on(gpu=world.device != "cpu") == "bfloat16"
     working = config.planner.working
@@ -382,13 +382,15 @@ def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     ]
 
 
-def _attached(
+def _attach(
     config: Config,
     model: torch.nn.Module,
     order: Callable[[SampleReader], CorpusOrder],
     folder: Path,
     listener: Listener,
 ) -> Attached:
+    """The user's model attached to plans as the configuration says, with an optimizer and a
+    scheduler made from it."""
     optimizer, scheduler = user_optimizer(model, config.optimizer, config.run.steps)
     return begin(
         model,

@@ -109,7 +109,7 @@ def newest_whole(
     agree("checkpoints to resume from", str(list(map(str, found))), groups.world)
     wrong = ""
     for path in found:
-        loaded, mine = _loaded(path, load)
+        loaded, mine = _try_load(path, load)
         said = [text.decode() for text in gather_bytes(mine.encode(), groups.world)]
         if loaded is not None and not any(said):
             return path, loaded
@@ -126,7 +126,7 @@ def newest_whole(
     return None
 
 
-def _loaded(path: Path, load: Callable[[Path], Found]) -> tuple[Found | None, str]:
+def _try_load(path: Path, load: Callable[[Path], Found]) -> tuple[Found | None, str]:
     """(loaded checkpoint, "") or (None, the error on this rank)."""
     try:
         return load(path), ""

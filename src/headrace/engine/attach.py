@@ -321,6 +321,8 @@ class Attached:
         out: str | Path | None,
         on_step: Callable[[Step], object],
     ) -> None:
+        """Measure the model's costs on a first sample and make planner, record and engine; an error
+        gives the user the plain model back. Collective."""
         sample = order.first()
         self._setup, self._order, self._seed, self._config = setup, order, seed, config
         self._steps, self._epochs = steps, epochs
@@ -341,7 +343,7 @@ class Attached:
             self.engine = self._engine(scheduler, clip, on_step, update=update, checks=check_loss)
             if order.longest is not None:
                 self._planner.check(order.longest)
-            self._watch = self._watched() if setup.groups.ranks > 1 else None
+            self._watch = self._start_watch() if setup.groups.ranks > 1 else None
         except BaseException:
             self._restore()
             raise
@@ -376,7 +378,7 @@ class Attached:
         if not self._begun:
             self._begin()
             self._plan_ahead()
-        while self._open is not None or self._more():
+        while self._open is not None or self._has_next_step():
             left = self._open
             if self._watch is not None:
                 self._watch.enter()
@@ -421,7 +423,7 @@ class Attached:
             ...     micro.backward(micro.loss(model(**micro.inputs).logits))
         """
         asks = f"step {self.number}"
-        return self._taken(self._given_batch(asks, samples, together=together))
+        return self._step_of_batch(self._given_batch(asks, samples, together=together))
 
     def map(
         self,
@@ -504,7 +506,7 @@ class Attached:
 
         asks = f"step {self.number} by gradients"
         batch = self._given_batch(asks, samples, more=given, learned=False)
-        step, runner, spread = self._taken(batch), self._runner, self._setup.model
+        step, runner, spread = self._step_of_batch(batch), self._runner, self._setup.model
         checked, runner.check = runner.check, False
         try:
             for micro in step:
@@ -793,7 +795,7 @@ class Attached:
             self._open = None  # it is refused once
         return order.batch(asks, samples, self._setup.groups, open_step=unfinished(left), **more)
 
-    def _taken(self, batch: LoopBatch) -> LoopStep:
+    def _step_of_batch(self, batch: LoopBatch) -> LoopStep:
         """The next step, of a batch that was given."""
         if not self._begun:
             self._begin()
@@ -846,6 +848,7 @@ class Attached:
         update: bool,
         checks: bool,
     ) -> Engine[LoopBatch, LoopMicroBatch]:
+        """The engine that plans, runs and records the steps of this loop."""
         setup = self._setup
         groups, held = setup.groups, setup.held
         on_host = dist.get_backend() == "gloo" and groups.device.type == "cpu"
@@ -871,19 +874,19 @@ class Attached:
             device=setup.device,
             drawn=self._drawn,
             record=self._record,
-            finished=self._finished,
+            finished=self._note_step_done,
             heard=lambda step, notices: on_step(step),
             tell=setup.say,
         )
 
-    def _watched(self) -> LoopWatch:
+    def _start_watch(self) -> LoopWatch:
         """The watch over the other ranks, which holds this object no longer than others do."""
         watch = LoopWatch(self._setup.groups, partial(_whereabouts, weakref.ref(self)))
         ending: Any = weakref.finalize(self, watch.close)
         ending.atexit = False
         return watch
 
-    def _finished(self, step: LoopStep) -> None:
+    def _note_step_done(self, step: LoopStep) -> None:
         """Note that a step is done: it may be saved before the loop asks for the next."""
         self.number, self._open = step.number + 1, None
         self._state = dict(step.batch.state_after)
@@ -921,14 +924,18 @@ class Attached:
         if coming is not None and self.engine.planner is self._planner:
             self._planner.plan_ahead(islice(coming, left), depth=depth)
 
-    def _more(self) -> bool:
+    def _has_next_step(self) -> bool:
+        """Whether another step follows; where it depends on the data set's epoch, all ranks agree
+        on it."""
         if self._steps is not None:
             return self.number < self._steps
         more, order = False, self._order
         failure = self._failing(lambda: order.epoch)
         if failure is None:
             more = order.epoch < self._epochs
-        self._agreed(f"{'more' if more else 'the end'} before step {self.number}", failure)
+        self._require_agreement(
+            f"{'more' if more else 'the end'} before step {self.number}", failure
+        )
         return more
 
     def _next_batch(self) -> LoopBatch:
@@ -936,7 +943,9 @@ class Attached:
         found = list[LoopBatch]()
         failure = self._failing(lambda: found.append(self._order.next_batch()))
         lengths = found[0].lengths.tokens if found else ()
-        self._agreed(f"{len(lengths)} samples of {sum(lengths):,} tokens: {lengths}", failure)
+        self._require_agreement(
+            f"{len(lengths)} samples of {sum(lengths):,} tokens: {lengths}", failure
+        )
         return found[0]
 
     def _failing(self, read: Callable[[], object]) -> Exception | None:
@@ -950,7 +959,7 @@ class Attached:
             return error
         return None
 
-    def _agreed(self, text: str, failure: Exception | None) -> None:
+    def _require_agreement(self, text: str, failure: Exception | None) -> None:
         """Raise on every rank where one failed to read a stream, or read other lengths."""
         if not isinstance(self._order, StreamOrder):
             return
@@ -982,6 +991,7 @@ class Attached:
         )
 
     def _checkpoints(self) -> LoopCheckpoints:
+        """The saver of the model's and the optimizer's state over these ranks."""
         return LoopCheckpoints(
             model=self._setup.held.inner,
             optimizer=self._setup.optimizer,

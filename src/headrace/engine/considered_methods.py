@@ -21,6 +21,7 @@ from headrace.spec.strategy import Strategy
 __all__ = ["considered", "methods_by_size"]
 
 _Names = Mapping[Branch, set[str]]
+"""The names of the methods that are considered for each branch."""
 
 
 def considered(
@@ -32,12 +33,12 @@ def considered(
     for an unknown method, ConfigError when no group of more than one rank can run what is fixed.
     """
     listed = listed_methods(options)
-    names = _listed(listed) if listed else _open(options, gpu=gpu)
+    names = _methods_in(listed) if listed else _possible_methods(options, gpu=gpu)
     methods = tuple(sorted(set().union(*names.values())))
     if methods == (SINGLE_RANK,):
         return (1,), methods
     wanted = _sizes(options, ranks)
-    rules = {p: _broken(names, a, p, fixed=bool(listed)) for p in wanted}
+    rules = {p: _broken_rules(names, a, p, fixed=bool(listed)) for p in wanted}
     sizes = (1, *(p for p, broken in rules.items() if not broken))
     if rules and len(sizes) == 1:
         smallest = min(rules)
@@ -71,13 +72,17 @@ def methods_by_size(names: tuple[str, ...], a: Architecture, ranks: int) -> dict
     return {1: [SINGLE_RANK]} | {p: some for p, some in found.items() if some}
 
 
-def _open(options: PlannerConfig, *, gpu: bool) -> _Names:
+def _possible_methods(options: PlannerConfig, *, gpu: bool) -> _Names:
+    """The methods that the planner may use in either branch: the configured candidates, or those
+    that are fit for the device."""
     names = options.candidates or automatic_methods(gpu=gpu)
     found = {facts_of(name).name for name in names}
     return {part: found for part in BRANCHES}
 
 
-def _listed(texts: tuple[str, ...]) -> _Names:
+def _methods_in(texts: tuple[str, ...]) -> _Names:
+    """The attention and feed-forward methods in texts such as ``ulysses+full``; raises SpecError
+    for an unknown one."""
     layers = [LayerOption.parse(text) for text in texts]
     for option in layers:
         facts_of(option.attention), facts_of(option.feed_forward)
@@ -87,7 +92,7 @@ def _listed(texts: tuple[str, ...]) -> _Names:
     }
 
 
-def _broken(names: _Names, a: Architecture, p: int, *, fixed: bool) -> list[str]:
+def _broken_rules(names: _Names, a: Architecture, p: int, *, fixed: bool) -> list[str]:
     """The rules that keep a group of ``p`` ranks from running some branch with the methods in
     ``names``."""
     rules: list[str] = []

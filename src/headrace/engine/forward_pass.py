@@ -94,6 +94,8 @@ class ForwardRunner:
         return iter(())
 
     def _turn(self, batch: LoopBatch, plan: Plan, turn: Forward | Idle, work: Work) -> None:
+        """Run one forward of this rank, or an idle one whose outputs are dropped, and keep what
+        ``fn`` makes of the outputs."""
         part = self.loop.placed(batch, plan, turn, work, model=self.model)
         micro = self.loop.micro_batch(batch, plan, turn, work, part, _refuse_backward)
         self.loop.part = part
@@ -108,10 +110,10 @@ class ForwardRunner:
             self.loop.part = None
 
     def _keep(self, outputs: Any, micro: LoopMicroBatch) -> None:
-        """Keep the values of a micro-batch. What ``fn`` raises is told to all ranks later: they may
-        wait for this one in forwards that follow."""
+        """Keep what ``fn`` makes of outputs: values [1, local tokens, ...], each rank its own, or
+        [sequences], the first rank for all. An error is kept too: others may wait in forwards."""
         try:
-            values = _checked(self.fn(outputs, micro), micro)
+            values = _require_values(self.fn(outputs, micro), micro)
         except Exception as error:
             if is_out_of_memory(error) or is_broken_connection(error):
                 raise
@@ -129,13 +131,13 @@ class ForwardRunner:
         """The values of all samples, in their order, on every rank: [n, ...] of tokens, or [] each.
         Collective. Raises HeadraceError on every rank where ``fn`` failed on any, and ModelError
         where it gave values of tokens here and of sequences there."""
-        said = gather_bytes(self._told(), self.loop.groups.world)
+        said = gather_bytes(self._values_as_bytes(), self.loop.groups.world)
         found: list[torch.Tensor | None] = [None] * len(batch.tokens)
         heads = list[dict[str, Any]]()
         for text in said:
             head, _, body = text.partition(b"\n")
             heads.append(json.loads(head))
-            _take(heads[-1]["pieces"], body, batch, found)
+            _read_values(heads[-1]["pieces"], body, batch, found)
         if self._failure is not None:
             raise self._failure
         for rank, head in enumerate(heads):
@@ -150,7 +152,7 @@ class ForwardRunner:
             )
         return [x.to(self.loop.device) for x in found if x is not None]
 
-    def _told(self) -> bytes:
+    def _values_as_bytes(self) -> bytes:
         """This rank's values for all ranks: a line of JSON, then places and values."""
         pieces, body = list[dict[str, Any]](), b""
         for piece in self._pieces:
@@ -247,7 +249,7 @@ def weighted(
 ) -> torch.Tensor:
     """This rank's part of the sum of values times their gradients, []. Raises ModelError for values
     of other tokens, and for gradients of tokens where values are of sequences."""
-    values = _checked(values, micro)
+    values = _require_values(values, micro)
     of_tokens = values.dim() > 1
     rows = list[torch.Tensor]()
     for sample in micro.sequences:
@@ -268,7 +270,7 @@ def weighted(
     return (values[0] * torch.cat(rows)[places]).sum()
 
 
-def _checked(values: Any, micro: LoopMicroBatch) -> torch.Tensor:
+def _require_values(values: Any, micro: LoopMicroBatch) -> torch.Tensor:
     """What ``fn`` gave, if it is of the local tokens or of the sequences. Raises ModelError."""
     tokens, sequences = [1, len(micro.local_index)], [len(micro.sequences)]
     shape = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
@@ -284,11 +286,11 @@ def _checked(values: Any, micro: LoopMicroBatch) -> torch.Tensor:
     return values
 
 
-def _take(
+def _read_values(
     pieces: Sequence[dict[str, Any]],
     body: bytes,
     batch: LoopBatch,
-    found: list[torch.Tensor | None],
+    values_of: list[torch.Tensor | None],
 ) -> None:
     """Put what a rank told into the values of the samples."""
     start = 0
@@ -305,12 +307,12 @@ def _take(
         first = 0
         for at, sample in enumerate(piece["samples"]):
             if places is None:
-                found[sample] = values[at].clone()
+                values_of[sample] = values[at].clone()
                 continue
             tokens = batch.tokens[sample]
-            own = found[sample]
+            own = values_of[sample]
             if own is None:
-                own = found[sample] = values.new_zeros(tokens, *shape[1:])
+                own = values_of[sample] = values.new_zeros(tokens, *shape[1:])
             mine = (places >= first) & (places < first + tokens)
             own[places[mine] - first] = values[mine]
             first += tokens

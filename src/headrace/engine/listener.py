@@ -64,6 +64,7 @@ class Listener:
         on_step: Callable[[Step], object] | None = None,
         tell: Callable[[str], object] = tell,
     ) -> None:
+        """Pass each step to ``on_step`` and each line of text to ``tell``."""
         self._on_step, self._tell = on_step, tell
         self._progress = ProgressLines(tell)
 

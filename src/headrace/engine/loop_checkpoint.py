@@ -62,7 +62,7 @@ class LoopCheckpoints:
             shard for name, x in tensors.items() for shard in self._parts(name, x, whole=False)
         ]
         shards += [self._row(name, x) for name, x in self._generators().items()]
-        values = {"kind": self._kind, "groups": self._hyper(), "values": self._plain()}
+        values = {"kind": self._kind, "groups": self._hyper(), "values": self._plain_values()}
         said = {**extra, "loop": _FORMAT, "optimizer": values}
         rank, gather = self.groups.rank, self.gather
         if writer is None:
@@ -82,12 +82,12 @@ class LoopCheckpoints:
         Raises CheckpointError where all are damaged, and for one of another model.
         """
         found = [root] if step_of(root) is not None else checkpoint.newest_first(root)
-        newest = newest_whole(found, self._loaded, self.groups, tell)
+        newest = newest_whole(found, self._load, self.groups, tell)
         return None if newest is None else newest[1]
 
-    def _loaded(self, path: Path) -> dict[str, Any]:
+    def _load(self, path: Path) -> dict[str, Any]:
         """Load the tensors of a checkpoint; returns its other values."""
-        self._require(path, checkpoint.facts(path))
+        self._require(path, checkpoint.extra_of(path))
         names = checkpoint.names(path)
         wanted = [
             shard
@@ -163,7 +163,7 @@ class LoopCheckpoints:
             for key, value in state.items():
                 yield self._names[id(parameter)], key, value
 
-    def _plain(self) -> dict[str, dict[str, Any]]:
+    def _plain_values(self) -> dict[str, dict[str, Any]]:
         """The values of the optimizer's state that are no tensors, by parameter and key."""
         found: dict[str, dict[str, Any]] = {}
         for name, key, value in self._entries():
@@ -221,7 +221,7 @@ class LoopCheckpoints:
         write."""
         shape = tuple(x.shape) or (1,)
         if isinstance(x, DTensor):
-            yield from self._sharded(name, x)
+            yield from self._own_rows(name, x)
             return
         rows = x.reshape(shape) if x.dim() else x.view(1)
         start, count = 0, shape[0]
@@ -232,7 +232,7 @@ class LoopCheckpoints:
             part = rows[start : start + count]
             yield StoredShard(name=name, first_row=start, tensor=part, shape=shape)
 
-    def _sharded(self, name: str, x: DTensor) -> Iterator[StoredShard]:
+    def _own_rows(self, name: str, x: DTensor) -> Iterator[StoredShard]:
         """This rank's rows of a tensor that FSDP2 shards; none where it has no rows."""
         if len(x.placements) != 1 or not x.placements[0].is_shard(0):
             raise CheckpointError(

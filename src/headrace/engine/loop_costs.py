@@ -132,6 +132,9 @@ class ModelProbes:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _WholeProbe:
+    """A probe of the model on one rank's part of a pack, without its layers where these are known
+    and the probe is not ``complete``; the backward is that of a scalar of its results."""
+
     probes: ModelProbes
     shard: BatchPart
     complete: bool = False
@@ -191,7 +194,7 @@ def shape_of(model: torch.nn.Module, probes: ModelProbes) -> ModelShape:
     return ModelShape(
         name=f"{type(model).__name__}, {len(each)} layers",
         layers=len(each),
-        hidden=_hidden(probes),
+        hidden=_hidden_features(probes),
         split_elements=(0,) * len(counts),
         whole_elements=counts,
     )
@@ -274,10 +277,12 @@ class LoopProfiler:
         yield from found[best]
         if self.probes.layers is None:
             # The model was measured as its one layer, with what comes before and after.
-            yield from (_nothing(point) for point in found[best])
+            yield from (_empty_ends(point) for point in found[best])
             return
         if self.probes.levels is not None:
-            yield from (_full(point, self._entry_bytes(p, point)) for point in found[best])
+            yield from (
+                _with_full_recompute(point, self._entry_bytes(p, point)) for point in found[best]
+            )
             for level in self.probes.levels.known:
                 if level != "full":
                     yield from sweeper.points(self._sweep(p, best, level))
@@ -285,7 +290,7 @@ class LoopProfiler:
             Sweep(
                 p=p,
                 option=ENDS,
-                probe=partial(_of_ends, self.probes, best),
+                probe=partial(_ends_probe, self.probes, best),
                 groups_of=self.probes.model.groups_of,
                 order=self._order(best, p),
                 counter=self._counter(),
@@ -293,6 +298,9 @@ class LoopProfiler:
         )
 
     def _sweep(self, p: int, exchange: str, level: Recompute) -> Sweep:
+        """What is measured of one layer on groups of ``p`` ranks, by one exchange of attention and
+        at one recompute level."""
+
         def probe(groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...]) -> Probe:
             return self.probes.layer(groups, ranks, lengths, exchange, level)
 
@@ -317,7 +325,7 @@ class LoopProfiler:
         levels = self.probes.levels
         tokens = -(-sum(point.lengths) // p) * (1 if levels is None else levels.entries)
         dtype = next(iter(self.probes.model.inner.parameters())).dtype
-        return tokens * _hidden(self.probes) * dtype.itemsize
+        return tokens * _hidden_features(self.probes) * dtype.itemsize
 
     def _order(self, exchange: str, p: int) -> TokenOrder:
         return "natural" if p == 1 else self.probes.model.order(exchange)
@@ -337,7 +345,7 @@ class LoopProfiler:
         return slowest(self.groups, [min(taken)])[0] if self.held.ranks > 1 else 0.0
 
 
-def _hidden(probes: ModelProbes) -> int:
+def _hidden_features(probes: ModelProbes) -> int:
     """Features of a token between layers; for a model without known layers, those of its
     embedding."""
     if probes.layers is not None:
@@ -348,24 +356,28 @@ def _hidden(probes: ModelProbes) -> int:
     return 1
 
 
-def _of_ends(
+def _ends_probe(
     probes: ModelProbes,
     exchange: str,
     groups: Groups,
     ranks: tuple[int, ...],
     lengths: tuple[int, ...],
 ) -> Probe:
+    """The probe of the whole model on a pack, from which the sweep of the ends is taken; the
+    exchange comes first so that it can be bound."""
     return probes.whole(groups, ranks, lengths, exchange)
 
 
-def _longest_s(found: dict[str, list[ProfilePoint]], exchange: str) -> float:
+def _longest_s(points_of: dict[str, list[ProfilePoint]], exchange: str) -> float:
     """Seconds of the longest pack that all exchanges could run."""
-    shared = min(len(points) for points in found.values())
-    point = found[exchange][shared - 1]
+    shared = min(len(points) for points in points_of.values())
+    point = points_of[exchange][shared - 1]
     return point.forward_s + point.backward_s
 
 
-def _full(point: ProfilePoint, entry_bytes: int) -> ProfilePoint:
+def _with_full_recompute(point: ProfilePoint, entry_bytes: int) -> ProfilePoint:
+    """The point of a layer that keeps only its input of ``entry_bytes`` and runs its forward again,
+    computed from the point that was measured without recompute."""
     kept, transient = point.kept_bytes, point.transient_bytes
     return replace(
         point,
@@ -376,7 +388,9 @@ def _full(point: ProfilePoint, entry_bytes: int) -> ProfilePoint:
     )
 
 
-def _nothing(point: ProfilePoint) -> ProfilePoint:
+def _empty_ends(point: ProfilePoint) -> ProfilePoint:
+    """A point of ends that cost nothing, for the pack of ``point``: the model was measured as one
+    layer, which has the ends in it."""
     none = None if point.kept_bytes is None else 0
     return replace(
         point,

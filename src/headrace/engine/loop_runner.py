@@ -253,6 +253,7 @@ class LoopRunner:
     _hook: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        """Start the clock, and refuse calls of ``optimizer.step()`` where plans make the steps."""
         self._clock = clock_of(self.device)
         self.check = self.check_losses
         # Accelerate's optimizer is a shell around the user's.
@@ -304,7 +305,7 @@ class LoopRunner:
     ) -> Iterator[LoopMicroBatch]:
         """Hand out one micro-batch, once."""
         self.targets = work.targets * (1 if check is None else check.times(trial))
-        micro = self._handed(batch, plan, action, work, check, trial)
+        micro = self._micro_batch_of(batch, plan, action, work, check, trial)
         try:
             yield micro
         finally:
@@ -333,13 +334,13 @@ class LoopRunner:
         if math.isfinite(loss):
             self.held.add_up()
             if self.updates:
-                norm = self._updated()
+                norm = self._clip_and_step()
         if self.updates or not math.isfinite(loss):
             self.optimizer.zero_grad()
         self._update = start, self._clock.mark()
         return loss, norm
 
-    def _updated(self) -> float:
+    def _clip_and_step(self) -> float:
         """Clip, and take one step, unless the norm of the gradient is not finite; returns it."""
         whole = self.held.norm()
         norm = float(whole)
@@ -484,7 +485,7 @@ class LoopRunner:
     ) -> tuple[Pack, Members, str | None]:
         """What an action works on: a pack, the ranks that share it, and how they exchange."""
         if isinstance(action, Idle):
-            return self._nothing(batch), (self.groups.rank,), None
+            return self._idle_pack(batch), (self.groups.rank,), None
         micro = plan.micro_batches[action.micro_batch]
         # Some of the ranks may be too many for a pack: it is run as it was planned for all.
         spread = len(plan.pipelines[micro.pipeline].ranks) > 1
@@ -507,7 +508,7 @@ class LoopRunner:
         model = self.model if model is None else model
         return model.place(values, ranks, targets=targets or work.targets, exchange=exchange)
 
-    def _handed(
+    def _micro_batch_of(
         self,
         batch: LoopBatch,
         plan: Plan,
@@ -532,6 +533,8 @@ class LoopRunner:
         start = self._clock.mark()
 
         def backward(_: LoopMicroBatch, loss: torch.Tensor) -> None:
+            """The backward of the micro-batch: times it, adds its loss [] to the rank's sum, and
+            notes for the check of losses what this loss depended on."""
             if self.check:
                 require_loss(loss)
             if idle:
@@ -600,7 +603,7 @@ class LoopRunner:
         self.part = None
         self.model.release()
 
-    def _nothing(self, batch: LoopBatch) -> Pack:
+    def _idle_pack(self, batch: LoopBatch) -> Pack:
         """A pack of two tokens without a loss, for an idle turn of this rank."""
         sample = self.probes.sample if batch.like is None else batch.like
         pack = self.model.made(sample, (2,), 1, document=self.probes.document)
@@ -619,6 +622,8 @@ class LoopRunner:
         return self._spent[index]
 
     def _rows(self) -> Iterator[Row]:
+        """The measured forwards and backwards of this rank and the update, in seconds since the
+        step began."""
         between, rank = self._clock.between, self.groups.rank
         for spent in self._spent.values():
             forward, begin_s = spent.forward_action, between(self._begun, spent.start)

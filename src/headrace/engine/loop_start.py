@@ -102,8 +102,8 @@ def _checksum(x: torch.Tensor) -> int:
     if not x.numel():
         return 0
     words = x.contiguous().view(-1).view(torch.uint8).to(torch.int64)
-    places = torch.arange(len(words), device=x.device) % 65521 + 1
-    return int((words * places).sum())
+    factors = torch.arange(len(words), device=x.device) % 65521 + 1
+    return int((words * factors).sum())
 
 
 def optimizer_text(optimizer: torch.optim.Optimizer) -> str:
@@ -116,8 +116,11 @@ def optimizer_text(optimizer: torch.optim.Optimizer) -> str:
 def _options(group: Mapping[str, Any]) -> list[list[str]]:
     plain = {k: v for k, v in group.items() if k != "params"}
     shapes = [list(p.shape) for p in group["params"]]
-    return [*([k, repr(_plain(v))] for k, v in sorted(plain.items())), ["params", str(shapes)]]
+    return [
+        *([k, repr(_plain_value(v))] for k, v in sorted(plain.items())),
+        ["params", str(shapes)],
+    ]
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     return value.tolist() if torch.is_tensor(value) else value

@@ -39,6 +39,8 @@ class LoopStop:
         ask: Callable[[int], bool],
         where: Callable[[], str],
     ) -> None:
+        """Take the signals that end a job from their handlers; a thread reads them from a pipe,
+        passes each number to ``ask`` and allows ``grace_s`` seconds to stop."""
         if threading.current_thread() is not threading.main_thread():
             raise SpecError(
                 "run.stoppable", got="another thread", wanted="the main thread, which hears signals"
@@ -66,6 +68,8 @@ class LoopStop:
         os.close(self._waker)
 
     def _run(self) -> None:
+        """The thread: waits for signal numbers in the pipe until a 0 ends it, and ends the process
+        where the time to stop has run out."""
         while True:
             if self._wake in select.select([self._wake], [], [], _ROUND_S)[0]:
                 heard = os.read(self._wake, 64)
@@ -80,6 +84,7 @@ class LoopStop:
                 self._end(late, number)
 
     def _hear(self, number: signal.Signals) -> None:
+        """Ask the loop to stop at a first signal; end the process at a second."""
         if self.number:
             self._end(f"a second signal, {number.name}", number)
         self.number, self._deadline = int(number), time.monotonic() + self._grace_s

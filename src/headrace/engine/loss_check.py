@@ -34,6 +34,8 @@ from headrace.ops.loss import IGNORED
 __all__ = ["LossCheck", "Trial", "require_loss", "set_aside"]
 
 Trial = Literal["doubled", "even", "odd"]
+"""A second loss of the same micro-batch: as of a step with twice the targets, or with every
+other target (or sequence) left out."""
 
 _TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Relative differences that sums in another order may have; 3 % in half types."""
@@ -98,7 +100,7 @@ class LossCheck:
         counted = (labels != IGNORED).cumsum(1) % 2 == (1 if trial == "even" else 0)
         few = torch.where(counted, labels, IGNORED)
         inputs = {name: few if value is labels else value for name, value in part.inputs.items()}
-        rest = {name: _kept(value, counted) for name, value in part.rest.items()}
+        rest = {name: _where_counted(value, counted) for name, value in part.rest.items()}
         return replace(part, labels=few, inputs=inputs, rest=rest)
 
     def error(self) -> ModelError | None:
@@ -166,7 +168,7 @@ class LossCheck:
         return None
 
 
-def _kept(value: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+def _where_counted(value: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     """Values of tokens [b, s, ...] where they are counted, else 0."""
     if value.shape[:2] != counted.shape:
         return value

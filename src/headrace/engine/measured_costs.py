@@ -41,6 +41,7 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
     fingerprint = _fingerprint(rank, sizes, methods, _hosts(rank))
 
     def measure() -> Profile:
+        """A new profile of the model on all ranks. Collective."""
         rank.enters("measuring costs")
         rank.say(f"measuring costs on {counted(rank.world.ranks, 'rank')} of {rank.cluster.device}")
         found = _profiler(rank, sizes, methods).profile(fingerprint, rank.cluster)
@@ -79,6 +80,8 @@ def learnt(rank: Rank, fingerprint: str) -> Calibration:
 
 
 def _profiler(rank: Rank, sizes: tuple[int, ...], methods: tuple[str, ...]) -> Profiler:
+    """The profiler of this rank for groups of ``sizes`` ranks and these methods, as the
+    configuration says."""
     config = rank.config
     options = ProfileOptions(
         sizes=sizes,
@@ -101,18 +104,18 @@ def _profiler(rank: Rank, sizes: tuple[int, ...], methods: tuple[str, ...]) -> P
 def _hosts(rank: Rank) -> dict[str, str]:
     """The machines of all ranks, the same text on each: how many ranks each has, and what differs
     between machines. Collective."""
-    machine, place = rank.machine, rank.world
-    facts = {
+    machine, world = rank.machine, rank.world
+    shown = {
         "processor": machine["host_cpu"],
         "cores": machine["cores"],
         "torch": machine["torch"],
         "threads": torch.get_num_threads(),
         "links": machine["links"],
     } | {key: machine[key] for key in ("attention",) if key in machine}
-    told = [place.local_rank, place.local_ranks, facts]
+    told = [world.local_rank, world.local_ranks, shown]
     said = [json.loads(t) for t in gather_bytes(json.dumps(told).encode(), rank.groups.world)]
     sizes = [ranks for local, ranks, _ in said if local == 0]
-    hosts = {key: " + ".join(sorted({str(one[key]) for *_, one in said})) for key in facts}
+    hosts = {key: " + ".join(sorted({str(one[key]) for *_, one in said})) for key in shown}
     if len(sizes) == 1:
         del hosts["links"]  # no link between machines is used
     return hosts | {"nodes": "+".join(map(str, sizes))}
@@ -121,6 +124,8 @@ def _hosts(rank: Rank) -> dict[str, str]:
 def _fingerprint(
     rank: Rank, sizes: tuple[int, ...], methods: tuple[str, ...], hosts: dict[str, str]
 ) -> str:
+    """Text of all that a profile depends on; ``hosts`` has the facts of the machines by their
+    names."""
     config = rank.config
     return fingerprint_of(
         **hosts,

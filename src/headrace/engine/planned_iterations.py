@@ -82,10 +82,10 @@ def plan_iterations(
         )
     batches = [Lengths(tokens=tuple(tokens)) for tokens in iterations]
     if planner in BASELINES and planner in known:
-        make = _others(problem, batches, planner, seed)
+        make = _baseline_maker(problem, batches, planner, seed)
     else:
         name = "adaptive" if planner == OWN else planner
-        make = _searched(problem.replace(planner=name), seed)
+        make = _search_each(problem.replace(planner=name), seed)
     found = list[PlannedIteration]()
     for number, lengths in enumerate(batches):
         began = time.perf_counter()
@@ -105,6 +105,7 @@ class _Named:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Put the number of the iteration before what a plan lacked."""
         if isinstance(error, InfeasiblePlan) and error.what != "devices":
             raise InfeasiblePlan(
                 f"iteration {self.number}, {error.what}",
@@ -114,7 +115,7 @@ class _Named:
             )
 
 
-def _searched(problem: Problem, seed: int) -> Make:
+def _search_each(problem: Problem, seed: int) -> Make:
     """Plans each iteration by itself, by the generators of the problem's planner."""
     names = {one.scheme: str(one) for one in problem.published_schemes}
 
@@ -126,7 +127,9 @@ def _searched(problem: Problem, seed: int) -> Make:
     return make
 
 
-def _others(problem: Problem, batches: Sequence[Lengths], planner: str, seed: int) -> Make:
+def _baseline_maker(problem: Problem, batches: Sequence[Lengths], planner: str, seed: int) -> Make:
+    """A function from an iteration's number to its plan by a planner of others; all iterations are
+    priced first, as some of these planners look at all."""
     tables = []
     for number, lengths in enumerate(batches):
         with _Named(number):
@@ -137,6 +140,8 @@ def _others(problem: Problem, batches: Sequence[Lengths], planner: str, seed: in
         prepared = baseline.prepare(tables, seed, problem.parameters)
 
     def make(number: int, _: Lengths) -> PlannedIteration:
+        """The plan of iteration ``number`` (from 0); raises InfeasiblePlan where the planner finds
+        none."""
         # A baseline that needs all iterations at once was asked before; phases are plans of some
         # of the sequences each, where it changes the strategy within the iteration.
         table = tables[number]
@@ -157,7 +162,7 @@ def _others(problem: Problem, batches: Sequence[Lengths], planner: str, seed: in
             for one in made.phases
         )
         return PlannedIteration(
-            plan=_planned(problem, made, bound, planner, seed),
+            plan=_plan_of_schedule(problem, made, bound, planner, seed),
             phases=phases,
             switch_s=made.switch_s,
             strategy=" then ".join(one.names for one in made.phases) or made.names,
@@ -166,10 +171,12 @@ def _others(problem: Problem, batches: Sequence[Lengths], planner: str, seed: in
     return make
 
 
-def _planned(problem: Problem, made: Assignment, bound: Bound, planner: str, seed: int) -> Plan:
+def _plan_of_schedule(
+    problem: Problem, assignment: Assignment, bound: Bound, planner: str, seed: int
+) -> Plan:
     """The plan of a schedule of others, with the first two of its reasons."""
-    tried = [Candidate(schedule=made, seconds=made.seconds)]
-    plan = plan_of(made, bound)
+    tried = [Candidate(schedule=assignment, seconds=assignment.seconds)]
+    plan = plan_of(assignment, bound)
     why = reasons(problem, bound, tried, plan)[:2]
     return plan.replace(planner=planner, seed=seed, why=why)
 
@@ -209,27 +216,31 @@ def plans_to_json(
     }
 
 
-def _pipelines(problem: Problem, found: Sequence[PlannedIteration]) -> dict[str, Any]:
+def _pipelines(problem: Problem, planned: Sequence[PlannedIteration]) -> dict[str, Any]:
+    """The JSON of all plans; an iteration of several phases becomes one item per phase, with its
+    sequences and the seconds of the change before it."""
     names = {one.scheme: str(one) for one in problem.published_schemes}
-    if not any(one.phases for one in found):
-        return {"iterations": [_iteration(one, names) for one in found]}
+    if not any(one.phases for one in planned):
+        return {"iterations": [_iteration(one, names) for one in planned]}
     items, lengths, phases = list[Any](), list[list[int]](), list[dict[str, Any]]()
-    for number, one in enumerate(found):
+    for number, one in enumerate(planned):
         everything = tuple(range(len(one.plan.lengths)))
         made = one.phases or ((one, everything),)
-        for place, (phase, held) in enumerate(made):
+        for at, (phase, held) in enumerate(made):
             planning_s = one.planning_s / len(made)
             items.append(_iteration(replace(phase, planning_s=planning_s), names))
             lengths.append(list(phase.plan.lengths.tokens))
-            change_s = one.switch_s / (len(made) - 1) if place else 0.0
+            change_s = one.switch_s / (len(made) - 1) if at else 0.0
             phases.append({"iteration": number, "sequences": list(held), "switch_s": change_s})
     return {"iterations": items, "lengths": {"iterations": lengths}, "phases": phases}
 
 
-def _iteration(one: PlannedIteration, names: Mapping[Scheme, str]) -> dict[str, Any]:
-    made = one.plan
+def _iteration(planned: PlannedIteration, names: Mapping[Scheme, str]) -> dict[str, Any]:
+    """The JSON of one plan: its strategy, each pipeline's micro-batches as sequence indices, and
+    its seconds."""
+    made = planned.plan
     return {
-        "strategy": one.strategy,
+        "strategy": planned.strategy,
         "pipelines": [
             {
                 "scheme": names[pipeline.scheme],
@@ -243,14 +254,14 @@ def _iteration(one: PlannedIteration, names: Mapping[Scheme, str]) -> dict[str, 
         ],
         "predicted_s": made.predicted_s,
         "lower_bound_s": made.lower_bound_s,
-        "planning_s": one.planning_s,
+        "planning_s": planned.planning_s,
         "why": list(made.why),
     }
 
 
-def _require_side_by_side(found: Sequence[PlannedIteration], planner: str) -> None:
+def _require_side_by_side(planned: Sequence[PlannedIteration], planner: str) -> None:
     """Raise SpecError where pipelines of a plan share ranks."""
-    for number, one in enumerate(found):
+    for number, one in enumerate(planned):
         for made in [phase.plan for phase, _ in one.phases] or [one.plan]:
             ranks = [rank for pipeline in made.pipelines for rank in pipeline.ranks]
             if len(ranks) > len(set(ranks)):

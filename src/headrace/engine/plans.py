@@ -90,7 +90,7 @@ def plan(
     problem = _problem(costs)
     chosen = PLANNERS[problem.planner] if generators is None else generators
     found = plan_batch(problem, _lengths(lengths), seed=seed, previous=previous, generators=chosen)
-    return _timed(found, problem)
+    return _with_clock(found, problem)
 
 
 def baselines(lengths: Lengths | Iterable[int], costs: _Costs) -> dict[str, Plan]:
@@ -109,7 +109,8 @@ def baselines(lengths: Lengths | Iterable[int], costs: _Costs) -> dict[str, Plan
     """
     problem = _problem(costs)
     return {
-        made.planner: _timed(made, problem) for made in _static_plans(problem, _lengths(lengths))
+        made.planner: _with_clock(made, problem)
+        for made in _static_plans(problem, _lengths(lengths))
     }
 
 
@@ -200,13 +201,13 @@ def rivals(problem: Problem, lengths: Lengths, *, seed: int = 0) -> dict[str, Pl
     """Plans of other planners with the same costs, by name: the best static one, bucket and packed
     parallel; only those that can hold the batch."""
     made = {
-        called: _held(problem.replace(planner=name, static_size=None), lengths, seed)
+        called: _plan_if_fits(problem.replace(planner=name, static_size=None), lengths, seed)
         for called, name in (("best static", "static"), ("bucket", "bucket"), ("packed", "packed"))
     }
     return {called: plan for called, plan in made.items() if plan is not None}
 
 
-def _held(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | None:
+def _plan_if_fits(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | None:
     """The plan without restrictions on strategies; None when the batch does not fit."""
     try:
         free = problem.replace(strategies=())
@@ -216,14 +217,17 @@ def _held(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | None:
 
 
 def _static_plans(problem: Problem, lengths: Lengths) -> list[Plan]:
+    """The plans of one scheme for each size of the problem that can hold the batch."""
     made = (
-        _held(problem.replace(planner="static", static_size=p), lengths)
+        _plan_if_fits(problem.replace(planner="static", static_size=p), lengths)
         for p in problem.static_sizes
     )
     return [plan for plan in made if plan is not None]
 
 
 def _problem(costs: _Costs) -> Problem:
+    """The problem that costs belong to; one made for a cost model is kept, so that tables of the
+    same costs are reused."""
     if isinstance(costs, Problem):
         return costs
     if isinstance(costs, CostModel):
@@ -244,7 +248,7 @@ def _lengths(lengths: Lengths | Iterable[int]) -> Lengths:
     return lengths if isinstance(lengths, Lengths) else Lengths.of(lengths)
 
 
-def _timed(made: Plan, problem: Problem) -> Plan:
+def _with_clock(made: Plan, problem: Problem) -> Plan:
     """The plan with the clock that is needed to draw it."""
     return made.replace(clock=partial(simulate, costs=problem.costs))
 

@@ -112,6 +112,8 @@ def run_here(config: JobConfig, main: Callable[[World], int]) -> int:
 
 
 def _device(config: JobConfig) -> str:
+    """``"cuda"`` or ``"cpu"``, as configured or by the GPUs that the ranks on this machine find;
+    raises ConfigError where GPUs are wanted and too few."""
     wanted = config.devices.device
     count = count_gpus() if wanted != "cpu" else 0
     needed = ranks_here(config.devices.ranks)
@@ -184,9 +186,9 @@ def _node_ranks(world: World, wanted: int) -> int | None:
         return wanted
     if world.device == "cpu":
         return None
-    places = gather_floats([world.local_rank, world.local_ranks], dist.group.WORLD)
+    local_places = gather_floats([world.local_rank, world.local_ranks], dist.group.WORLD)
     each = world.local_ranks
-    alike = all(place == [rank % each, each] for rank, place in enumerate(places))
+    alike = all(local == [rank % each, each] for rank, local in enumerate(local_places))
     return each if alike and world.ranks % each == 0 else None
 
 

@@ -54,6 +54,8 @@ class ReadAhead:
     def __init__(
         self, samples: _Reads, sampler: Sampler, *, workers: int, per_batch: float
     ) -> None:
+        """Start ``workers`` processes that read samples in the sampler's order, about so many for a
+        batch, a few batches ahead."""
         ahead = min(_MOST_AHEAD, max(2, ceil(_BATCHES_AHEAD * per_batch / workers)))
         loader: DataLoader[Any] = DataLoader(
             _Readable(samples),
@@ -90,6 +92,8 @@ class _Readable(Dataset[Any]):
         self._samples = samples
 
     def __getitem__(self, index: int) -> Any:
+        """The sample as arrays by name, or the error of reading it as a value, which the loop
+        raises when it comes to the sample."""
         try:
             return {name: _as_array(x) for name, x in self._samples.read(index).items()}
         except HeadraceError as error:
@@ -105,6 +109,8 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _as_array(x: torch.Tensor) -> Any:
+    """A tensor as an array, which processes send without torch; unchanged where numpy lacks its
+    type."""
     try:
         return x.numpy()
     except TypeError:  # a type that numpy has not
@@ -112,6 +118,7 @@ def _as_array(x: torch.Tensor) -> Any:
 
 
 def _as_tensors(found: Any) -> Item | Unread:
+    """What a process read as tensors again; an error as it is."""
     if isinstance(found, Unread):
         return found
     return {name: torch.as_tensor(x) for name, x in found.items()}

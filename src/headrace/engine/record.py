@@ -61,6 +61,8 @@ class RunRecord:
         trackers: Sequence[Tracker] = (),
         calibrations: Sequence[Path] = (),
     ) -> None:
+        """A record in ``folder``, or in a temporary folder for None; measured calibrations are
+        looked for in ``calibrations``."""
         self._temporary = tempfile.TemporaryDirectory() if folder is None else None
         self.folder = Path(self._temporary.name if self._temporary else folder or "")
         self._trackers, self._calibrations = trackers, calibrations
@@ -160,9 +162,11 @@ class Journal:
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
+        """Open the files to append; lines of ``first_step`` and later ones, of a run that is now
+        repeated, are dropped."""
         self.folder = folder
         self._files: dict[str, IO[str]] = {}
-        with _said(folder):
+        with _disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if first_step == 0:
                 _keep_former(folder)
@@ -175,7 +179,7 @@ class Journal:
     def facts(self, facts: dict[str, Any]) -> None:
         """Write the facts of the run to run.json."""
         path = self.folder / "run.json"
-        with _said(path):
+        with _disk_errors(path):
             _write_aside(path, json.dumps(facts, indent=1) + "\n")
 
     def metrics(self, row: dict[str, Any]) -> None:
@@ -214,13 +218,14 @@ class Journal:
                 file.close()
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
-        with _said(self.folder / f"{name}.jsonl"):
+        """Write one JSON object as a line of the file ``name``, at once."""
+        with _disk_errors(self.folder / f"{name}.jsonl"):
             self._files[name].write(json.dumps(row) + "\n")
             self._files[name].flush()
 
 
 @contextmanager
-def _said(path: Path) -> Iterator[None]:
+def _disk_errors(path: Path) -> Iterator[None]:
     """Context that turns an error of the file system into one of this library."""
     try:
         yield
@@ -264,6 +269,7 @@ def _keep_former(folder: Path) -> None:
 
 
 def _drop_from(path: Path, first_step: int) -> None:
+    """Keep only the lines of a file whose step is before ``first_step``."""
     kept = []
     for line in path.read_bytes().decode(errors="replace").splitlines():
         try:
@@ -275,6 +281,7 @@ def _drop_from(path: Path, first_step: int) -> None:
 
 
 def _write_aside(path: Path, text: str) -> None:
+    """Write a file under another name first, so that no reader sees half of it."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
@@ -309,6 +316,8 @@ class Tracker(Protocol):
 
 
 class _TensorBoard:
+    """Sends the numbers among a step's metrics to TensorBoard files in the folder of the run."""
+
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -324,6 +333,7 @@ class _TensorBoard:
 
 class _WandB:
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+        """Begin a Weights & Biases run; the import is here as the package is optional."""
         import wandb
 
         self._run: Any = wandb.init(

@@ -223,12 +223,12 @@ class LeaveGroups:
         self._attempt += 1
         if self.possible_here:
             waiting.begin()
-            waiting.heed(self._asked)
+            waiting.heed(self._is_asked)
 
     def possible(self, error: Exception, action: str) -> bool:
         """Whether another rank left: a connection broke, or memory ran out here too."""
         left = is_broken_connection(error) or is_out_of_memory(error)
-        return self.possible_here and left and self._asked()
+        return self.possible_here and left and self._is_asked()
 
     def ask(self, action: str) -> bool:
         """Write the request to the store, with ``action``; False where groups cannot be left."""
@@ -250,7 +250,7 @@ class LeaveGroups:
     def _key(self) -> str:
         return f"headrace/loop/out of memory/{self._attempt}"
 
-    def _asked(self) -> bool:
+    def _is_asked(self) -> bool:
         return bool(_store().check([self._key]))
 
 

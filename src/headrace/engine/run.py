@@ -77,7 +77,7 @@ class RankRun:
             Whether there were any steps to take.
         """
         rank, steps = self.rank, self.config.run.steps
-        path, saved = self._saved() if resume else (None, None)
+        path, saved = self._newest_state() if resume else (None, None)
         if path is None and self.config.model.from_ is not None:
             folder = Path(self.config.model.from_)
             rank.say(f"weights       {folder}")
@@ -180,6 +180,8 @@ class RankRun:
         self.record.begin(first, facts | {"architecture": architecture.to_json()})
 
     def _loop(self, first: int, steps: int, drawn: DrawnSteps) -> None:
+        """Train until ``steps`` updates are done, ``first`` of which an earlier run did; a signal
+        ends it after the step under way, with a checkpoint."""
         engine, depth = self._engine(drawn), self.config.planner.ahead
         if depth:
             self.planner.plan_ahead(self._coming(steps - first), depth=depth)
@@ -203,9 +205,10 @@ class RankRun:
         if done > self._saved_step:
             self._save(done, sampler, wait=True)
         else:
-            self._kept(self.writer.finish(self._gather))
+            self._keep_calibration(self.writer.finish(self._gather))
 
     def _engine(self, drawn: DrawnSteps) -> Engine[TrainingBatch, None]:
+        """The engine that plans, runs and records the steps of this rank."""
         rank, config, o = self.rank, self.config, self.config.optimizer
         executor = Executor(
             rank.storage,
@@ -239,13 +242,13 @@ class RankRun:
             device=rank.world.device,
             drawn=drawn,
             record=self.record,
-            heard=self._heard,
+            heard=self._pass_on,
             tell=rank.say,
             entered=rank.enters,
             advice="lower optimizer.lr and continue from the last checkpoint with --resume",
         )
 
-    def _heard(self, step: Step, notices: tuple[str, ...]) -> None:
+    def _pass_on(self, step: Step, notices: tuple[str, ...]) -> None:
         self.rank.listener.step(step, notices)
 
     def _coming(self, steps: int) -> Iterator[Lengths]:
@@ -258,7 +261,7 @@ class RankRun:
         steps = self.config.run.steps
         if self.writer.busy:
             self.rank.enters("looking whether all ranks have written the checkpoint")
-            self._kept(self.writer.look(self._gather))
+            self._keep_calibration(self.writer.look(self._gather))
         every = self.config.checkpoint.every
         if done == steps or (every and done % every == 0):
             self._save(done, sampler, wait=done == steps)
@@ -267,14 +270,16 @@ class RankRun:
         return gather_bytes(payload, self.rank.groups.world)
 
     def _save(self, done: int, sampler: Mapping[str, Any], *, wait: bool) -> None:
+        """Write the checkpoint after ``done`` updates, in the background unless ``wait`` or
+        configured otherwise; a write still under way is finished first. Collective."""
         rank, background = self.rank, self.config.checkpoint.background
         rank.enters(f"writing checkpoint {done}")
         self._saved_step = done
         if background is None:
             background = rank.world.device != "cpu"
-        self._kept(self.writer.finish(self._gather))
+        self._keep_calibration(self.writer.finish(self._gather))
         save = self.writer.begin if background and not wait else checkpoint.save
-        self._kept(
+        self._keep_calibration(
             save(
                 self.checkpoints,
                 done,
@@ -286,7 +291,7 @@ class RankRun:
             )
         )
 
-    def _kept(self, folder: Path | None) -> None:
+    def _keep_calibration(self, folder: Path | None) -> None:
         """Save the calibration, too, where a checkpoint in ``folder`` is complete."""
         if folder is None or self.record is None:
             return
@@ -296,6 +301,8 @@ class RankRun:
             self.rank.say(f"what was learnt about costs is not kept ({error})")
 
     def _state(self, done: int, sampler: Mapping[str, Any]) -> SavedState:
+        """What a checkpoint says besides weights: counts, the sampler's and the planner's states,
+        and the configuration."""
         rank = self.rank
         return SavedState(
             step=done,
@@ -308,6 +315,8 @@ class RankRun:
         )
 
     def _shards(self) -> list[StoredShard]:
+        """This rank's rows of every weight and of every optimizer state, each with the index of its
+        first row in the whole tensor."""
         storage, me = self.rank.storage, self.rank.world.rank
         shapes = {w.name: w.shape for w in storage.table}
         rows = [(name, name, master) for name, master in storage.masters.items()]
@@ -322,14 +331,14 @@ class RankRun:
             for key, name, tensor in rows
         ]
 
-    def _saved(self) -> tuple[Path | None, SavedState | None]:
+    def _newest_state(self) -> tuple[Path | None, SavedState | None]:
         """The newest whole checkpoint and its state, its tensors loaded; nothing when none was
         saved yet. Collective."""
         rank = self.rank
         rank.enters("reading the checkpoint")
         found = newest_whole(
             checkpoint.newest_first(self.checkpoints),
-            self._loaded,
+            self._load_state,
             rank.groups,
             rank.say,
             hint="start anew with another --out (out=...)",
@@ -339,7 +348,7 @@ class RankRun:
             return None, None
         return found
 
-    def _loaded(self, path: Path) -> SavedState:
+    def _load_state(self, path: Path) -> SavedState:
         """The state of a checkpoint, its tensors loaded. Raises DamagedCheckpoint for one that is
         damaged, CheckpointError for that of another model."""
         wanted = self.rank.storage.architecture
@@ -366,6 +375,8 @@ class RankRun:
         return saved.step
 
     def _announce(self, first: int) -> None:
+        """Print the data, model, devices and folder of the run, and what of the data was
+        skipped."""
         rank, architecture = self.rank, self.rank.storage.architecture
         parameters = count_text(parameter_count(architecture))
         if left_out := sizes_left_out(self.config.planner, rank.world.ranks):

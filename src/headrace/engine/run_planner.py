@@ -33,6 +33,7 @@ _PLAN, _REFUSED, _STOP = b"p", b"r", b"s"
 """First byte of a message of the first rank: a plan, a refusal, or the end of the run."""
 
 _Ahead = PlanAhead[PlanRequest, Planned, BestStatic | None]
+"""Processes that plan coming batches, and after each plan its best static one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +101,8 @@ class RunPlanner:
         stages: bool = True,
         tell: Callable[[str], object] = lambda text: None,
     ) -> None:
+        """A planner for ``groups`` (None: one process), whose first rank plans; of the steps
+        in ``drawn`` all ranks' clocks are predicted."""
         self.steps = StepPlanner(
             costs=costs, options=options, seed=seed, semantics=semantics, stages=stages
         )
@@ -138,7 +141,7 @@ class RunPlanner:
             InfeasiblePlan: On every rank, when nothing fits.
             Stopped: On every rank, when the first was asked to stop.
         """
-        return self._shared(lambda: self._plan(lengths), stop=self._stop_asked())
+        return self._decide_on_first(lambda: self._plan(lengths), stop=self._stop_asked())
 
     def plan_aside(self, lengths: Lengths) -> Planned:
         """A plan of a batch that is no step of the run, as the next step would have it: no plan
@@ -147,7 +150,9 @@ class RunPlanner:
         Raises:
             InfeasiblePlan: On every rank, when nothing fits.
         """
-        return self._shared(lambda: self.steps.plan(replace(self._request(lengths), drawn=False)))
+        return self._decide_on_first(
+            lambda: self.steps.plan(replace(self._request(lengths), drawn=False))
+        )
 
     def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
         """A plan of the same batch that is expected to take a tenth less memory than ``failed`` did
@@ -157,7 +162,7 @@ class RunPlanner:
         Raises:
             InfeasiblePlan: On every rank, when the plan that failed was the thriftiest.
         """
-        return self._shared(lambda: self._replan(lengths, failed, exhausted))
+        return self._decide_on_first(lambda: self._replan(lengths, failed, exhausted))
 
     def check(self, longest: int) -> None:
         """Look whether a sequence of ``longest`` tokens will fit, before it comes. Collective.
@@ -171,7 +176,7 @@ class RunPlanner:
                 self._margin.require(longest)
             except InfeasiblePlan as error:
                 payload = _REFUSED + str(error).encode()
-        self._told(payload)
+        self._from_first(payload)
 
     def plan_ahead(self, coming: Iterable[Lengths], *, depth: int) -> None:
         """Have the plans of the batches to come made by a process of their own, at most ``depth``
@@ -321,7 +326,7 @@ class RunPlanner:
             self._previous = found.plan
         return found
 
-    def _shared(self, decide: Callable[[], Planned], *, stop: bool = False) -> Planned:
+    def _decide_on_first(self, decide: Callable[[], Planned], *, stop: bool = False) -> Planned:
         """Call ``decide`` on the first rank and give its result to every rank, unless the run is to
         ``stop``. Collective."""
         planned, payload = None, _STOP
@@ -331,7 +336,7 @@ class RunPlanner:
                 payload = _PLAN + (planned.plan.to_bytes() if self._many else b"")
             except InfeasiblePlan as error:
                 payload = _REFUSED + str(error).encode()
-        said = self._told(payload)
+        said = self._from_first(payload)
         if planned is not None:
             return planned
         return Planned(plan=Plan.from_bytes(said), predicted=None, peak_bytes=(), planning_s=0.0)
@@ -341,7 +346,7 @@ class RunPlanner:
         """Whether there are other ranks to send plans to."""
         return self._groups is not None and self._groups.ranks > 1
 
-    def _told(self, payload: bytes) -> bytes:
+    def _from_first(self, payload: bytes) -> bytes:
         """The ``payload`` of the first rank, on every rank. Collective."""
         world = self._groups.world if self._groups is not None and self._groups.ranks > 1 else None
         said = from_first(payload, world)

@@ -105,6 +105,8 @@ class Samples:
 
 
 def _lengths(dataset: Any, lengths: LengthSource, reader: SampleReader) -> Any:
+    """The number of tokens of every sample: from a column, a function, the values given, or by
+    reading each sample."""
     if lengths is None:
         names = getattr(dataset, "column_names", None) or ()
         lengths = next((name for name in _COLUMNS if name in names), None)
@@ -253,6 +255,8 @@ class DrawnOrder:
         )
 
     def _reading_ahead(self) -> ReadAhead:
+        """Processes that read coming samples, for batches of about as many samples as the mean
+        length allows."""
         from headrace.engine.read_ahead import ReadAhead
 
         options, lengths = self._sampler.options, self.samples.lengths
@@ -293,16 +297,18 @@ class StreamOrder:
     for every epoch, and must then give the same on all ranks."""
 
     def __init__(self, dataset: Iterable[Any], reader: SampleReader, *, batch_tokens: int) -> None:
+        """An order that reads samples one after the other into batches of at most ``batch_tokens``
+        tokens."""
         self._dataset, self._reader = dataset, reader
         self._budget = batch_tokens
-        self._place = {"epoch": 0, "items": 0}
+        self._position = {"epoch": 0, "items": 0}
         self._items: Iterator[Any] = iter(dataset)
         self._held: Item | None = None
 
     @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
-        return self._place["epoch"]
+        return self._position["epoch"]
 
     @property
     def longest(self) -> int | None:
@@ -330,10 +336,10 @@ class StreamOrder:
                 break
             items.append(item)
             total, self._held = total + count, None
-            self._place["items"] += 1
+            self._position["items"] += 1
             self._held = self._read()
         if self._held is None:
-            self._place = {"epoch": epoch + 1, "items": 0}
+            self._position = {"epoch": epoch + 1, "items": 0}
             self._items = iter(self._dataset)
         return LoopBatch(
             lengths=Lengths.of(map(self._reader.length, items)),
@@ -357,16 +363,19 @@ class StreamOrder:
 
     def state(self) -> dict[str, Any]:
         """The epoch, and how many of its items were consumed."""
-        return dict(self._place)
+        return dict(self._position)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position: skip the items that were consumed."""
-        place = {key: state.get(key) for key in ("epoch", "items")}
-        if any(type(value) is not int or value < 0 for value in place.values()):
+        position = {key: state.get(key) for key in ("epoch", "items")}
+        if any(type(value) is not int or value < 0 for value in position.values()):
             raise DataError("state of the data", got=dict(state), wanted="that of a stream")
-        self._place = {"epoch": int(place["epoch"] or 0), "items": int(place["items"] or 0)}
+        self._position = {
+            "epoch": int(position["epoch"] or 0),
+            "items": int(position["items"] or 0),
+        }
         self._items, self._held = iter(self._dataset), None
-        for at in range(self._place["items"]):
+        for at in range(self._position["items"]):
             if next(self._items, self) is self:
                 raise DataError(
                     "stream of samples",
@@ -391,7 +400,8 @@ class StreamOrder:
             )
 
     def _read(self) -> Item | None:
-        at = f"item {self._place['items']} of the stream"
+        """The next item of the stream as tensors; None at its end."""
+        at = f"item {self._position['items']} of the stream"
         for item in self._items:
             return self._reader.read(item, at)
         return None

@@ -74,8 +74,8 @@ class SequenceSums:
                 got=f"shape {shape}",
                 wanted=f"[1, {len(index)}], a value of each local token",
             )
-        ends = np.cumsum(self.lengths)
-        owners = torch.from_numpy(np.searchsorted(ends, index, side="right")).to(values.device)
+        stops = np.cumsum(self.lengths)
+        owners = torch.from_numpy(np.searchsorted(stops, index, side="right")).to(values.device)
         flat = values.flatten()
         wide = flat.float() if flat.element_size() < 4 else flat
         own = wide.new_zeros(len(self.lengths)).index_add(0, owners, wide)
@@ -90,6 +90,8 @@ class SequenceSums:
         return self._require_tokens().index()
 
     def _require_tokens(self) -> Placement:
+        """The placement of the micro-batch's tokens; raises ModelError for a model of several axes,
+        which has none."""
         if not isinstance(self.placed, Placement):
             raise ModelError(
                 "values of sequences",
@@ -111,14 +113,15 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _summed(x, group)
+        return _sum_over_group(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _summed(grad, ctx.group), None
+        return _sum_over_group(grad, ctx.group), None
 
 
-def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _sum_over_group(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of x [n] over a group, added in rank order, so that all ranks have the same bits."""
     ranks = dist.get_world_size(group)
     rows = all_gather_rows(x, [len(x)] * ranks, group)
     return sum_of_parts(rows.view(ranks, -1))

@@ -46,7 +46,7 @@ def open_data(
     config: Config, progress: Callable[[str, int, int], None] | None = None
 ) -> TrainingData:
     """Open (and index, the first time) the corpus of a configuration of a native model."""
-    folder = _of_folder(config)  # errors in the folder are raised first
+    folder = _folder_architecture(config)  # errors in the folder are raised first
     tokenizer = make_tokenizer(config.data.tokenizer)
     architecture = _architecture(config, folder, tokenizer.vocabulary, tokenizer.mask_id)
     corpus, sampler = open_sampler(config, tokenizer, progress)
@@ -142,7 +142,7 @@ def native_or_why(config: Config) -> str:
     if config.model.from_ is None:
         return ""
     try:
-        _of_folder(config)
+        _folder_architecture(config)
     except SpecError as error:
         # Of a native type the error is raised where the model is made: a variant is refused.
         return str(error) if error.what == "model_type" else ""
@@ -151,12 +151,12 @@ def native_or_why(config: Config) -> str:
 
 def architecture_of(config: Config) -> Architecture:
     """The architecture of a configuration, without opening its corpus."""
-    folder = _of_folder(config)
+    folder = _folder_architecture(config)
     vocabulary, mask_id = tokenizer_sizes(config.data.tokenizer)
     return _architecture(config, folder, vocabulary, mask_id)
 
 
-def _of_folder(config: Config) -> Architecture | None:
+def _folder_architecture(config: Config) -> Architecture | None:
     """The architecture of ``model.from``; None where the configuration has a shape of its own."""
     model = config.model
     if model.from_ is None:
@@ -167,6 +167,8 @@ def _of_folder(config: Config) -> Architecture | None:
 def _architecture(
     config: Config, folder: Architecture | None, vocabulary: int, mask_id: int | None
 ) -> Architecture:
+    """The architecture of the configuration, or that of a model's ``folder`` with this vocabulary,
+    context and id of the mask token."""
     model, context = config.model, config.data.context
     if folder is None:
         return model.architecture(vocabulary, context, mask_id)

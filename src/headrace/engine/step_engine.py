@@ -332,7 +332,7 @@ class RunningStep(Generic[Batch, Handed]):
             )
         self.stage = "at work"
         try:
-            yield from self._trained()
+            yield from self._train()
         except Exception:  # of the step itself: one of the loop does not come here
             self.stage = "failed"
             raise
@@ -340,7 +340,7 @@ class RunningStep(Generic[Batch, Handed]):
             if not self.done and self.stage != "failed":
                 self.stage = "left"
 
-    def _trained(self) -> Iterator[Handed]:
+    def _train(self) -> Iterator[Handed]:
         """The micro-batches of the step, then the update and what is learnt of it."""
         engine, runner = self.engine, self.engine.runner
         other_bytes = reset_peak_bytes(engine.device) - runner.bytes_now()

@@ -66,7 +66,7 @@ class StepPlanner:
             InfeasiblePlan: When nothing fits, saying by how much and what would help.
         """
         start = time.perf_counter()
-        problem = self._asked(request)
+        problem = self._problem_of(request)
         if self.options.rotate and problem.strategies:
             turn = problem.strategies[request.step % len(problem.strategies)]
             problem = problem.replace(strategies=(turn,))
@@ -82,7 +82,7 @@ class StepPlanner:
 
     def expected(self, made: Plan, request: PlanRequest, *, planning_s: float = 0.0) -> Planned:
         """A plan of a step with what it is expected to take, whoever made it."""
-        costs = self._asked(request).model
+        costs = self._problem_of(request).model
         return Planned(
             request=request,
             plan=made,
@@ -94,7 +94,7 @@ class StepPlanner:
 
     def best_static(self, request: PlanRequest) -> BestStatic | None:
         """The fastest plan of one group size for a step; None when no single size fits."""
-        problem = self._asked(request)
+        problem = self._problem_of(request)
         static = problem.replace(planner="static", static_size=None, strategies=())
         try:
             made = plan_batch(static, request.lengths)
@@ -135,7 +135,7 @@ class StepPlanner:
             self._problems[margin] = found
         return found
 
-    def _asked(self, request: PlanRequest) -> Problem:
+    def _problem_of(self, request: PlanRequest) -> Problem:
         problem = self.problem(request.margin)
         return problem if request.ratio is None else problem.rescaled(request.ratio)
 
@@ -170,7 +170,7 @@ class MemoryMargin:
     _refused: float = 0.0
 
     @property
-    def _fixed(self) -> bool:
+    def _is_configured(self) -> bool:
         return self.planner.options.memory_margin is not None
 
     def require(self, longest: int) -> None:
@@ -178,7 +178,7 @@ class MemoryMargin:
         margin is lowered first, to the least that a run without any experience begins with."""
         self.longest = max(1, longest)
         usual = memory_margin_of(self.planner.costs.cluster.device)
-        while not self._fixed and self.value > usual:
+        while not self._is_configured and self.value > usual:
             if self.planner.fits(longest, self.value):
                 return
             self.value = max(usual, self.value - _FINER)
@@ -224,7 +224,7 @@ class MemoryMargin:
         allows; returns warnings for the user. Peaks are bytes of every rank."""
         old, memory = self.value, self.planner.costs.cluster.memory_bytes
         wanted = raised_margin(old, predicted, measured, memory)
-        if self._fixed or wanted <= max(old, self._refused):
+        if self._is_configured or wanted <= max(old, self._refused):
             return ()
         margin = self._fitting(old, wanted)
         if margin < wanted:

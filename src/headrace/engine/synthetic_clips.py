@@ -30,6 +30,8 @@ class SyntheticClips:
         seed: int,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        """Draw the shape of each of ``count`` clips: ``shapes`` has the weight of each pair
+        (patches, frames)."""
         weights = np.array(list(shapes.values()), dtype=np.float64)
         drawn = np.random.default_rng(seed).choice(
             len(weights), size=count, p=weights / weights.sum()

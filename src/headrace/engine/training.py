@@ -103,6 +103,7 @@ class Training:
     model: Factory | None = None
 
     def __post_init__(self) -> None:
+        """Refuse a factory of models where the configuration describes a model too."""
         if self.model is not None and self.config.model.model_fields_set:
             raise ConfigError(
                 "model of the run",
@@ -177,10 +178,10 @@ def on_ranks(config: Config, body: Callable[[World, Listener], Found], listener:
     if under_torchrun() or config.devices.ranks == 1:
         return _in_this_process(config, body, listener)
     pipes = [Pipe(duplex=False) for _ in range(config.devices.ranks)]
-    heard = _Heard(listener=listener, ends=[receiver for receiver, _ in pipes])
-    ends = tuple(sender.fileno() for _, sender in pipes)
+    heard = _PipeReader(listener=listener, pipes=[receiver for receiver, _ in pipes])
+    write_fds = tuple(sender.fileno() for _, sender in pipes)
     try:
-        code = launch(config, _Sending(body=body, ends=ends), heard, ends)
+        code = launch(config, _Sending(body=body, write_fds=write_fds), heard, write_fds)
     finally:
         for pipe in pipes:
             for end in pipe:
@@ -208,13 +209,16 @@ def _raise_stopped(code: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sending:
-    """Runs ``body`` on a rank, which sends through its own of the open ``ends`` of pipes."""
+    """Runs ``body`` on a rank, which sends through its own of ``write_fds``: open pipes, one for
+    each rank."""
 
     body: Callable[[World, Listener], Any]
-    ends: tuple[int, ...]
+    write_fds: tuple[int, ...]
 
     def __call__(self, world: World) -> int:
-        sender = Connection(self.ends[world.rank], readable=False)
+        """Run the body on this rank with a listener that sends to the parent process; the first
+        rank sends the result too."""
+        sender = Connection(self.write_fds[world.rank], readable=False)
         with _errors_sent(sender):
             found = self.body(world, _Sender(sender))
             if world.rank == 0:
@@ -225,6 +229,8 @@ class _Sending:
 def _in_this_process(
     config: Config, body: Callable[[World, Listener], Found], listener: Listener
 ) -> Found:
+    """The result of ``body`` on this rank, when this process is the only rank or torchrun started
+    it."""
     found: list[Found] = []
 
     def main(world: World) -> int:
@@ -274,25 +280,30 @@ def _errors_sent(sender: Connection) -> Iterator[None]:
         raise
 
 
-class _Heard:
+class _PipeReader:
     """Receives messages from the ranks' pipes; called repeatedly while the ranks run."""
 
-    def __init__(self, *, listener: Listener, ends: list[Connection]) -> None:
-        self._listener, self._ends = listener, ends
+    def __init__(self, *, listener: Listener, pipes: list[Connection]) -> None:
+        """Messages go to ``listener``; ``pipes`` are the reading ends of the ranks' pipes.
+        ``found`` gets the first rank's result as its one item, ``error`` the first error."""
+        self._listener, self._pipes = listener, pipes
         self.found: list[Any] = []
         self.error: HeadraceError | None = None
 
     def __call__(self) -> None:
-        while ready := wait(self._ends, timeout=0):
-            for end in ready:
-                assert isinstance(end, Connection)
-                self._hear(end)
+        """Pass on all messages that have come, without waiting for more."""
+        while ready := wait(self._pipes, timeout=0):
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                self._hear(pipe)
 
-    def _hear(self, end: Connection) -> None:
+    def _hear(self, pipe: Connection) -> None:
+        """Take one message ``(method name, arguments)`` from a pipe, or drop the pipe where the
+        rank closed it."""
         try:
-            name, arguments = end.recv()
+            name, arguments = pipe.recv()
         except EOFError:
-            self._ends.remove(end)
+            self._pipes.remove(pipe)
             return
         if name == "found":
             self.found = list(arguments)

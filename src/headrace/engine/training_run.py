@@ -100,7 +100,7 @@ def choose_folder(config: JobConfig, out: Path | None, *, resume: bool) -> Path:
     Raises ConfigError for a folder that already holds a run when it is not resumed, for nothing to
     resume, and for a folder that takes no files.
     """
-    folder = _chosen(config, out, resume=resume)
+    folder = _choose_folder(config, out, resume=resume)
     # Ranks of several machines name a new folder by their own clocks: only one of these is made.
     _require_writable(Path(config.run.out) if out is None and not resume else folder)
     return folder
@@ -121,7 +121,9 @@ def _require_writable(folder: Path) -> None:
         )
 
 
-def _chosen(config: JobConfig, out: Path | None, *, resume: bool) -> Path:
+def _choose_folder(config: JobConfig, out: Path | None, *, resume: bool) -> Path:
+    """The folder of the run: the one to continue, the given one, or a new one with the time in its
+    name; raises ConfigError where a new run would overwrite one."""
     if resume:
         return out if out is not None else _newest(config)
     if out is None:

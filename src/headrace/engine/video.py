@@ -42,7 +42,7 @@ def train_clips(
     wait_s = lock_wait_s(world.attempt)
     with locked(shared, wait_s=wait_s) if first else nullcontext():
         world.watcher.enter("measuring")
-        run = _attached(world, config, shared, listener)
+        run = _attach(world, config, shared, listener)
         model, channels = run.model, shape_of(config).channels
 
         def loss(micro: LoopMicroBatch) -> torch.Tensor:
@@ -52,7 +52,8 @@ def train_clips(
         run_loop(world, config, run, shared, listener, loss, resume=resume)
 
 
-def _attached(world: World, config: ClipsConfig, folder: Path, listener: Listener) -> Attached:
+def _attach(world: World, config: ClipsConfig, folder: Path, listener: Listener) -> Attached:
+    """The Transformer-2D of the configuration attached to plans over synthetic clips."""
     dtype = torch.float64 if config.devices.dtype == "float64" else torch.float32
     shape, data, o = shape_of(config), config.data, config.optimizer
     torch.manual_seed(config.run.seed)

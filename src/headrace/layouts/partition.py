@@ -158,7 +158,7 @@ def works_whole(plan: Plan) -> tuple[bool, ...]:
     """For each rank whether it holds all rows of its working weights while ``plan`` runs: true
     where one of its pipelines does not shard them."""
     whole = [False] * plan.devices
-    for pipeline in _used(plan):
+    for pipeline in _used_pipelines(plan):
         if pipeline.scheme.parts(sharded=plan.working == "sharded") == 1:
             for rank in pipeline.ranks:
                 whole[rank] = True
@@ -191,7 +191,7 @@ def working_partitions(table: Iterable[WeightSpec], plan: Plan) -> dict[str, Par
 def _stages(plan: Plan) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
     """For the stages of all pipelines with work: (ranks, buckets, number of shards of each
     weight)."""
-    for pipeline in _used(plan):
+    for pipeline in _used_pipelines(plan):
         count = pipeline.scheme.parts(sharded=plan.working == "sharded")
         for stage in pipeline.stages(plan.layers):
             yield stage.ranks, stage.buckets, count
@@ -200,6 +200,8 @@ def _stages(plan: Plan) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]
 def _working(
     weight: WeightSpec, devices: int, stages: Iterable[tuple[tuple[int, ...], tuple[int, ...], int]]
 ) -> Partition:
+    """The rows of a weight that each of ``devices`` ranks works with; ``stages`` are (ranks,
+    buckets of their layers, shards of a weight)."""
     parts: list[Rows] = [Rows(0, 0)] * devices
     shards: dict[int, tuple[Rows, ...]] = {}
     used = dict[tuple[int, ...], bool]()
@@ -217,10 +219,10 @@ def _working(
 def working_key(plan: Plan) -> tuple[object, ...]:
     """A key of all that working partitions depend on: plans with equal keys have equal
     partitions."""
-    return (plan.devices, plan.working, plan.layers, *_used(plan))
+    return (plan.devices, plan.working, plan.layers, *_used_pipelines(plan))
 
 
-def _used(plan: Plan) -> Iterator[Pipeline]:
+def _used_pipelines(plan: Plan) -> Iterator[Pipeline]:
     return (plan.pipelines[i] for i in sorted({m.pipeline for m in plan.micro_batches}))
 
 

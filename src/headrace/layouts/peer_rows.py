@@ -24,15 +24,18 @@ from numpy.typing import NDArray
 __all__ = ["ReadRows", "ServedRows", "Tensors"]
 
 Bounds = NDArray[np.int64]
+"""[peers, weights, 2]: first row and end."""
+
 Tensors = Mapping[str, torch.Tensor]
+"""This rank's rows of each weight, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """``rows`` rows from ``start`` of weight ``place`` of the bucket; ``at`` is where they begin
-    among a peer's elements, ``elements`` how many they have."""
+    """``rows`` rows from ``start`` of weight number ``weight`` (from 0) of the bucket; ``at`` is
+    where they begin among a peer's elements, ``elements`` how many they have."""
 
-    place: int
+    weight: int
     start: int
     rows: int
     at: int
@@ -46,9 +49,9 @@ class _Part:
 def _parts(bounds: Bounds, row_elements: Sequence[int]) -> tuple[_Part, ...]:
     """The non-empty intervals of ``bounds`` [weights, 2], in order."""
     found, at = list[_Part](), 0
-    for place, ((start, end), width) in enumerate(zip(bounds.tolist(), row_elements, strict=True)):
+    for weight, ((start, end), width) in enumerate(zip(bounds.tolist(), row_elements, strict=True)):
         if end > start:
-            found.append(_Part(place, start, end - start, at, (end - start) * width))
+            found.append(_Part(weight, start, end - start, at, (end - start) * width))
             at += found[-1].elements
     return tuple(found)
 
@@ -67,14 +70,15 @@ class ServedRows:
     def __init__(
         self, bounds: Bounds, row_elements: Sequence[int], owned: Sequence[int], rank: int
     ) -> None:
-        places: dict[bytes, int] = {}
+        """Sort the readers by kind, and note where each kind's rows lie among this rank's own."""
+        known: dict[bytes, int] = {}
         self._kinds: list[tuple[_Part, ...]] = []
         self._readers: list[int] = []
         self._own: int | None = None  # index of this rank among the readers
         self.sizes = [0] * len(bounds)
         flat = np.ascontiguousarray(bounds).reshape(len(bounds), -1)
         for peer in np.flatnonzero((bounds[:, :, 1] > bounds[:, :, 0]).any(axis=1)).tolist():
-            kind = places.setdefault(flat[peer].tobytes(), len(places))
+            kind = known.setdefault(flat[peer].tobytes(), len(known))
             if kind == len(self._kinds):
                 self._kinds.append(_parts(bounds[peer], row_elements))
             if peer == rank:
@@ -85,10 +89,10 @@ class ServedRows:
         self.total = sum(self.sizes)
         whole = np.array([(0, rows) for rows in owned], dtype=np.int64)
         self._all = _parts(whole, row_elements)
-        first = {part.place: part.at for part in self._all}
+        first = {part.weight: part.at for part in self._all}
         self._spans = [
             [
-                (first[part.place] + part.start * row_elements[part.place], part.elements)
+                (first[part.weight] + part.start * row_elements[part.weight], part.elements)
                 for part in parts
             ]
             for parts in self._kinds
@@ -99,7 +103,7 @@ class ServedRows:
         if self._own is None:
             return []
         parts = self._kinds[self._readers[self._own]]
-        return [part.of(tensors[names[part.place]]) for part in parts]
+        return [part.of(tensors[names[part.weight]]) for part in parts]
 
     def pack(
         self, names: Sequence[str], tensors: Tensors, dtype: torch.dtype | None
@@ -108,7 +112,7 @@ class ServedRows:
         type."""
         like = tensors[names[0]]
         pieces = [
-            torch.cat([part.of(tensors[names[part.place]])[0] for part in parts]).to(
+            torch.cat([part.of(tensors[names[part.weight]])[0] for part in parts]).to(
                 dtype or like.dtype
             )
             for parts in self._kinds
@@ -136,7 +140,7 @@ class ServedRows:
             for target, value in zip(into[kind], values, strict=False):
                 target.add_(value)
         for part in self._all:
-            part.of(sums[names[part.place]])[0].copy_(total[part.at : part.at + part.elements])
+            part.of(sums[names[part.weight]])[0].copy_(total[part.at : part.at + part.elements])
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +162,7 @@ class _Run:
         rows = wire[self.at : self.at + size].view(self.owners, -1)
         for part in self.parts:
             there = rows[:, part.at : part.at + part.elements]
-            yield there, part.of(tensors[names[part.place]], self.owners)
+            yield there, part.of(tensors[names[part.weight]], self.owners)
 
 
 class ReadRows:
@@ -166,6 +170,7 @@ class ReadRows:
     :class:`ServedRows`."""
 
     def __init__(self, bounds: Bounds, row_elements: Sequence[int], rank: int) -> None:
+        """Find the runs of owners of which this rank reads equally many rows."""
         lengths = bounds[:, :, 1] - bounds[:, :, 0]
         elements = (lengths * np.array(row_elements, dtype=np.int64)).sum(axis=1)
         elements[rank] = 0
@@ -181,7 +186,7 @@ class ReadRows:
     def own(self, names: Sequence[str], tensors: Tensors) -> list[torch.Tensor]:
         """The rows of each weight that the rank reads of itself, [1, elements]."""
         parts = [part for run in self._runs if run.own for part in run.parts]
-        return [part.of(tensors[names[part.place]]) for part in parts]
+        return [part.of(tensors[names[part.weight]]) for part in parts]
 
     def pack(
         self, names: Sequence[str], tensors: Tensors, dtype: torch.dtype | None
@@ -202,6 +207,7 @@ class ReadRows:
     def _pairs(
         self, wire: torch.Tensor, names: Sequence[str], tensors: Tensors
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs (received values, the rows that they belong to), of all ranks but this one."""
         for run in self._runs:
             if not run.own:
                 yield from run.pairs(wire, names, tensors)

@@ -80,6 +80,7 @@ class TokenPlan:
     )
 
     def __post_init__(self) -> None:
+        """Raise SpecError for no ranks and for a document without tokens."""
         if self.ranks < 1 or min(self.lengths, default=1) < 1:
             raise SpecError(
                 "token plan",
@@ -96,17 +97,17 @@ class TokenPlan:
     def parts(self) -> tuple[tuple[Rows, ...], ...]:
         """The tokens of each rank: disjoint intervals of the pack, first first."""
         if self.given is not None:
-            return tuple(map(_merged, self.given))
+            return tuple(map(_merge, self.given))
         if self.order == "natural" or self.ranks == 1:
-            return tuple((part,) if len(part) else () for part in self._even)
-        return tuple(map(_merged, _zigzag(self.lengths, self._starts, self.sizes)))
+            return tuple((part,) if len(part) else () for part in self._even_parts)
+        return tuple(map(_merge, _zigzag(self.lengths, self._starts, self.sizes)))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Number of tokens on each rank."""
         if self.given is not None:
             return tuple(sum(map(len, parts)) for parts in self.given)
-        return tuple(len(part) for part in self._even)
+        return tuple(len(part) for part in self._even_parts)
 
     def index(self, rank: int) -> np.ndarray:
         """[t] int64: index in the pack of each token of a rank."""
@@ -134,7 +135,7 @@ class TokenPlan:
     def held(self, members: tuple[int, ...]) -> Held:
         """The tokens that the ranks ``members`` hold together."""
         if members not in self._held:
-            self._held[members] = self._hold(members)
+            self._held[members] = self._make_held(members)
         return self._held[members]
 
     def blocks(
@@ -153,7 +154,9 @@ class TokenPlan:
         key = (queries, keys, band)
         if key not in self._blocks:
             held = self.held(queries), self.held(keys)
-            self._blocks[key] = _blocks(*held, causal) if window is None else _banded(*held, band)
+            self._blocks[key] = (
+                _blocks(*held, causal) if window is None else _band_blocks(*held, band)
+            )
         return self._blocks[key]
 
     def scores(self, rank: int, causal: bool) -> int:
@@ -163,17 +166,19 @@ class TokenPlan:
         return sum(block.scores for block in self.blocks((rank,), everyone, causal))
 
     @cached_property
-    def _even(self) -> tuple[Rows, ...]:
+    def _even_parts(self) -> tuple[Rows, ...]:
         return split_rows(self.total, self.ranks)
 
     @cached_property
     def _starts(self) -> list[int]:
         return [0, *accumulate(self.lengths)]
 
-    def _hold(self, members: tuple[int, ...]) -> Held:
+    def _make_held(self, members: tuple[int, ...]) -> Held:
+        """What these members hold together: intervals of the pack, pieces of documents, and an
+        order of gathered rows where they are not sorted."""
         places = np.concatenate([np.zeros(0, np.int64), *map(self.index, members)])
         ordered = bool((np.diff(places) > 0).all())
-        intervals = _merged([part for member in members for part in self.parts[member]])
+        intervals = _merge([part for member in members for part in self.parts[member]])
         return Held(
             intervals=tuple(intervals),
             pieces=tuple(_pieces(intervals, self._starts)),
@@ -194,7 +199,7 @@ def _zigzag(
 
     shortest = 2 * ranks * _SHORTEST_PIECE
     for document in (i for i, length in enumerate(lengths) if length >= shortest):
-        _fold(starts[document], _shares(lengths[document], room), give)
+        _fold_document(starts[document], _shares(lengths[document], room), give)
     cut: list[int] = []
     short = [i for i, length in enumerate(lengths) if length < shortest]
     for document in sorted(short, key=lambda i: -lengths[i]):
@@ -222,7 +227,9 @@ def _shares(length: int, room: Sequence[int]) -> list[int]:
     return shares
 
 
-def _fold(start: int, shares: Sequence[int], give: Callable[[int, int, int], None]) -> None:
+def _fold_document(
+    start: int, shares: Sequence[int], give: Callable[[int, int, int], None]
+) -> None:
     """Cut a document so that rank r gets the r-th piece from the front and from the back."""
     fronts = [-(-share // 2) for share in shares]
     for rank, front in enumerate(fronts):
@@ -233,7 +240,7 @@ def _fold(start: int, shares: Sequence[int], give: Callable[[int, int, int], Non
         start += shares[rank] - fronts[rank]
 
 
-def _merged(parts: Sequence[Rows]) -> tuple[Rows, ...]:
+def _merge(parts: Sequence[Rows]) -> tuple[Rows, ...]:
     """Intervals sorted, neighbours joined, empty ones dropped."""
     merged: list[Rows] = []
     for part in sorted((p for p in parts if len(p)), key=lambda p: p.start):
@@ -262,7 +269,9 @@ def _pieces(intervals: Sequence[Rows], starts: Sequence[int]) -> list[_Piece]:
     return pieces
 
 
-def _banded(queries: Held, keys: Held, band: Band) -> tuple[Block, ...]:
+def _band_blocks(queries: Held, keys: Held, band: Band) -> tuple[Block, ...]:
+    """The blocks of scores, in rows of ``queries`` and ``keys``, that lie in a band around the
+    diagonal of each document."""
     of_document: dict[int, list[_Piece]] = {}
     for piece in keys.pieces:
         of_document.setdefault(piece.document, []).append(piece)
@@ -278,6 +287,8 @@ def _banded(queries: Held, keys: Held, band: Band) -> tuple[Block, ...]:
 
 
 def _blocks(queries: Held, keys: Held, causal: bool) -> tuple[Block, ...]:
+    """The blocks of scores of each document, in rows of ``queries`` and ``keys``: causal squares,
+    and rectangles that are seen whole."""
     of_document: dict[int, list[_Piece]] = {}
     for piece in keys.pieces:
         of_document.setdefault(piece.document, []).append(piece)

@@ -33,6 +33,8 @@ class BucketLink:
         reading: ReadRows,
         group: dist.ProcessGroup,
     ) -> None:
+        """The link of a bucket's weights ``names``: the rows that this rank serves to others, and
+        those that it reads."""
         self._names, self._group = tuple(names), group
         self._serving, self._reading = serving, reading
 
@@ -88,6 +90,8 @@ class BucketLink:
     def _exchange(
         self, sent: torch.Tensor, out: list[int], back: list[int]
     ) -> tuple[torch.Tensor, Transfer | None]:
+        """Issue an all-to-all of ``sent``, ``out[r]`` elements to rank r and ``back[r]`` from it;
+        the transfer is None on one rank."""
         received = sent.new_empty(sum(back))
         if len(back) == 1:
             return received, None
@@ -140,6 +144,7 @@ class Pending:
         finish: Callable[[], None],
         keep: tuple[torch.Tensor, ...],
     ) -> None:
+        """A move under way: ``finish`` puts the values in place once ``transfer`` has ended."""
         self._transfer, self._finish = transfer, finish
         self.buffers = keep  # gloo loses a message whose buffer is freed
 

@@ -151,13 +151,13 @@ class _Steps:
     @classmethod
     def of(cls, owners: Partition, readers: Partition, rank: int, node_ranks: int) -> _Steps:
         """The two steps of ``rank``, for nodes of ``node_ranks`` ranks."""
-        node, place = divmod(rank, node_ranks)
+        node, local = divmod(rank, node_ranks)
         needs = _needs(readers, node_ranks)
-        mine = owners.parts[place::node_ranks]
+        mine = owners.parts[local::node_ranks]
         column, needed = hull(mine), needs[node]
         held = [hull(owners.parts[at::node_ranks]).meet(needed) for at in range(node_ranks)]
         return cls(
-            held=len(held[place]),
+            held=len(held[local]),
             across=(_within(column, mine), _within(column, [column.meet(n) for n in needs])),
             inside=(
                 _within(needed, held),
@@ -179,6 +179,8 @@ def _two_step_links(
     owners: Mapping[str, Partition],
     readers: Mapping[str, Partition],
 ) -> list[WeightLink]:
+    """A link for each bucket that moves rows across nodes first, among ranks with the same index in
+    their nodes, and then inside of them."""
     made: dict[tuple[int, int], _Steps] = {}
     steps: dict[str, _Steps] = {}
     for weight in (w for bucket in buckets for w in bucket):
@@ -187,7 +189,7 @@ def _two_step_links(
         if kind not in made:
             made[kind] = _Steps.of(*pair, groups.rank, nodes.ranks)
         steps[weight.name] = made[kind]
-    node, place = divmod(groups.rank, nodes.ranks)
+    node, local = divmod(groups.rank, nodes.ranks)
 
     def links(
         sides: dict[str, tuple[Partition, Partition]], rank: int, group: dist.ProcessGroup
@@ -196,7 +198,7 @@ def _two_step_links(
         return bucket_links(buckets, owned, read, rank, group)
 
     across = links({name: s.across for name, s in steps.items()}, node, nodes.across)
-    inside = links({name: s.inside for name, s in steps.items()}, place, nodes.inside)
+    inside = links({name: s.inside for name, s in steps.items()}, local, nodes.inside)
     held = ({w.name: (steps[w.name].held, *w.shape[1:]) for w in bucket} for bucket in buckets)
     return [
         _TwoSteps(one, other, shapes, nodes.aside)
@@ -215,6 +217,8 @@ class _TwoSteps:
         held: Mapping[str, tuple[int, ...]],
         aside: torch.cuda.Stream | None,
     ) -> None:
+        """``held`` are the shapes of the rows that a node's rank holds in between; with a stream
+        ``aside`` the second step follows without the host."""
         self._across, self._inside = across, inside
         self._held, self._aside = held, aside
         self.waits = aside is None
@@ -231,19 +235,21 @@ class _TwoSteps:
         return self._across.push_elements + self._inside.push_elements
 
     def pull(self, storage: Tensors, working: Tensors, wire: torch.dtype | None = None) -> Pending:
-        held = self._between(storage, wire)
+        """Rows cross to each node once, and are handed on inside."""
+        held = self._buffers_between(storage, wire)
         first = self._across.pull(storage, held, wire)
-        return self._then(first, held, lambda: self._inside.pull(held, working, wire))
+        return self._second_behind(first, held, lambda: self._inside.pull(held, working, wire))
 
     def push(self, gradients: Tensors, sums: Tensors, wire: torch.dtype | None = None) -> Pending:
-        held = self._between(sums, None)
+        """Gradients are summed inside of each node, then across."""
+        held = self._buffers_between(sums, None)
         first = self._inside.push(gradients, held, wire)
-        return self._then(first, held, lambda: self._across.push(held, sums, wire))
+        return self._second_behind(first, held, lambda: self._across.push(held, sums, wire))
 
-    def _between(self, like: Tensors, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    def _buffers_between(self, like: Tensors, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         return {n: like[n].new_empty(shape, dtype=dtype) for n, shape in self._held.items()}
 
-    def _then(
+    def _second_behind(
         self, first: Pending, held: Mapping[str, torch.Tensor], issue: Callable[[], Pending]
     ) -> Pending:
         """Issue the second step behind the first. On a device all is freed after both, and so after

@@ -66,6 +66,7 @@ def rules_of(architecture: Architecture) -> list[Rule]:
 
 
 def _llama_rules(a: Architecture) -> list[Rule]:
+    """How each weight of a Llama here is made from those of transformers, and they from it."""
     rules = [_same("embed.weight", EMBEDDING["llama"])]
     for i in range(a.layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
@@ -89,6 +90,7 @@ def _llama_rules(a: Architecture) -> list[Rule]:
 
 
 def _gpt_rules(a: Architecture) -> list[Rule]:
+    """How each weight of a GPT-2 here is made from those of transformers, and they from it."""
     rules = [
         _same("embed.weight", EMBEDDING["gpt"]),
         _same("positions.weight", "transformer.wpe.weight"),
@@ -112,6 +114,7 @@ def _gpt_rules(a: Architecture) -> list[Rule]:
 
 
 def _bert_rules(a: Architecture) -> list[Rule]:
+    """How each weight of a BERT here is made from those of transformers, and they from it."""
     rules = [
         _same("embed.weight", EMBEDDING["bert"]),
         _same("positions.weight", "bert.embeddings.position_embeddings.weight"),
@@ -183,6 +186,7 @@ def _join_groups(qkv: Sequence[torch.Tensor], a: Architecture) -> torch.Tensor:
 
 
 def _split_groups(qkv: torch.Tensor, a: Architecture) -> tuple[torch.Tensor, ...]:
+    """q [n d, ...], k and v [g d, ...] from rows in groups of m queries, a key and a value."""
     d = a.head_features
     parts = qkv.unflatten(0, (a.kv_heads, -1)).split([a.group_heads * d, d, d], 1)
     return tuple(part.flatten(0, 1) for part in parts)

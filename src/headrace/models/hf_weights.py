@@ -77,25 +77,27 @@ def from_hugging_face(
     the model's prefix are taken. Raises CheckpointError that lists what is unknown, missing or of
     another shape.
     """
-    return dict(_joined(weights, architecture))
+    return dict(_join_weights(weights, architecture))
 
 
-def _joined(
+def _join_weights(
     weights: Mapping[str, torch.Tensor], architecture: Architecture
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """Our weights by their names, each made when it is asked for; raises CheckpointError where
+    theirs do not fit the architecture."""
     shapes = {weight.name: weight.shape for weight in weight_table(architecture)}
     rules = rules_of(architecture)
     expected: dict[str, tuple[int, ...]] = {}
     for rule in rules:
         parts = rule.split(torch.empty(shapes[rule.ours], device="meta"))
         expected |= {n: tuple(part.shape) for n, part in zip(rule.theirs, parts, strict=True)}
-    named = _known(weights, architecture)
+    named = _named_weights(weights, architecture)
     _check("pretrained weights", named, expected)
     for rule in rules:
         yield rule.ours, rule.join([named[name] for name in rule.theirs]).contiguous()
 
 
-def _known(
+def _named_weights(
     weights: Mapping[str, torch.Tensor], architecture: Architecture
 ) -> dict[str, torch.Tensor]:
     """Without skipped weights and the doubles of tied ones, with the prefix that bare models lack
@@ -105,7 +107,7 @@ def _known(
     bare = not any(name.startswith(prefix) for name in weights)
     named = {
         prefix + name if bare and not name.startswith(("lm_head.", "cls.")) else name: weight
-        for name, weight in _renamed(weights).items()
+        for name, weight in _with_new_names(weights).items()
         if not _SKIPPED.fullmatch(name)
     }
     if architecture.tied:
@@ -116,7 +118,8 @@ def _known(
     return named
 
 
-def _renamed(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _with_new_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights with the old names of norms (gamma, beta) replaced by those of today."""
     found: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
         old = next((old for old in _OLD_NORMS if name.endswith(old)), "")
@@ -141,17 +144,19 @@ def _drop_double(named: dict[str, torch.Tensor], double: str, name: str, got: st
 def _check(
     what: str, weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
+    """Raise CheckpointError for unknown or missing names and for other shapes; ``what`` begins the
+    message."""
     if unknown := [name for name in weights if name not in shapes]:
         hint = did_you_mean(unknown[0], shapes)
-        raise CheckpointError(f"{what}: unknown {_listed(unknown)}", hint=hint)
+        raise CheckpointError(f"{what}: unknown {_names_text(unknown)}", hint=hint)
     if missing := [name for name in shapes if name not in weights]:
-        raise CheckpointError(f"{what}: no {_listed(missing)}")
+        raise CheckpointError(f"{what}: no {_names_text(missing)}")
     for name, shape in shapes.items():
         if tuple(weights[name].shape) != shape:
             raise CheckpointError(f"{what}: {name}", got=tuple(weights[name].shape), wanted=shape)
 
 
-def _listed(names: list[str]) -> str:
+def _names_text(names: list[str]) -> str:
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
 
@@ -246,13 +251,15 @@ def read_pretrained(folder: Path, architecture: Architecture) -> Iterator[tuple[
     for file in files:
         weights |= _read_weights(folder / file)
     try:
-        yield from _joined(weights, architecture)
+        yield from _join_weights(weights, architecture)
     except CheckpointError as error:
         what, hint = f"{folder}: {error.what}", error.hint
         raise CheckpointError(what, got=error.got, wanted=error.wanted, hint=hint)
 
 
 def _files_of_index(folder: Path) -> list[str]:
+    """The names of the files that an index of weights lists; raises CheckpointError for a name
+    outside of the folder."""
     places = read_object(folder / _INDEX).get("weight_map")
     names = list(places.values()) if isinstance(places, dict) else [None]
     for name in names:
@@ -265,6 +272,7 @@ def _files_of_index(folder: Path) -> list[str]:
 
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file; raises CheckpointError for a missing or damaged one."""
     try:
         return load_file(path)
     except FileNotFoundError:

@@ -32,6 +32,7 @@ from headrace.spec.lengths import Lengths
 __all__ = ["Masked", "NextToken", "Objective", "objective_of"]
 
 Mask = NDArray[np.bool_] | None
+"""Which tokens of a document have a loss, [n]; None where all have."""
 
 LossMasks = Sequence[Mask]
 """The mask of each sequence of a batch, None where all tokens are learned; empty for no masks."""
@@ -108,11 +109,11 @@ class Masked:
 
     def count(self, lengths: Lengths, masks: LossMasks = ()) -> int:
         """The picked tokens of all documents."""
-        return max(1, _picked(lengths, self.seed, self.step, self.share))
+        return max(1, _pick_tokens(lengths, self.seed, self.step, self.share))
 
 
 @lru_cache(maxsize=4)
-def _picked(lengths: Lengths, seed: int, step: int, share: float) -> int:
+def _pick_tokens(lengths: Lengths, seed: int, step: int, share: float) -> int:
     """Picked tokens of a batch; asked for by each of its micro-batches."""
     tokens = np.array(lengths.tokens)
     starts = np.repeat(np.cumsum(tokens) - tokens, tokens)
@@ -139,6 +140,7 @@ def _bits(
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64: a hash of each number."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

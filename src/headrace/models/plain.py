@@ -80,6 +80,8 @@ def plain_loss(
 def _attention(
     qkv: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int], a: Architecture
 ) -> torch.Tensor:
+    """Attention of packed documents: qkv [tokens, G (m + 2) D], m queries, a key and a value in
+    each group, to [tokens, features]."""
     g, m, d = a.kv_heads, a.group_heads, a.head_features
     parts = qkv.view(qkv.shape[0], g, m + 2, d)
     q, k, v = parts[:, :, :m].reshape(-1, g * m, d), parts[:, :, m], parts[:, :, m + 1]
@@ -101,6 +103,8 @@ def _heads_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def _rotate(x: torch.Tensor, positions: torch.Tensor, a: Architecture) -> torch.Tensor:
+    """Queries or keys [tokens, heads, D], each pair (i, i + D/2) turned by its token's position,
+    [tokens]."""
     half = a.head_features // 2
     exponent = torch.arange(half, dtype=torch.float64, device=x.device) / half
     angle = torch.outer(positions.double(), math.e ** (-math.log(a.rope_theta) * exponent))
@@ -112,6 +116,8 @@ def _rotate(x: torch.Tensor, positions: torch.Tensor, a: Architecture) -> torch.
 def _norm(
     x: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str, a: Architecture
 ) -> torch.Tensor:
+    """The layer norm, or without biases the RMS norm, of x [tokens, features] with the weights
+    ``name``."""
     weight = weights[f"{name}.weight"]
     if a.biased:
         return F.layer_norm(x, (a.hidden,), weight, weights[f"{name}.bias"], a.norm_eps)
@@ -119,6 +125,7 @@ def _norm(
 
 
 def _inputs(x: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """x W + b, of W [in, out], without a bias where there is none."""
     y = x @ weights[f"{name}.weight"]
     bias = weights.get(f"{name}.bias")
     return y if bias is None else y + bias

@@ -48,14 +48,14 @@ class Transformer:
         """
         a = self.architecture
         block = _block_sizes(context)
-        x = _embedded(ids, "embed.weight", weights, block, context)
+        x = _embed_rows(ids, "embed.weight", weights, block, context)
         if a.learned_positions:
             positions = context.dropout.positions
-            x = x + _embedded(positions, "positions.weight", weights, block, context)
+            x = x + _embed_rows(positions, "positions.weight", weights, block, context)
         if a.kind != "bert":
             return x
         row = (1,) * len(block)  # one for all tokens
-        x = x + _embedded(ids.new_zeros(1), "types.weight", weights, row, context)
+        x = x + _embed_rows(ids.new_zeros(1), "types.weight", weights, row, context)
         x = normalise(x, weights, "embed_norm", a)
         return dropout(x, dropout_rate(context), context.dropout, 2 * a.layers)
 
@@ -79,8 +79,10 @@ class Transformer:
     def _layer(
         self, x: torch.Tensor, option: LayerOption, state: State, context: Context
     ) -> torch.Tensor:
-        for part in BRANCHES:
-            x = self.branch(x, part, option, state, context)
+        """One layer of x [local tokens, features]: attention, then feed-forward, each with its
+        residual sum."""
+        for half in BRANCHES:
+            x = self.branch(x, half, option, state, context)
         return x
 
     def branch(
@@ -144,7 +146,7 @@ class Transformer:
         )
 
 
-def _embedded(
+def _embed_rows(
     ids: torch.Tensor, name: str, weights: State, sizes: tuple[int, ...], context: Context
 ) -> torch.Tensor:
     """Rows ``ids`` [t] of a table, [t, h]; ``sizes`` are the ids of each rank of the block.

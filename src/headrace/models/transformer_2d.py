@@ -43,6 +43,7 @@ class Shape2D:
     channels: int = 16
 
     def __post_init__(self) -> None:
+        """Raise SpecError unless the features are even and heads divide them."""
         if self.hidden % self.heads or self.hidden % 2:
             raise SpecError(
                 "Transformer-2D",
@@ -84,6 +85,7 @@ class Block2D(nn.Module):
     """Attention over one axis and a feed-forward, both shifted, scaled and gated by the time."""
 
     def __init__(self, hidden: int, heads: int, mixes: Mixed) -> None:
+        """A block whose attention is over space (``s``) or time (``t``), as ``mixes`` says."""
         super().__init__()
         self.heads, self.mixes = heads, mixes
         self.norm = nn.LayerNorm(hidden, elementwise_affine=False)
@@ -118,6 +120,7 @@ class Layer2D(nn.Module):
     ``gradient_checkpointing`` says so."""
 
     def __init__(self, hidden: int, heads: int) -> None:
+        """A block over space and one over time."""
         super().__init__()
         self.gradient_checkpointing = False
         self._gradient_checkpointing_func: Any = partial(checkpoint, use_reentrant=False)
@@ -138,6 +141,7 @@ class Transformer2D(nn.Module):
     """Predicts a value for every channel of every patch."""
 
     def __init__(self, shape: Shape2D) -> None:
+        """A model of this shape with random weights."""
         super().__init__()
         self.shape, hidden = shape, shape.hidden
         self.embed, self.predict = (

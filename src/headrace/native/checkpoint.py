@@ -46,7 +46,7 @@ __all__ = [
     "Gather",
     "StoredShard",
     "Writing",
-    "facts",
+    "extra_of",
     "latest",
     "load",
     "names",
@@ -117,11 +117,11 @@ def prepare(folder: Path) -> None:
     for part in (path for path in ours if path.suffix == ".part"):
         shutil.rmtree(part)
     for old in (path for path in ours if path.suffix == ".old"):
-        place = old.with_suffix("")
-        if (place / INDEX).exists():
+        target = old.with_suffix("")
+        if (target / INDEX).exists():
             _discard(old)
-        elif not place.exists():
-            old.rename(place)
+        elif not target.exists():
+            old.rename(target)
     part_of(folder).mkdir()
 
 
@@ -177,6 +177,8 @@ class Writing:
     def __init__(
         self, root: Path, step: int, extra: Mapping[str, Any], *, rank: int, keep: int
     ) -> None:
+        """The writing of step ``step`` (updates that were made) by rank ``rank``, after which the
+        ``keep`` newest checkpoints remain."""
         if step < 0 or keep < 1:
             raise SpecError(
                 "checkpoint", got=f"step {step}, keep {keep}", wanted="step >= 0, keep >= 1"
@@ -187,7 +189,7 @@ class Writing:
 
     def prepare(self, gather: Gather) -> None:
         """Make an empty temporary folder. Raises CheckpointError as :func:`save`. Collective."""
-        with self._cleared(gather):
+        with self._removing_failed(gather):
             self._first(gather, lambda: prepare(self.folder))
 
     def write(self, shards: Sequence[StoredShard]) -> dict[str, Any]:
@@ -205,7 +207,7 @@ class Writing:
             write_text(part / INDEX, index.to_text())
             put_in_place(self.folder)
 
-        with self._cleared(gather):
+        with self._removing_failed(gather):
             tables = self._together(gather, written)
             self._first(gather, lambda: put(tables))
         if self.rank == 0:
@@ -219,7 +221,9 @@ class Writing:
         self._together(gather, action if self.rank == 0 else lambda: None)
 
     @contextmanager
-    def _cleared(self, gather: Gather) -> Generator[None, None, None]:
+    def _removing_failed(self, gather: Gather) -> Generator[None, None, None]:
+        """Context that removes what was written where any rank fails, and only then raises on all.
+        Collective."""
         try:
             yield
         except CheckpointError:
@@ -233,6 +237,8 @@ class BackgroundWriter:
     """Writes one checkpoint after the other for one rank. All ranks make the same calls."""
 
     def __init__(self) -> None:
+        """A writer with nothing under way; ``_buffers`` holds copies in host memory by name and
+        first row."""
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
         self._writing: Writing | None = None
         self._thread: Thread | None = None
@@ -262,7 +268,7 @@ class BackgroundWriter:
         writing.prepare(gather)
         self._writing, self._failed = writing, None
         try:
-            copies = self._copied(shards)
+            copies = self._copies(shards)
             writing.extra = deepcopy(writing.extra)
         except Exception as error:  # such as a lack of host memory: raised on all ranks later
             self._failed = error
@@ -282,15 +288,16 @@ class BackgroundWriter:
         """Wait for the checkpoint and publish it; its folder, None where there is none. Raises as
         :func:`headrace.native.checkpoint.save`. Collective while :attr:`busy`."""
         writing, self._writing = self._writing, None
-        return None if writing is None else writing.publish(gather, self._written)
+        return None if writing is None else writing.publish(gather, self._finished_table)
 
     def _write(self, writing: Writing, copies: Sequence[StoredShard]) -> None:
+        """The thread: writes this rank's file and keeps its table, or the error."""
         try:
             self._table = writing.write(copies)
         except Exception as error:  # raised on all ranks by ``look`` or ``finish``
             self._failed = error
 
-    def _written(self) -> dict[str, Any]:
+    def _finished_table(self) -> dict[str, Any]:
         """The table of this rank's file; waits for its thread. Raises what failed in it."""
         if self._thread is not None:
             self._thread.join()
@@ -299,7 +306,7 @@ class BackgroundWriter:
             raise self._failed
         return self._table
 
-    def _copied(self, shards: Sequence[StoredShard]) -> list[StoredShard]:
+    def _copies(self, shards: Sequence[StoredShard]) -> list[StoredShard]:
         """Copies of the shards in host memory."""
         copies, devices = list[StoredShard](), set[torch.device]()
         for shard in shards:
@@ -404,6 +411,8 @@ def _index(path: Path) -> Index:
 
 
 def _check_wanted(path: Path, index: Index, wanted: Sequence[StoredShard]) -> None:
+    """Raise CheckpointError where a wanted shard's tensor has another shape or type in the
+    checkpoint."""
     for shard in wanted:
         info = index.info(shard.name)
         if info != shard.info:
@@ -431,6 +440,8 @@ def _naming_another(path: Path) -> Generator[None, None, None]:
 
 
 def _another(path: Path) -> str | None:
+    """A hint with the path of the checkpoint before this one, or of one within this folder; None
+    where there is neither."""
     try:
         good, inside = previous(path), latest(path)
     except CheckpointError:  # no hint is worth hiding the first error
@@ -487,8 +498,9 @@ def names(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {name: (info.shape, DTYPES[info.dtype]) for name, info in tensors.items()}
 
 
-def facts(path: Path) -> dict[str, Any]:
-    """The ``extra`` that was saved, without a look at the tensors. Raises DamagedCheckpoint."""
+def extra_of(path: Path) -> dict[str, Any]:
+    """The values beside tensors, by their names, that were saved as ``extra``; no tensor is read.
+    Raises DamagedCheckpoint."""
     with _naming_another(Path(path)):
         return dict(_index(Path(path)).extra)
 
@@ -510,6 +522,7 @@ def read_all(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def _read(path: Path, choose: Callable[[Index], Iterable[str]]) -> dict[str, torch.Tensor]:
+    """The chosen tensors of a checkpoint, whole, by their names; files are checked first."""
     with _naming_another(path):
         index = _index(path)
     chosen = {name: index.info(name) for name in choose(index)}

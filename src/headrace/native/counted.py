@@ -32,6 +32,8 @@ class ByteCounter(TorchDispatchMode):
     """
 
     def __init__(self, *, settle_s: float = 0.0) -> None:
+        """Start at 0 bytes; ``_alive`` has the addresses of storages that were counted and not
+        freed."""
         super().__init__()
         self._settle_s = settle_s
         self.current_bytes = 0
@@ -53,6 +55,7 @@ class ByteCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Run an operator and count the storages of its results that its arguments did not have."""
         known = {x.untyped_storage()._cdata for x in tensors_in(args)}
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out):
@@ -60,6 +63,7 @@ class ByteCounter(TorchDispatchMode):
         return out
 
     def _count(self, storage: torch.UntypedStorage, known: set[int]) -> None:
+        """Add a storage's bytes once, until it is freed."""
         key = storage._cdata
         if key in self._alive or key in known:
             return
@@ -67,9 +71,9 @@ class ByteCounter(TorchDispatchMode):
         self._alive.add(key)
         self.current_bytes += count
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
-        weakref.finalize(storage, self._freed, key, storage.nbytes())
+        weakref.finalize(storage, self._forget, key, storage.nbytes())
 
-    def _freed(self, key: int, count: int) -> None:
+    def _forget(self, key: int, count: int) -> None:
         self._alive.discard(key)
         self.current_bytes -= count
 
@@ -98,6 +102,8 @@ class SavedBytes:
         return kept, kept + _PASSING * self._largest
 
     def _pack(self, x: torch.Tensor) -> torch.Tensor:
+        """Note the storage of a tensor that autograd saves, once, until it is freed; returns the
+        tensor."""
         storage = x.untyped_storage()
         key = storage._cdata
         if key not in self._known and key not in self._alive:
@@ -139,6 +145,8 @@ class TrafficCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Run an operator, and add the bytes that it sends where it is a collective or a
+        message."""
         sent = sent_bytes(func, args)
         if sent is not None:
             self.sent_bytes += sent[0]

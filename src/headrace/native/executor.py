@@ -53,12 +53,15 @@ __all__ = [
 ]
 
 Ranks = tuple[int, ...]
+"""Ranks of the world, ascending."""
 
 
 class PlanGroups:
     """The groups that plans of one model need, computed once for every pipeline and layer plan."""
 
     def __init__(self, architecture: Architecture) -> None:
+        """Empty caches: numbers of layer plans, and the sets of ranks that a pipeline of a scheme
+        meets in."""
         self._architecture = architecture
         self._layers: dict[LayerPlan, int] = {}
         self._plans: list[LayerPlan] = []
@@ -82,6 +85,7 @@ class PlanGroups:
         return wanted
 
     def _number(self, layers: LayerPlan) -> int:
+        """The number (from 0) of a layer plan in the order in which they were met."""
         if layers not in self._layers:
             self._layers[layers] = len(self._plans)
             self._plans.append(layers)
@@ -91,7 +95,7 @@ class PlanGroups:
         """The groups of ranks that communicate within a pipeline."""
         kind = pipeline.scheme, pipeline.shares, layers, working
         if kind not in self._members:
-            self._members[kind] = self._met(pipeline, self._plans[layers], working)
+            self._members[kind] = self._groups_of(pipeline, self._plans[layers], working)
         width = pipeline.scheme.width
         ranks = [
             rank
@@ -100,7 +104,9 @@ class PlanGroups:
         ]
         return frozenset(tuple(ranks[member] for member in met) for met in self._members[kind])
 
-    def _met(self, pipeline: Pipeline, layers: LayerPlan, working: Working) -> frozenset[Ranks]:
+    def _groups_of(
+        self, pipeline: Pipeline, layers: LayerPlan, working: Working
+    ) -> frozenset[Ranks]:
         """The groups of a pipeline, by indices of its members in its stages."""
         a, wanted = self._architecture, set[Ranks]()
         parts, width = pipeline.scheme.parts(sharded=working == "sharded"), pipeline.scheme.width
@@ -189,9 +195,9 @@ class Executor:
     Nothing of the storage is written before the update: a step that fails leaves the weights as
     they were. Pulls, and pushes, have at most ``in_flight_bytes`` in flight, or one at a time: the
     next waits for the oldest. Without ``overlap`` nothing is computed while weights arrive or
-    gradients
-    leave: for comparison. After a failed step, ``action`` is where it failed, ``prepared`` whether
-    its groups were made, and ``written`` whether it had begun to change weights.
+    gradients leave: for comparison. After a failed step, ``action`` is where it failed,
+    ``prepared`` whether its groups were made, and ``written`` whether it had begun to change
+    weights.
     """
 
     def __init__(
@@ -207,6 +213,7 @@ class Executor:
         clock: StepClock | None = None,
         entered: Callable[[str], None] = lambda action: None,
     ) -> None:
+        """Make the model of ``storage``; no group is made and nothing is sent."""
         self.storage, self.groups = storage, groups
         self.model = Transformer(storage.architecture)
         self.buckets = bucket_count(storage.architecture)
@@ -290,31 +297,33 @@ class Executor:
         return StepResult(loss=state.loss, gradient_norm=state.norm, rows=state.spans.rows())
 
     def _do(self, action: Action, state: StepState) -> None:
+        """Run one action of the program; computations and transfers are timed, and pulls and pushes
+        are issued here and waited for where their weights are needed."""
         if not self._overlap and not isinstance(action, Pull):
             self._await(list(state.pulls), state)
         match action:
             case Pull(bucket=bucket):
                 self._pull(bucket, state)
             case Forward():
-                self._timed(action, state, lambda: self._forward(action, state))
+                self._run_timed(action, state, lambda: self._forward(action, state))
             case Backward():
                 self._await(list(state.pulls), state)  # pulls that only other ranks need
-                self._timed(action, state, lambda: self._backward(action, state))
+                self._run_timed(action, state, lambda: self._backward(action, state))
             case Push(bucket=bucket):
                 self._push(bucket, state)
             case Send() | Recv() | Exchange():
-                self._timed(action, state, lambda: self._traffic(action, state))
+                self._run_timed(action, state, lambda: self._traffic(action, state))
             case Update():
                 self._await(list(state.pulls), state)
-                if self._staged(state.plan):
+                if self._has_stages(state.plan):
                     self.groups.messages.settle()
                 self._wait("G", list(state.pushes), state.pushes, state)
                 state.spans.reach(self._entered)
                 check()  # sums may hold the garbage of aborted transfers
-                self._timed(action, state, lambda: self._update(state))
+                self._run_timed(action, state, lambda: self._update(state))
 
     @staticmethod
-    def _staged(plan: Plan) -> bool:
+    def _has_stages(plan: Plan) -> bool:
         return any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines)
 
     def _pull(self, bucket: int, state: StepState) -> None:
@@ -371,7 +380,9 @@ class Executor:
         kind = "pull" if letter == "P" else "push"
         return state.spans.action(f"{letter}{bucket}", kind, ranks=self.groups.ranks)
 
-    def _timed(self, action: Action, state: StepState, work: Callable[[], None]) -> None:
+    def _run_timed(self, action: Action, state: StepState, work: Callable[[], None]) -> None:
+        """Run ``work`` as the action's span, with its tokens and the number of ranks that take
+        part."""
         tokens, ranks = 0, self.groups.ranks
         if isinstance(action, Forward | Backward):
             tokens = sum(state.plan.tokens_of(state.plan.micro_batches[action.micro_batch]))
@@ -382,6 +393,8 @@ class Executor:
             work()
 
     def _forward(self, action: Forward, state: StepState) -> None:
+        """The forward of one micro-batch on this stage, from what the stage before sent; each
+        bucket is waited for when the model comes to it."""
         index = action.micro_batch
         micro = state.plan.micro_batches[index]
         if micro.pipeline not in state.views:
@@ -408,6 +421,8 @@ class Executor:
         state.runs[index] = run
 
     def _backward(self, action: Backward, state: StepState) -> None:
+        """The backward of one micro-batch on this stage; the buckets that the action names are
+        pushed as soon as their gradients are complete."""
         index, due = action.micro_batch, set(action.pushes)
 
         def done(bucket: int) -> None:
@@ -434,6 +449,8 @@ class Executor:
                 state.arrive(back, messages.exchange(leaving, (back.rows, hidden), out.peer))
 
     def _update(self, state: StepState) -> None:
+        """Sum the loss over all ranks, find the norm of the gradient, and update the stored
+        weights. Collective."""
         own = sum(map(float, state.losses))
         state.loss = sum(row[0] for row in gather_floats([own], self.groups.world))
         state.norm = self.storage.gradient_norm()

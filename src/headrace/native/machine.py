@@ -82,6 +82,8 @@ def _number(path: Path) -> int | None:
 
 
 def _entry(path: Path, name: str) -> int:
+    """The number behind ``name`` in a file with lines of a name and a number; 0 where there is
+    none."""
     for line in _text(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.isdecimal():
@@ -200,6 +202,7 @@ def peak_bytes(device: str) -> int:
 
 
 def _processor() -> str:
+    """The name of this machine's processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

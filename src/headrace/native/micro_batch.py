@@ -213,6 +213,8 @@ class MicroBatchRun:
             self.leaving = x.detach()
 
     def _end(self, x: torch.Tensor, need: Needed) -> None:
+        """Run what follows the last layer on x [local tokens, features], to the loss and its
+        gradient; ``need`` waits for a bucket."""
         need(0)  # a tied embedding
         need(self.stage.stop + 1)
         entry = x.detach().requires_grad_(self.context.training)
@@ -224,6 +226,8 @@ class MicroBatchRun:
         self.loss = loss.detach()
 
     def _check(self, x: torch.Tensor, what: str, index: int) -> None:
+        """Raise NotFinite, where values are checked, for a tensor of layer ``index`` with values
+        that are not finite."""
         if not self.checked or bool(x.isfinite().all()):
             return
         bad = int(x.numel() - x.isfinite().sum())

@@ -92,6 +92,8 @@ class Elementwise:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Raise SpecError for an optimizer that is not elementwise, and for options that have keys
+        of their own."""
         if self.name not in ELEMENTWISE:
             hint = did_you_mean(self.name, ELEMENTWISE) or f"known are {', '.join(ELEMENTWISE)}"
             raise SpecError("optimizer", got=repr(self.name), wanted="elementwise", hint=hint)
@@ -119,6 +121,8 @@ def state_names(options: OptimizerOptions, dtype: torch.dtype) -> tuple[str, ...
 
 
 def _rows_of(state: Mapping[str, Any], weight: torch.Tensor) -> Sequence[str]:
+    """The names of an optimizer's states of one weight that have the weight's shape, and so rows to
+    shard."""
     return [
         name
         for name, value in state.items()

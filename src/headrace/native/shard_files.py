@@ -130,6 +130,8 @@ class StoredShard:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        """Raise SpecError for rows that are not within the whole tensor, and for a type that files
+        do not hold."""
         shape, wanted = tuple(self.tensor.shape), tuple(self.shape)
         if not wanted or len(shape) != len(wanted) or shape[1:] != wanted[1:]:
             raise SpecError(f"shard of {self.name}", got=shape, wanted=f"rows of {wanted}")
@@ -244,6 +246,7 @@ def check_file(folder: Path, file: FileInfo, *, checksum: bool) -> None:
 
 
 def _crc32(path: Path) -> int:
+    """The CRC-32 of a file, read a chunk at a time."""
     crc32, buffer = 0, memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -259,7 +262,7 @@ def read_pieces(path: Path, wanted: Sequence[tuple[StoredShard, FilePiece]]) -> 
     try:
         with safe_open(path, framework="pt") as file, torch.no_grad():
             for shard, piece in wanted:
-                interval, held = piece.interval, _held(path, file, piece.interval, shard.info)
+                interval, held = piece.interval, _rows_in(path, file, piece.interval, shard.info)
                 rows = held[piece.first_row - interval.first_row : piece.stop - interval.first_row]
                 at = piece.first_row - shard.first_row
                 shard.tensor[at : at + len(rows)].copy_(rows)
@@ -273,12 +276,12 @@ def check_header(folder: Path, file: FileInfo, tensors: Mapping[str, TensorInfo]
     try:
         with safe_open(path, framework="pt") as opened:
             for interval in file.intervals:
-                _held(path, opened, interval, tensors[interval.name])
+                _rows_in(path, opened, interval, tensors[interval.name])
     except (SafetensorError, OSError) as error:
         raise CheckpointError(str(path), got=f"{error}", wanted="the tensors of the index")
 
 
-def _held(path: Path, file: Any, interval: Interval, info: TensorInfo) -> Any:
+def _rows_in(path: Path, file: Any, interval: Interval, info: TensorInfo) -> Any:
     """The rows of an interval in an open file; raises CheckpointError when they are others."""
     held = file.get_slice(interval.key)
     shape = [interval.rows, *info.shape[1:]]
@@ -314,18 +317,20 @@ class Index:
     extra: Mapping[str, Any]
 
     def __post_init__(self) -> None:
+        """Raise CheckpointError for an index in which a file comes twice, rows belong to no tensor,
+        or rows need more bytes than their file has."""
         if len({file.file for file in self.files}) != len(self.files):
-            raise _malformed("a file named twice")
+            raise _index_error("a file named twice")
         for file in self.files:
             size = 0
             for interval in file.intervals:
                 info = self.tensors.get(interval.name)
                 if info is None or interval.stop > info.shape[0]:
-                    raise _malformed(f"{file.file} with rows {interval.key[:60]} of no tensor")
+                    raise _index_error(f"{file.file} with rows {interval.key[:60]} of no tensor")
                 size += interval.rows * info.row_bytes
             # With this no index can make a reader ask for more memory than there is on disk.
             if size > file.bytes:
-                raise _malformed(f"{file.file} of {file.bytes} bytes with {size} bytes of rows")
+                raise _index_error(f"{file.file} of {file.bytes} bytes with {size} bytes of rows")
 
     def info(self, name: str) -> TensorInfo:
         """Shape and type of a tensor; raises CheckpointError with a did-you-mean."""
@@ -395,6 +400,8 @@ def _no_number(text: str) -> None:
 
 
 def _cover(wanted: Interval, held: Sequence[tuple[FileInfo, Interval]]) -> list[FilePiece]:
+    """The pieces of files that give the rows of ``wanted`` in order, from intervals sorted by first
+    row; raises CheckpointError for a row that no file has."""
     pieces: list[FilePiece] = []
     at = wanted.first_row
     for file, interval in held:
@@ -437,6 +444,7 @@ def join_tables(tables: Sequence[Any], *, step: int, extra: Mapping[str, Any]) -
 
 
 def _add(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:
+    """Note a tensor's type and shape; raises CheckpointError where another rank has others."""
     if tensors.setdefault(name, info) != info:
         raise CheckpointError(
             f"shards of {name}", got=f"{tensors[name]} and {info}", wanted="one type and shape"
@@ -453,10 +461,11 @@ def _file_to_json(file: FileInfo) -> dict[str, Any]:
 
 
 def _file(value: Any) -> FileInfo:
+    """One file of an index from JSON: name, bytes, checksum and its intervals of rows."""
     name = _get(value, "file", str)
     # Nothing else is ever opened, whatever the index says: no other folder, no "..".
     if not _FILE.fullmatch(name):
-        raise _malformed(
+        raise _index_error(
             f"the file name {_short(name)}", wanted="one such as rank00000.safetensors"
         )
     return FileInfo(
@@ -468,8 +477,9 @@ def _file(value: Any) -> FileInfo:
 
 
 def _interval(row: Any) -> Interval:
+    """An interval from JSON ``[name, first row, rows]``."""
     if not isinstance(row, list) or len(row) != 3 or not isinstance(row[0], str):
-        raise _malformed(f"the rows {_short(row)}", wanted="[name, first row, rows]")
+        raise _index_error(f"the rows {_short(row)}", wanted="[name, first row, rows]")
     first_row, rows = _count(row[1], "first row"), _count(row[2], "rows")
     return Interval(name=row[0], first_row=first_row, rows=rows)
 
@@ -479,19 +489,20 @@ def _tensor(value: Any) -> TensorInfo:
     shape = tuple(_count(n, "a shape of") for n in _get(value, "shape", list))
     dtype = _get(value, "dtype", str)
     if dtype not in DTYPES:
-        raise _malformed(f"the type {_short(dtype)}", wanted=f"one of {', '.join(DTYPES)}")
+        raise _index_error(f"the type {_short(dtype)}", wanted=f"one of {', '.join(DTYPES)}")
     if not shape or prod(max(n, 1) for n in shape) * DTYPES[dtype].itemsize >= 2**63:
-        raise _malformed(f"the shape {_short(shape)}", wanted="one that fits a machine")
+        raise _index_error(f"the shape {_short(shape)}", wanted="one that fits a machine")
     return TensorInfo(shape=shape, dtype=dtype)
 
 
 def _from_json(value: Any) -> Index:
+    """An index from JSON, once its version and its own checksum are right."""
     version = _get(value, "format", int)
     if version != _FORMAT:
-        raise _malformed(f"format {version}", wanted=f"format {_FORMAT}")
+        raise _index_error(f"format {version}", wanted=f"format {_FORMAT}")
     body = {name: part for name, part in value.items() if name != "crc32"}
     if _checksum(body) != _get(value, "crc32", int):
-        raise _malformed("a checksum that differs", wanted="the index as it was written")
+        raise _index_error("a checksum that differs", wanted="the index as it was written")
     tensors = _get(value, "tensors", dict)
     return Index(
         step=_count(_get(value, "step", int), "step"),
@@ -506,20 +517,21 @@ def _checksum(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(body).encode())
 
 
-def _malformed(got: str, *, wanted: str = "a well-formed index") -> CheckpointError:
+def _index_error(got: str, *, wanted: str = "a well-formed index") -> CheckpointError:
     return CheckpointError(INDEX, got=got, wanted=wanted)
 
 
 def _get(value: Any, key: str, kind: type) -> Any:
+    """The value of type ``kind`` under a key of an index; raises CheckpointError for another."""
     part = value.get(key) if isinstance(value, dict) else None
     if not isinstance(part, kind) or isinstance(part, bool):
-        raise _malformed(f"{key} = {_short(part)}", wanted=f"a {kind.__name__}")
+        raise _index_error(f"{key} = {_short(part)}", wanted=f"a {kind.__name__}")
     return part
 
 
 def _count(value: Any, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise _malformed(f"{what} {_short(value)}", wanted="whole numbers >= 0")
+        raise _index_error(f"{what} {_short(value)}", wanted="whole numbers >= 0")
     return value
 
 

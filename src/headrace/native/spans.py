@@ -158,6 +158,8 @@ class Spans:
         return tuple(map(self._row, self._spans))
 
     def _row(self, span: _Span) -> Row:
+        """One action's times, in seconds since the step began; ``waited_s`` is the part in which it
+        waited for pulls or pushes."""
         start_s = self._clock.between(self._begun, span.start)
         waits = span.waits if span.kind in BUSY else ()
         return Row(

@@ -56,6 +56,8 @@ class Working:
         partitions: dict[str, Partition],
         groups: Groups,
     ) -> None:
+        """The layout ``partitions`` of this rank's weights; weights that lie in it as they do in
+        storage are used in place, for the others pulls and pushes are made."""
         self.held: dict[str, Rows] = {n: p.parts[groups.rank] for n, p in partitions.items()}
         self.values: dict[str, torch.Tensor] = {}
         self.partials: dict[str, torch.Tensor] = {}
@@ -159,6 +161,8 @@ class Storage:
         options: OptimizerOptions | None = None,
         working_dtype: torch.dtype | None = None,
     ) -> None:
+        """This rank's rows of fresh weights, their gradient sums and an optimizer; ``dtype`` is
+        that of storage, ``working_dtype`` that of computations."""
         self.architecture = architecture
         self.options: OptimizerOptions = options or AdamW()
         self.dtype, self.working_dtype = dtype, working_dtype or dtype
@@ -185,6 +189,7 @@ class Storage:
             self.masters[name].copy_(weight[rows.start : rows.stop])
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of this rank's rows: matrices decay, vectors do not."""
         matrices = [self.masters[w.name] for w in self.table if len(w.shape) > 1]
         vectors = [self.masters[w.name] for w in self.table if len(w.shape) == 1]
         return self.options.make(
@@ -303,6 +308,7 @@ class Storage:
         self._count(count)
 
     def _count(self, steps: int) -> None:
+        """Set the number of steps that the optimizer believes it has made."""
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"].fill_(float(steps))

@@ -64,6 +64,8 @@ def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 class _Activated(torch.autograd.Function):
+    """Autograd of :func:`activated`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         ctx.save_for_backward(x)
@@ -87,6 +89,8 @@ def _plain_swiglu(x: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def _plain_swiglu_backward(grad: torch.Tensor, x: torch.Tensor, block: int) -> torch.Tensor:
+    """The gradient of x [tokens, 2 f], gate and up in turns of ``block`` features, from that of
+    silu(gate) * up [tokens, f]."""
     gate, up = _halves(x, block)
     grad = grad.reshape(gate.shape)
     out = torch.empty_like(x)

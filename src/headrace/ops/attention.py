@@ -75,10 +75,14 @@ def attend(
 
 
 class _Attend(torch.autograd.Function):
+    """Autograd of :func:`attend`."""
+
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Any
     ) -> torch.Tensor:
+        """Attention out [queries, heads, features] of packed documents, whose kernels run by
+        ``blocks``."""
         out, lse = attend_blocks(q, k, v, blocks)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.blocks = blocks
@@ -86,6 +90,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """The gradients of q, k and v from that of the result."""
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         attend_blocks_backward(
@@ -129,7 +134,7 @@ def attend_blocks(
                 out[a:b], lse[:, a:b] = rows, scale
     for (a, b), total in zip(several, sums, strict=True):
         total.write(out[a:b], lse[:, a:b])
-    for a, b in _left(touched, q.shape[0]):
+    for a, b in _unmarked(touched, q.shape[0]):
         out[a:b], lse[:, a:b] = 0, -math.inf
     return out, lse
 
@@ -193,10 +198,12 @@ class Partial:
             out.copy_(self._sums[0])
         if lse is not self._sums[1]:
             lse.copy_(self._sums[1])
-        for a, b in _left(self._touched, len(self._like)):
+        for a, b in _unmarked(self._touched, len(self._like)):
             out[a:b], lse[:, a:b] = 0, -math.inf
 
     def _new(self, dtype: torch.dtype) -> Pair:
+        """Uninitialised out [rows, heads, features] of ``dtype`` and lse [heads, rows] in at least
+        fp32."""
         rows, heads = self._like.shape[:2]
         out = self._like.new_empty(self._like.shape, dtype=dtype)
         return out, self._like.new_empty((heads, rows), dtype=wide(self._like))
@@ -212,6 +219,8 @@ class Partial:
                 out[a:b], lse[:, a:b] = parts[0] if parts else (0, -math.inf)
 
     def _merge_now(self, start: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge attention out [rows, heads, features] over more keys, with its log-sum-exp lse
+        [heads, rows], into the rows from ``start`` on."""
         self._sums = self._sums or self._new(wide(self._like))
         for a, b, known in self._touched.mark(start, start + out.shape[0]):
             rows, scale = out[a - start : b - start], lse[:, a - start : b - start]
@@ -312,6 +321,7 @@ def _merge_all(
 
 @fused("log_sum_(Tensor(a!) lse, Tensor[] scales) -> ()")
 def _log_sum(lse: torch.Tensor, scales: list[torch.Tensor]) -> None:
+    """Write log(sum of exp) of ``scales``, each [heads, rows], into ``lse``."""
     total = scales[0]
     for scale in scales[1:]:
         total = torch.logaddexp(total, scale)
@@ -337,6 +347,8 @@ def _backend(q: torch.Tensor) -> Backend:
 def _forward(
     backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: KernelRun
 ) -> Pair:
+    """Attention and its log-sum-exp of one run of a kernel: its documents of queries against their
+    keys."""
     at, of = run.queries, run.keys
     if not run.turned:
         return backend.forward(q[at], k[of], v[of], run.q_lengths, run.k_lengths, run.causal)
@@ -385,6 +397,6 @@ def _touched(runs: Sequence[KernelRun]) -> tuple[MarkedRows, MarkedRows]:
     return touched, several
 
 
-def _left(rows: MarkedRows, count: int) -> list[tuple[int, int]]:
+def _unmarked(rows: MarkedRows, count: int) -> list[tuple[int, int]]:
     """Rows below ``count`` that are not marked."""
     return [(a, b) for a, b, marked in rows.pieces(0, count) if not marked]

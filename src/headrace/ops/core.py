@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 Saved = tuple[torch.Tensor, ...]
+"""Tensors that a core keeps for its backward besides qkv and the heads."""
 
 
 class Core(Protocol):
@@ -165,8 +166,11 @@ def attended(core: Core, qkv: torch.Tensor | Turned) -> torch.Tensor:
 
 
 class _Attended(torch.autograd.Function):
+    """Autograd of :func:`attended`."""
+
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, core: Core) -> torch.Tensor:
+        """The heads of attention over qkv; the core says what else it keeps."""
         out, saved = core.forward(qkv)
         ctx.save_for_backward(qkv, out, *saved)
         ctx.core = core
@@ -179,8 +183,12 @@ class _Attended(torch.autograd.Function):
 
 
 class _AttendedTurned(torch.autograd.Function):
+    """Autograd of :func:`attended`."""
+
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, core: Core, turned: Turned) -> torch.Tensor:
+        """The heads of attention over ``turned.qkv``, which autograd does not see: it follows the
+        empty ``token``."""
         out, saved = core.forward(turned.qkv)
         ctx.save_for_backward(turned.qkv, out, *saved)
         ctx.rest = (core, turned.grads)
@@ -188,6 +196,8 @@ class _AttendedTurned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """Put the gradients of q, k and v into the list that the projection reads; the token that
+        autograd follows has none."""
         qkv, out, *saved = ctx.saved_tensors
         core, grads = ctx.rest
         parts = core.backward(grad, qkv, out, tuple(saved))
@@ -205,10 +215,14 @@ def attended_again(
 
 
 class _AttendedAgain(torch.autograd.Function):
+    """Autograd of :func:`attended_again`."""
+
     @staticmethod
     def forward(
         ctx: Any, core: Core, project: Any, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The heads of attention over x [t, h], keeping x and not q, k and v; and x, for a residual
+        sum."""
         with torch.no_grad():
             turned, _ = project(x)
         out, saved = core.forward(turned.qkv)
@@ -219,6 +233,8 @@ class _AttendedAgain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, passed: torch.Tensor | None) -> Any:  # type: ignore[override]
+        """Project x again, and take the gradient of x through attention and projection; ``passed``
+        is that of the residual sum."""
         if grad is None:
             return None, None, passed
         x, out, *saved = ctx.saved_tensors

@@ -63,6 +63,8 @@ def _cpu_backward(
     causal: bool,
     **rest: Any,
 ) -> int:
+    """FLOPs of the backward of torch's attention on a CPU; it has five products where the forward
+    has two."""
     return 5 * _cpu(q, k, v, dropout, causal) // 2  # five products, not two
 
 
@@ -93,6 +95,7 @@ def _flash_backward(
     *rest: Any,
     **more: Any,
 ) -> int:
+    """FLOPs of the backward of flash attention: five products where the forward has two."""
     return 5 * _flash(q, k, v, *rest) // 2
 
 
@@ -134,6 +137,8 @@ def _efficient_backward(
     *rest: Any,
     **more: Any,
 ) -> int:
+    """FLOPs of the backward of memory-efficient attention: five products where the forward has
+    two."""
     forward = _efficient(q, k, v, bias, q_starts, k_starts, q_most, k_most, dropout, mask)
     return 5 * forward // 2
 
@@ -147,6 +152,8 @@ def _packed(
     k_most: int,
     causal: bool,
 ) -> int:
+    """Pairs of a query and a key that are computed, in all samples or, where ``*_starts``
+    [documents + 1] cut one row, in all documents."""
     if q_starts is None or k_starts is None:
         return q.shape[0] * _scores(q.shape[1], k.shape[1], causal)
     pairs = zip(_lengths(q_starts, q_most), _lengths(k_starts, k_most), strict=True)

@@ -46,6 +46,8 @@ class Fused:
         kernels: int,
         plain: Callable[..., Any] | None,
     ) -> None:
+        """Register ``function`` as the operator of ``schema``: compiled on CUDA into so many
+        kernels, and ``plain``, or itself, on a CPU."""
         self.function, self.kernels = function, kernels
         self.name = schema.partition("(")[0]
         self._plain = plain or function
@@ -67,6 +69,8 @@ class Fused:
         return self.operator(x, *others)
 
     def _on_device(self, *args: Any) -> Any:
+        """Run the compiled function; one that cannot be compiled runs as plain operators from then
+        on, with a warning."""
         if self._compiled is None:
             self._compiled = torch.compile(self.function, dynamic=True, fullgraph=True)
         if self._compiled is self.function:

@@ -93,17 +93,18 @@ class GatheredCore:
         return dkv if places is self.order or self.back is None else dkv.index_select(0, self.back)
 
     def _gather(self, qkv: torch.Tensor) -> torch.Tensor:
+        """The keys and values [T, 2 G, D] of all ranks, in the order of the pack."""
         kv = qkv[:, self.heads.queries :]
         if self.order is None or self.group is None:
             return all_gather_rows(kv, self.sizes, self.group)
         if adds_at_once(kv) or max(self.sizes) - min(self.sizes) != 1:
             return all_gather_rows(kv, self.sizes, self.group).index_select(0, self.order)
         coming = issue_padded_gather(kv, self.sizes, self.group)
-        order = _padded(tuple(self.sizes), kv.device).index_select(0, self.order)
+        order = _padded_index(tuple(self.sizes), kv.device).index_select(0, self.order)
         return coming.wait().index_select(0, order)
 
 
-def _padded(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def _padded_index(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """[T]: index of each rank's rows in a gather that is padded to max(sizes) rows per rank."""
 
     def make() -> torch.Tensor:

@@ -19,7 +19,10 @@ import torch
 __all__ = ["Backend", "CpuFlash", "Pair", "Plain", "Triple", "dense", "fold", "spread", "wide"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+"""Attention out [Q, N, D] and its log-sum-exp [N, Q]."""
+
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Gradients of q [Q, N, D], k and v [K, G, D]."""
 
 
 class Backend(Protocol):
@@ -158,6 +161,8 @@ class Plain:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _scores(self, q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
+        """Scaled scores [heads, queries, keys] of one document, minus infinity for keys that come
+        later where ``causal``."""
         scores = torch.einsum("qnd,knd->nqk", q.to(wide(q)), spread(k, q).to(wide(q)))
         scores /= math.sqrt(q.shape[-1])
         if causal:

@@ -155,7 +155,7 @@ class CudaEfficient:
             True,
         )
         rows = lse.transpose(0, 1).reshape(q.shape[1], -1)
-        return out[0], rows.index_select(1, _padded(q_lengths, lse.shape[2], q.device))
+        return out[0], rows.index_select(1, _padded_index(q_lengths, lse.shape[2], q.device))
 
     def backward(
         self,
@@ -172,7 +172,7 @@ class CudaEfficient:
         """(dq, dk, dv) of a run of documents, in the shapes of q, k, v."""
         width = math.ceil(max(q_lengths) / _PAD) * _PAD
         rows = lse.new_full((q.shape[1], len(q_lengths) * width), math.inf)
-        rows.index_copy_(1, _padded(q_lengths, width, q.device), lse)
+        rows.index_copy_(1, _padded_index(q_lengths, width, q.device), lse)
         padded = rows.view(q.shape[1], len(q_lengths), width).transpose(0, 1).contiguous()
         unread = _unread((), torch.int64, q.device)
         # Of out the kernel asks only some strides and takes the others as those of a dense tensor.
@@ -250,7 +250,7 @@ def _starts(q_lengths: Sequence[int], k_lengths: Sequence[int], device: torch.de
     return queries, keys
 
 
-def _padded(lengths: Sequence[int], width: int, device: torch.device) -> torch.Tensor:
+def _padded_index(lengths: Sequence[int], width: int, device: torch.device) -> torch.Tensor:
     """Where each token [Q] stands when every document takes ``width`` places."""
 
     def make() -> torch.Tensor:

@@ -116,6 +116,8 @@ def linear_inputs(
 
 
 class _Linear(torch.autograd.Function):
+    """Autograd of :func:`linear` and :func:`linear_inputs`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -124,6 +126,8 @@ class _Linear(torch.autograd.Function):
         bias: WeightSource | None,
         rows_are_outputs: bool,
     ) -> torch.Tensor:
+        """x W^T + b [t, out] of x [t, in], W [out, in] (``rows_are_outputs``) or x W of W [in,
+        out]."""
         ctx.save_for_backward(x)
         ctx.rest = (weight, bias, rows_are_outputs)
         matrix = weight.rows()
@@ -131,6 +135,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """The gradient of x; those of weight and bias are added to their sums."""
         (x,) = ctx.saved_tensors
         weight, bias, rows_are_outputs = ctx.rest
         matrix = weight.rows()
@@ -143,10 +148,13 @@ class _Linear(torch.autograd.Function):
 
 
 class _NormedLinear(torch.autograd.Function):
+    """Autograd of :func:`normed_linear`."""
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, norm: Norm, weight: WeightSource, bias: WeightSource | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """norm(x) W^T + b [t, out], keeping x and not its norm; and x, for a residual sum."""
         y, stats = norm.forward(x)
         ctx.save_for_backward(x, *stats)
         ctx.rest = (norm, weight, bias)
@@ -155,6 +163,8 @@ class _NormedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, passed: torch.Tensor | None) -> Any:  # type: ignore[override]
+        """The gradient of x, with ``passed``, that of the residual sum, added; those of weight and
+        bias are added to their sums."""
         if grad is None:
             return passed, None, None, None
         x, *stats = ctx.saved_tensors
@@ -187,10 +197,14 @@ def embed(ids: torch.Tensor, weight: WeightSource, anchor: torch.Tensor) -> torc
 
 
 class _Embed(torch.autograd.Function):
+    """Autograd of :func:`embed`."""
+
     @staticmethod
     def forward(
         ctx: Any, anchor: torch.Tensor, ids: torch.Tensor, weight: WeightSource
     ) -> torch.Tensor:
+        """The rows [t, h] of the tokens ``ids`` [t]; ``anchor`` is a tensor that has autograd call
+        the backward."""
         table = weight.rows()
         ctx.save_for_backward(ids)
         ctx.rest = (weight, table.shape, anchor)
@@ -198,6 +212,7 @@ class _Embed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """Add the gradients of equal ids up, in at least fp32, into that of the table [V, h]."""
         (ids,) = ctx.saved_tensors
         weight, shape, anchor = ctx.rest
         # An id may occur often: in bf16 a sum of equal rows stops growing at 256 of them.

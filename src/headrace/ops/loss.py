@@ -51,6 +51,8 @@ def logits_gradient(
 
 @fused("cross_entropy(Tensor logits, Tensor labels) -> (Tensor, Tensor)", kernels=3)
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of logits [t, V] the log-sum-exp [t], and the logit of each label [t], 0 where there is no
+    label."""
     wide = widened(logits)
     picked = wide.gather(1, labels.clamp_min(0)[:, None]).squeeze(1)
     return wide.logsumexp(1), picked.masked_fill(labels < 0, 0.0)
@@ -59,6 +61,8 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
 def _written_over(
     logits: torch.Tensor, labels: torch.Tensor, normal: torch.Tensor, factor: torch.Tensor
 ) -> torch.Tensor:
+    """The gradient of the logits [t, V], in their memory: (softmax - onehot(label)) * factor, of
+    ``normal`` [t] the log-sum-exp and ``factor`` [t]."""
     wide = widened(logits).sub_(normal[:, None]).exp_()
     if wide.shape[1]:
         ones = (labels >= 0).to(wide.dtype)[:, None]
@@ -73,6 +77,7 @@ def _written_over(
 def _cross_entropy_backward(
     logits: torch.Tensor, labels: torch.Tensor, normal: torch.Tensor, factor: torch.Tensor
 ) -> torch.Tensor:
+    """The same in new memory, as a function that can be compiled."""
     words = torch.arange(logits.shape[1], device=logits.device)
     wide = (widened(logits) - normal[:, None]).exp()
     dz = (wide - (words == labels[:, None]).to(wide.dtype)) * factor[:, None]

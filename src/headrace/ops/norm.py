@@ -127,6 +127,8 @@ def normalised(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 
 class _Normalised(torch.autograd.Function):
+    """Autograd of :func:`normalised`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         y, stats = norm.forward(x)
@@ -142,6 +144,7 @@ class _Normalised(torch.autograd.Function):
 
 @fused("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
 def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The RMS norm of x [t, h], and one over the root mean square of each token [t, 1]."""
     own = widened(x)
     scale = torch.rsqrt(own.square().mean(-1, keepdim=True).add_(eps))
     return (own * scale).mul_(weight).to(x.dtype), scale
@@ -164,6 +167,8 @@ def _rms_backward(
     scale: torch.Tensor,
     plus: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of x [t, h] and weight [h] of an RMS norm, of ``scale`` [t, 1] one over the
+    root mean square; ``plus`` [t, h] is added to that of x."""
     unit, dy = widened(x) * scale, widened(grad)
     dw = (dy * unit).sum(0)
     g = dy * weight
@@ -176,6 +181,8 @@ def _rms_backward(
 def _layer(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The layer norm of x [t, h], and of each token the mean [t, 1] and one over the standard
+    deviation [t, 1]."""
     own = widened(x)
     mean = own.mean(-1, keepdim=True)
     centred = own - mean
@@ -193,6 +200,7 @@ def _layer_again(
     mean: torch.Tensor,
     scale: torch.Tensor,
 ) -> torch.Tensor:
+    """The layer norm of x [t, h] from its statistics, each [t, 1]."""
     return torch.addcmul(bias, (widened(x) - mean).mul_(scale), weight).to(x.dtype)
 
 
@@ -209,6 +217,8 @@ def _layer_backward(
     scale: torch.Tensor,
     plus: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of x [t, h], weight [h] and bias [h] of a layer norm with these statistics;
+    ``plus`` [t, h] is added to that of x."""
     unit, dy = (widened(x) - mean).mul_(scale), widened(grad)
     dw, db = (dy * unit).sum(0), dy.sum(0)
     g = dy * weight

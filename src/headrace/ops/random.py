@@ -45,6 +45,8 @@ def dropout(x: torch.Tensor, rate: float, key: DropoutKey, site: int) -> torch.T
 
 
 class _Dropout(torch.autograd.Function):
+    """Autograd of :func:`dropout`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rate: float, key: Any, site: int) -> torch.Tensor:
         ctx.rest = (rate, key, site)

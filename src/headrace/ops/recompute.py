@@ -21,8 +21,11 @@ def region(fn: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tens
 
 
 class _Region(torch.autograd.Function):
+    """Autograd of :func:`region`."""
+
     @staticmethod
     def forward(ctx: Any, fn: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        """Run ``fn`` without a graph and keep its inputs alone."""
         ctx.fn = fn
         ctx.save_for_backward(*inputs)
         with torch.no_grad():
@@ -30,6 +33,8 @@ class _Region(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """Compute the region again with gradients, and take the gradients of its inputs through
+        it."""
         needed = ctx.needs_input_grad[1:]
         inputs = [
             x.detach().requires_grad_(need)

@@ -109,6 +109,8 @@ class RingCore:
         dq = RowSum(len(qkv), total=mine)
 
         def attend(kv: torch.Tensor, source: int) -> Onto:
+            """Add the gradients of the local queries, and those of the keys and values of rank
+            ``source``, which travel on with them."""
             sums = _KeySums(kv, g, own if source == self.ring.member else None)
             add_gradients(
                 grad,

@@ -13,6 +13,7 @@ import torch
 from headrace.ops.fused import fused, widened
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+"""(cos, sin), each [tokens, D / 2], or (an order of rows, its inverse), each [tokens]."""
 
 __all__ = [
     "Rotation",
@@ -49,6 +50,8 @@ def rotate_and_sort(qkv: torch.Tensor, tables: Pair | None) -> torch.Tensor:
 
 
 class _RotateAndSort(torch.autograd.Function):
+    """Autograd of :func:`rotate_and_sort`."""
+
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         ctx.groups, ctx.rotation = qkv.shape[1], rotation
@@ -56,6 +59,7 @@ class _RotateAndSort(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """The gradient of qkv from that of all queries, all keys and all values [t, N + 2 G, D]."""
         groups = ctx.groups
         parts = grad.split([grad.shape[1] - 2 * groups, groups, groups], dim=1)
         return ctx.rotation.turned_back(*parts), None
@@ -83,8 +87,11 @@ def turned(qkv: torch.Tensor, rotation: Rotation) -> Turned:
 
 
 class _Turn(torch.autograd.Function):
+    """Autograd of :func:`turned`."""
+
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, rotation: Rotation, made: Turned) -> torch.Tensor:
+        """Put the turned qkv into ``made`` and return an empty token that autograd follows."""
         made.qkv = rotation.turned(qkv)
         ctx.rest = (rotation, made.grads)
         return qkv.new_empty(0)
@@ -114,11 +121,13 @@ class Rotation:
         """The adjoint: [t, n, D] and two of [t, g, D] to [t, g, m + 2, D]."""
         rows = None if self.order is None else self.order[1]
         if self.tables is None:
-            return _unsort(*_selected((dq, dk, dv), rows))
+            return _unsort(*_select_rows((dq, dk, dv), rows))
         return _unrotate_and_unsort(dq, dk, dv, *self.tables, rows)  # type: ignore[no-any-return]
 
 
 def _sort(qkv: torch.Tensor) -> torch.Tensor:
+    """From qkv [t, groups, m + 2, D], in each group m queries, a key and a value, to [t, N + 2 G,
+    D]: all queries, all keys, all values."""
     t, groups, heads, features = qkv.shape
     m, n = heads - 2, groups * (heads - 2)
     out = qkv.new_empty((t, n + 2 * groups, features))
@@ -129,6 +138,7 @@ def _sort(qkv: torch.Tensor) -> torch.Tensor:
 
 
 def _unsort(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> torch.Tensor:
+    """From the gradients dq [t, N, D], dk and dv [t, G, D] back to [t, groups, m + 2, D]."""
     t, groups, features = dk.shape
     m = dq.shape[1] // groups if groups else 0
     out = dq.new_empty((t, groups, m + 2, features))
@@ -138,15 +148,18 @@ def _unsort(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> torch.Tenso
     return out
 
 
-def _selected(
+def _select_rows(
     values: tuple[torch.Tensor, ...], rows: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
+    """The same rows of several tensors; all rows for None."""
     return values if rows is None else tuple(x.index_select(0, rows) for x in values)
 
 
 def _plain_rotate_and_sort(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: torch.Tensor | None
 ) -> torch.Tensor:
+    """Sort qkv [t, G, m + 2, D] to [t, N + 2 G, D] and turn queries and keys by their places' cos
+    and sin, in place; ``rows`` selects tokens first."""
     out, groups = _sort(qkv if rows is None else qkv.index_select(0, rows)), qkv.shape[1]
     _rotate(out[:, : out.shape[1] - groups], cos, sin)
     return out
@@ -160,7 +173,8 @@ def _plain_unrotate_and_unsort(
     sin: torch.Tensor,
     rows: torch.Tensor | None,
 ) -> torch.Tensor:
-    dq, dk, dv, cos, sin = _selected((dq, dk, dv, cos, sin), rows)
+    """The adjoint: gradients turned back and sorted to [t, G, m + 2, D]."""
+    dq, dk, dv, cos, sin = _select_rows((dq, dk, dv, cos, sin), rows)
     out = _unsort(dq, dk, dv)
     _rotate(out[:, :, :-1].transpose(0, 1), cos, -sin)
     return out
@@ -182,10 +196,12 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 def _rotate_and_sort(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: torch.Tensor | None
 ) -> torch.Tensor:
+    """The same as :func:`_plain_rotate_and_sort` without writes in place, so that it can be
+    compiled into one kernel."""
     qkv = qkv if rows is None else qkv.index_select(0, rows)
     t, groups, heads, features = qkv.shape
     queries = qkv[:, :, : heads - 2].reshape(t, groups * (heads - 2), features)
-    rotated = _turned(torch.cat((queries, qkv[:, :, heads - 2]), dim=1), cos, sin)
+    rotated = _rotated_pairs(torch.cat((queries, qkv[:, :, heads - 2]), dim=1), cos, sin)
     return torch.cat((rotated, qkv[:, :, heads - 1]), dim=1)
 
 
@@ -202,15 +218,16 @@ def _unrotate_and_unsort(
     sin: torch.Tensor,
     rows: torch.Tensor | None,
 ) -> torch.Tensor:
+    """The same as :func:`_plain_unrotate_and_unsort` without writes in place."""
     if rows is not None:
         dq, dk, dv, cos, sin = (x.index_select(0, rows) for x in (dq, dk, dv, cos, sin))
     t, groups, features = dk.shape
     m = dq.shape[1] // groups if groups else 0
-    queries = _turned(dq, cos, -sin).reshape(t, groups, m, features)
-    return torch.cat((queries, _turned(dk, cos, -sin)[:, :, None], dv[:, :, None]), dim=2)
+    queries = _rotated_pairs(dq, cos, -sin).reshape(t, groups, m, features)
+    return torch.cat((queries, _rotated_pairs(dk, cos, -sin)[:, :, None], dv[:, :, None]), dim=2)
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Pairs (i, i + D/2) of ``x`` [t, heads, D] rotated."""
     first, second = widened(x).chunk(2, dim=-1)
     cos, sin = widened(cos)[:, None], widened(sin)[:, None]

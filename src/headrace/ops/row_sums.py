@@ -170,6 +170,7 @@ class RowSum:
     __slots__ = ("_held", "_marked", "_parts", "_rows", "_total")
 
     def __init__(self, rows: int, *, total: torch.Tensor | None = None, fresh: bool = True) -> None:
+        """An empty sum of ``rows`` rows, or one that adds to ``total``."""
         self._total = total if total is not None and adds_at_once(total) else None
         self._rows, self._marked, self._held = rows, MarkedRows(), 0
         self._parts: list[tuple[int, torch.Tensor]] = []
@@ -197,9 +198,9 @@ class RowSum:
                 if not known:
                     out[a:b] = 0
             return
-        for start, stop, parts in self._sliced():
+        for start, stop, parts in self._segments():
             if places is not None:
-                _put(out, places[start:stop], parts)
+                _put_sum(out, places[start:stop], parts)
             elif len(parts) > 1:
                 _add_up(out[start:stop], parts)
             else:
@@ -207,7 +208,7 @@ class RowSum:
 
     def add_to(self, out: torch.Tensor) -> None:
         """Add the sum to ``out`` [rows, ...]."""
-        for start, stop, parts in self._sliced():
+        for start, stop, parts in self._segments():
             if len(parts) > 1:
                 _add_to(out[start:stop], parts)
             elif parts:
@@ -219,7 +220,7 @@ class RowSum:
             return None
         return self._parts[0][1]
 
-    def _sliced(self) -> list[tuple[int, int, list[torch.Tensor]]]:
+    def _segments(self) -> list[tuple[int, int, list[torch.Tensor]]]:
         """Segments, each with the rows of every part that contains it."""
         spans = [(start, start + len(part)) for start, part in self._parts]
         return [
@@ -230,7 +231,7 @@ class RowSum:
     def _join(self, like: torch.Tensor) -> None:
         """Replace several held parts by one wide sum."""
         joined = list[tuple[int, torch.Tensor]]()
-        for start, stop, parts in self._sliced():
+        for start, stop, parts in self._segments():
             if len(parts) > 1:
                 sums = like.new_empty((stop - start, *like.shape[1:]), dtype=_wide(like))
                 _add_up(sums, parts)
@@ -248,7 +249,9 @@ def _add(total: torch.Tensor, part: torch.Tensor, pieces: Sequence[tuple[int, in
         total[a:b].add_(rows) if known else total[a:b].copy_(rows)
 
 
-def _put(out: torch.Tensor, places: torch.Tensor, parts: list[torch.Tensor]) -> None:
+def _put_sum(out: torch.Tensor, places: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Write the sum of parts, each [n, ...], to the rows ``places`` [n] of ``out``; zeros where
+    there are no parts."""
     if not parts:
         out.index_fill_(0, places, 0)
     elif len(parts) == 1 and parts[0].dtype == out.dtype:
@@ -262,6 +265,7 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 
 
 def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of equally shaped parts in at least fp32, in their order."""
     total = widened(parts[0])
     for part in parts[1:]:
         total = total + part

@@ -54,7 +54,7 @@ class ScoreRowsCore:
         for values, source in self._round(qkv[:, n + g :]):
             for block in self.blocks(source):
                 rows = slice(block.q_start, block.q_stop)
-                out[rows] += _weighted(next(at), values[block.k_start : block.k_stop], n)
+                out[rows] += _weigh_values(next(at), values[block.k_start : block.k_stop], n)
         return out.to(qkv.dtype), tuple(shares)
 
     def backward(
@@ -69,6 +69,8 @@ class ScoreRowsCore:
         at = iter(saved)
 
         def attend(kv: torch.Tensor, source: int) -> Onto:
+            """Add the gradients of the local queries, and return what adds those of rank
+            ``source``'s keys and values to a sum that comes round."""
             into = dkv if source == self.ring.member else torch.empty_like(kv, dtype=wide)
             into.zero_()
             for block in self.blocks(source):
@@ -80,8 +82,8 @@ class ScoreRowsCore:
                 ds /= math.sqrt(qkv.shape[-1])
                 dq[rows] += torch.einsum("nqk,knd->qnd", ds, _expand(k, n))
                 dk = torch.einsum("nqk,qnd->knd", ds, qkv[rows, :n].to(wide))
-                into[columns, :g] += _fold(dk, g)
-                into[columns, g:] += _fold(torch.einsum("nqk,qnd->knd", p, do), g)
+                into[columns, :g] += _sum_groups(dk, g)
+                into[columns, g:] += _sum_groups(torch.einsum("nqk,qnd->knd", p, do), g)
             return lambda behind: into if behind is None else into.add_(behind)
 
         self.ring.sums(qkv[:, n:].contiguous(), attend)
@@ -104,6 +106,7 @@ class _Round:
         return self
 
     def __next__(self) -> tuple[torch.Tensor, int]:
+        """The next rank's rows and its number; the rows after them are sent for first."""
         step = self._step
         if step == self._ring.ranks:
             raise StopIteration
@@ -139,7 +142,7 @@ def _softmax(scores: Sequence[torch.Tensor], order: Sequence[Block]) -> list[tor
     ]
 
 
-def _weighted(p: torch.Tensor, values: torch.Tensor, heads: int) -> torch.Tensor:
+def _weigh_values(p: torch.Tensor, values: torch.Tensor, heads: int) -> torch.Tensor:
     return torch.einsum("nqk,knd->qnd", p, _expand(values, heads))
 
 
@@ -147,6 +150,6 @@ def _expand(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def _fold(grad: torch.Tensor, groups: int) -> torch.Tensor:
+def _sum_groups(grad: torch.Tensor, groups: int) -> torch.Tensor:
     rows, heads, features = grad.shape
     return grad.view(rows, groups, heads // groups, features).sum(2)

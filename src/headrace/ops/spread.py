@@ -155,6 +155,7 @@ class _Into:
     onto: torch.Tensor | None
 
     def __call__(self, parts: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of parts [R, t, h], in ``out``."""
         if self.onto is None:
             return sum_of_parts(parts, self.out)
         if adds_at_once(parts):
@@ -190,6 +191,8 @@ def gather_linear(
 
 
 class _GatherLinear(torch.autograd.Function):
+    """Autograd of :func:`gather_linear`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -199,6 +202,8 @@ class _GatherLinear(torch.autograd.Function):
         norm: Norm | None,
         spread: Spread,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """all_gather(norm(x)) W^T + b [T, out] of x [t_r, in], a chunk of tokens at a time; and x,
+        for a residual sum."""
         y, stats = (x, ()) if norm is None else norm.forward(x)
         ctx.save_for_backward(x, *stats)
         ctx.rest = (weight, bias, norm, spread)
@@ -214,6 +219,8 @@ class _GatherLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, passed: torch.Tensor | None) -> Any:  # type: ignore[override]
+        """The gradient of x [t_r, in], summed over ranks as chunks arrive; y is gathered again for
+        that of the weight."""
         if grad is None:
             return passed, None, None, None, None
         x, *stats = ctx.saved_tensors
@@ -259,6 +266,8 @@ def linear_scatter(
 
 
 class _LinearScatter(torch.autograd.Function):
+    """Autograd of :func:`linear_scatter`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -269,6 +278,8 @@ class _LinearScatter(torch.autograd.Function):
         spread: Spread,
         in_pack: bool,
     ) -> torch.Tensor:
+        """reduce_scatter(y W) + b + onto [t_r, out] of y [T, in], in rank order or, with
+        ``in_pack``, in the order of the pack."""
         ctx.save_for_backward(y)
         ctx.rest = (weight, bias, spread, in_pack)
         matrix = weight.rows()
@@ -278,7 +289,7 @@ class _LinearScatter(torch.autograd.Function):
             apart = spread.apart(y, chunk) if in_pack else None
             if apart is not None:
                 return torch.bmm(apart, matrix.expand(len(apart), -1, -1)).flatten(0, 1)
-            return _taken(y, chunk, spread, in_pack) @ matrix
+            return _chunk_rows(y, chunk, spread, in_pack) @ matrix
 
         if bias is None:
             return spread.scattered(map(part, range(spread.chunks)), like, onto)
@@ -287,12 +298,15 @@ class _LinearScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """The gradient of y [T, in] from the gathered gradient [T, out], a chunk at a time."""
         (y,) = ctx.saved_tensors
         weight, bias, spread, in_pack = ctx.rest
         matrix, out = weight.rows(), torch.empty_like(y)
 
         def part(chunk: int, rows: torch.Tensor) -> None:
-            weight.add_product(_taken(y, chunk, spread, in_pack), rows)
+            """Add one chunk's part of the weight's gradient, and write its rows of the gradient of
+            y."""
+            weight.add_product(_chunk_rows(y, chunk, spread, in_pack), rows)
             apart = spread.apart(out, chunk) if in_pack else None
             if apart is not None:
                 each = rows.unflatten(0, apart.shape[:2])
@@ -308,7 +322,7 @@ class _LinearScatter(torch.autograd.Function):
         return out, None, None, grad if ctx.needs_input_grad[3] else None, None, None
 
 
-def _taken(whole: torch.Tensor, chunk: int, spread: Spread, in_pack: bool) -> torch.Tensor:
+def _chunk_rows(whole: torch.Tensor, chunk: int, spread: Spread, in_pack: bool) -> torch.Tensor:
     """The rows of a chunk out of ``whole`` [T, ...]."""
     return spread.take(whole, chunk) if in_pack else whole[spread.rows(chunk)]
 
@@ -352,10 +366,14 @@ def spread_feed_forward(
 
 
 class _SpreadFeedForward(torch.autograd.Function):
+    """Autograd of :func:`spread_feed_forward`."""
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, parts: FeedForward, spread: Spread
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The feed-forward of x [t_r, h] by this rank's features, summed over ranks; and x, for a
+        residual sum."""
         ctx.set_materialize_grads(False)
         y, stats = (x, ()) if parts.norm is None else parts.norm.forward(x)
         ctx.save_for_backward(x, *stats)
@@ -369,6 +387,7 @@ class _SpreadFeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, passed: torch.Tensor | None) -> Any:  # type: ignore[override]
+        """The gradient of x [t_r, h]; each chunk is computed again from the gathered norm of x."""
         if grad is None:
             return passed, None, None
         x, *stats = ctx.saved_tensors
@@ -377,6 +396,7 @@ class _SpreadFeedForward(torch.autograd.Function):
         into, out = parts.matrix_in.rows(), parts.matrix_out.rows()
 
         def part(rows: torch.Tensor, dz: torch.Tensor) -> torch.Tensor:
+            """One chunk's gradient of the input, [rows, h], adding those of the matrices."""
             wide = _product(rows, into.t(), parts.bias_in)
             parts.matrix_out.add_product(parts.activation.forward(wide), dz)
             dwide = parts.activation.backward(dz @ out.t(), wide)
@@ -400,6 +420,7 @@ def _product(
     bias: WeightSource | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """x [t, in] times matrix [in, out], plus the bias, into ``out`` where it is given."""
     if bias is None:
         return torch.mm(x, matrix, out=out)
     return torch.addmm(bias.rows(), x, matrix, out=out)

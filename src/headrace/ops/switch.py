@@ -71,20 +71,20 @@ class Columns:
     @classmethod
     def consecutive(cls, sizes: Sequence[int]) -> Columns:
         """``sizes[r]`` neighbours for rank r."""
-        ends = list(accumulate(sizes))
-        spans = zip(ends, sizes, strict=True)
+        stops = list(accumulate(sizes))
+        spans = zip(stops, sizes, strict=True)
         return cls(total=sum(sizes), of=tuple(range(end - size, end) for end, size in spans))
 
     @property
     def in_turn(self) -> bool:
         """Whether every place is taken once, in the order of the ranks."""
-        ends = [0, *(part.stop for part in self.of if isinstance(part, range))]
+        stops = [0, *(part.stop for part in self.of if isinstance(part, range))]
         return (
-            len(ends) == len(self.of) + 1
-            and ends[-1] == self.total
+            len(stops) == len(self.of) + 1
+            and stops[-1] == self.total
             and all(
                 part == range(start, stop)
-                for part, start, stop in zip(self.of, ends, ends[1:], strict=False)
+                for part, start, stop in zip(self.of, stops, stops[1:], strict=False)
             )
         )
 
@@ -267,6 +267,8 @@ class Resharding:
         *,
         in_place: bool,
     ) -> Coming:
+        """Issue the all-to-all of ``sent``, one flat piece of each shape of ``parts`` for each
+        rank; ``shapes`` are those of the pieces that come."""
         out = sent.new_empty(whole)
         arriving = issue_all_to_all(
             sent,
@@ -281,6 +283,7 @@ class Resharding:
         out.copy_(x.narrow(self.from_dim, sum(self.sizes[:rank]), self.sizes[rank]))
 
     def _take(self, x: torch.Tensor, rank: int, out: torch.Tensor) -> None:
+        """Copy the places of ``to_dim`` that ``rank`` takes into ``out``."""
         own = self.columns.of[rank]
         if isinstance(own, range) and own.step == 1:
             out.copy_(x.narrow(self.to_dim, own.start, len(own)))
@@ -332,6 +335,7 @@ def _counts(shapes: Sequence[_Shape]) -> list[int]:
 
 
 _Sizes = tuple[int, ...]
+"""Places of the sharded dim on each rank, in rank order."""
 
 
 def switch(
@@ -426,8 +430,12 @@ class _Messages:
 
 
 class _Issued(torch.autograd.Function):
+    """Autograd of :func:`issue_switch`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, messages: _Messages) -> torch.Tensor:
+        """Issue the messages of x, and return an empty tensor that autograd follows until they are
+        waited for."""
         ctx.messages = messages
         messages.issue(x)
         return x.new_empty(0)
@@ -438,6 +446,9 @@ class _Issued(torch.autograd.Function):
 
 
 class _Waited(torch.autograd.Function):
+    """The second half of a switch: waits for its messages; the backward issues those of the
+    gradient."""
+
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, messages: _Messages) -> torch.Tensor:
         ctx.messages = messages
@@ -484,6 +495,8 @@ def gather(
 
 
 class _Gather(torch.autograd.Function):
+    """Autograd of :func:`gather`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, sizes: _Sizes, group: Any) -> torch.Tensor:
         ctx.rest = (dim, sizes, group)
@@ -514,6 +527,7 @@ def _dim(x: torch.Tensor, dim: int) -> int:
 
 
 def _ranks(group: dist.ProcessGroup) -> int:
+    """The number of ranks of a group; raises SpecError where this rank is not in it."""
     if dist.get_rank(group) < 0:
         raise SpecError(
             "group of ranks", got="one of other ranks", wanted=f"one with rank {dist.get_rank()}"
@@ -522,6 +536,8 @@ def _ranks(group: dist.ProcessGroup) -> int:
 
 
 def _check_shard(x: torch.Tensor, dim: int, sizes: _Sizes, group: dist.ProcessGroup) -> None:
+    """Raise SpecError unless ``sizes`` has a number of places for each rank, and x has this rank's
+    in ``dim``."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if len(sizes) != ranks or sizes[rank] != x.shape[dim]:
         raise SpecError(
@@ -532,6 +548,8 @@ def _check_shard(x: torch.Tensor, dim: int, sizes: _Sizes, group: dist.ProcessGr
 
 
 def _check_whole(x: torch.Tensor, dim: int, sizes: _Sizes, ranks: int) -> None:
+    """Raise SpecError unless ``sizes`` has a number of places for each rank, and x has all of them
+    in ``dim``."""
     if len(sizes) != ranks or sum(sizes) != x.shape[dim]:
         raise SpecError(
             f"dim {dim} of {list(x.shape)}",
@@ -585,6 +603,8 @@ def reordered(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch
 
 
 class _Reordered(torch.autograd.Function):
+    """Autograd of :func:`reordered`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
         ctx.orders = (back, order)
@@ -596,6 +616,8 @@ class _Reordered(torch.autograd.Function):
 
 
 class _Switch(torch.autograd.Function):
+    """Autograd of :func:`switch_heads`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: Any, columns: Any, group: Any) -> torch.Tensor:
         ctx.rest = (sizes, columns, group)
@@ -607,6 +629,8 @@ class _Switch(torch.autograd.Function):
 
 
 class _SwitchBack(torch.autograd.Function):
+    """Autograd of :func:`switch_heads_back`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: Any, columns: Any, group: Any) -> torch.Tensor:
         ctx.rest = (sizes, columns, group)

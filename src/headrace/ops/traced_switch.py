@@ -67,6 +67,7 @@ def _(
     handle: int,
     rank: int,
 ) -> torch.Tensor:
+    """An empty result of the switch, for tracing."""
     shape = list(x.shape)
     shape[from_dim], shape[to_dim] = sum(sizes), to_sizes[rank]
     return x.new_empty(shape)
@@ -77,6 +78,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _adjoint(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The switch back, and None for the six other arguments."""
     from_dim, to_dim, sizes, to_sizes, handle, rank = ctx.rest
     back = traced_switch(grad, to_dim, from_dim, to_sizes, sizes, handle, rank)
     return (back, *(None,) * 6)

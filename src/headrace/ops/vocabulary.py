@@ -46,6 +46,8 @@ def spread_embed(
 
 
 class _SpreadEmbed(torch.autograd.Function):
+    """Autograd of :func:`spread_embed`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -55,10 +57,12 @@ class _SpreadEmbed(torch.autograd.Function):
         first: int,
         spread: Spread,
     ) -> torch.Tensor:
+        """The rows [t_r, h] of local ids [t_r]: each rank looks up the words that it holds, from
+        ``first`` on, for all ranks' tokens."""
         table, kept = weight.rows(), list[torch.Tensor]()
 
         def part(ids: torch.Tensor) -> torch.Tensor:
-            places, words = _held(ids, first, len(table))
+            places, words = _own_words(ids, first, len(table))
             kept.extend((places, words))
             rows = table.new_zeros((len(ids), *table.shape[1:]))
             return rows.index_copy_(0, places, table.index_select(0, words))
@@ -71,6 +75,7 @@ class _SpreadEmbed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """Gather the gradients [t_r, h] of all ranks, and add those of this rank's words up."""
         kept = ctx.saved_tensors
         weight, shape, anchor, spread = ctx.rest
         sums = grad.new_zeros(shape, dtype=wide_dtype(grad.dtype))
@@ -118,6 +123,8 @@ def spread_head_loss(
     sums = gradient.new_zeros(len(matrix))
 
     def part(chunk: int, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """One chunk of all ranks' tokens: add this rank's loss and the weight's gradient, and
+        return its part of the gradient of rows [n, h]."""
         logits = logits_of(rows, matrix, offset)
         words = targets - first
         words.masked_fill_((words < 0) | (words >= len(matrix)), IGNORED)  # words of other ranks
@@ -140,7 +147,7 @@ def spread_head_loss(
     return loss * scale, dx
 
 
-def _held(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _own_words(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The indices in ``ids`` of this rank's words, and these words counted from ``first``."""
     places = ((ids >= first) & (ids < first + count)).nonzero().squeeze(1)
     return places, ids.index_select(0, places) - first

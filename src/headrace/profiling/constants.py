@@ -91,6 +91,8 @@ class StepConstants:
         return {name: seconds * scale for name, seconds in best.items()}
 
     def _nearly_empty_steps(self, storage: Storage) -> dict[str, float]:
+        """Seconds of pull, push and update in steps with one token on each rank, those of the
+        slowest rank, the best of two. Collective."""
         executor = Executor(storage, self._groups, seed=0, device=self._two.device)
         plan = self._everyone(storage.architecture.layers)
         tokens = tuple(np.zeros(1, np.int32) for _ in range(self._groups.ranks))

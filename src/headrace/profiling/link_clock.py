@@ -46,6 +46,8 @@ class LinkClock(TorchDispatchMode, ABC):
     """
 
     def __init__(self, hardware: Hardware) -> None:
+        """A clock at 0 s, of links as in ``hardware``; ``_arrives`` has the second at which each
+        storage's data has come."""
         super().__init__()
         self.hardware = hardware
         self.comm_s = 0.0
@@ -72,6 +74,8 @@ class LinkClock(TorchDispatchMode, ABC):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Run an operator: a collective takes its time on the link, others wait for the data that
+        they read and take time on the device."""
         rest = kwargs or {}
         sent = sent_bytes(func, args)
         if sent is not None:
@@ -86,6 +90,8 @@ class LinkClock(TorchDispatchMode, ABC):
     def _collective(
         self, func: Any, args: tuple[Any, ...], rest: Any, sent: tuple[int, Any]
     ) -> Any:
+        """Put a collective that sends ``count`` bytes in the link's queue, and note when its
+        results will be there."""
         count, group = sent
         name = group.group_name
         if name not in self._links:
@@ -111,6 +117,7 @@ class LinkClock(TorchDispatchMode, ABC):
         return func(*args, **rest)
 
     def _wait(self, used: set[int]) -> None:
+        """Let time pass until the data of the storages ``used`` has come."""
         late = [self._arrives.pop(key) for key in used & self._arrives.keys()]
         if late:
             self._stall(max(0.0, max(late) - self.now()))
@@ -186,6 +193,8 @@ class Modelled(LinkClock):
         self._now_s += seconds
 
     def _ran(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
+        """Let time pass for an operator: that of its kernels' starts, its memory or its FLOPs,
+        whichever is longest."""
         if func.namespace not in ("aten", "headrace") or _allocates(func):
             return
         device = self.hardware.device
@@ -198,6 +207,8 @@ class Modelled(LinkClock):
         )
 
     def _compute_s(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> float:
+        """Seconds of an operator's FLOPs at the speed of its type; 0 where it has none worth
+        counting, SpecError for a type without a known speed."""
         packet = func._overloadpacket
         formula = self._flops.get(packet)
         if formula is None:

@@ -47,6 +47,7 @@ class ChainProbe:
         entry: Callable[[], torch.Tensor],
         layers: Sequence[Callable[[torch.Tensor], torch.Tensor]],
     ) -> None:
+        """A probe of layers that follow each other; ``entry`` makes the first one's input."""
         self.segments = len(layers)
         self._entry, self._layers = entry, layers
         self._done: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -51,6 +51,7 @@ class Profiler:
         device: str = "cpu",
         progress: Callable[[str, int, int], None] = lambda what, done, of: None,
     ) -> None:
+        """A profiler of two layers as large as those of the model in ``storage``."""
         self._storage, self._groups, self._options = storage, groups, options
         self._dtype, self._device, self._progress = dtype, device, progress
         self._two = TwoLayers(storage.architecture, dtype=dtype, device=device)

@@ -84,7 +84,7 @@ class Rehearsal:
         gathers: dict[int, tuple[float, float]] = {}
         with fake_world(self.rank, self.ranks) as groups, self._tensors():
             two = TwoLayers(a, dtype=self.dtype, device=self.device or self._absent)
-            groups.prepare(self._wanted(two, found))
+            groups.prepare(self._wanted_groups(two, found))
             for done, target in enumerate(found):
                 progress(f"rehearse cp{target.p} {target.text}", done, len(found))
                 lengths = self._lengths(target.p)
@@ -151,7 +151,8 @@ class Rehearsal:
         first = min(self.rank // p * p, self.ranks - p)
         return tuple(range(first, first + p))
 
-    def _wanted(self, two: TwoLayers, found: Iterable[BranchTarget]) -> set[tuple[int, ...]]:
+    def _wanted_groups(self, two: TwoLayers, found: Iterable[BranchTarget]) -> set[tuple[int, ...]]:
+        """The sets of ranks within this rank's groups that the branches need."""
         return {
             group for target in found for group in two.groups_of(target, self._members(target.p))
         }
@@ -164,6 +165,8 @@ class Rehearsal:
     def _point(
         self, two: TwoLayers, groups: Groups, target: BranchTarget, tokens: int
     ) -> ProfilePoint:
+        """Measure one branch on one sequence of so many tokens: on the device, or by the hardware's
+        model where there is none."""
         probe = two.probe(groups, self._members(target.p), target, (tokens,))
         if self.device is None:
             with self._clock() as clock:

@@ -30,6 +30,7 @@ from headrace.spec.profile import NotFitting, ProfilePoint
 __all__ = ["Sweep", "SweepOptions", "Sweeper", "block", "blocks", "slowest"]
 
 Ranks = tuple[int, ...]
+"""Ranks of the world that make up a group."""
 
 _RISKY = 0.5
 """The fraction of the memory above which a pack is tried by each rank alone first."""
@@ -104,6 +105,7 @@ class Sweeper:
     def __init__(
         self, groups: Groups, options: SweepOptions, *, room_bytes: float = inf, device: str = "cpu"
     ) -> None:
+        """A sweeper of this rank; a pack that needs more than ``room_bytes`` is not run."""
         self.not_fitting: list[NotFitting] = []
         self.clock: Clock = clock_of(device)
         self._groups, self._options = groups, options
@@ -112,7 +114,7 @@ class Sweeper:
 
     def prepare(self, sweeps: Iterable[Sweep]) -> None:
         """Make the groups that sweeps need. Collective, before the first of them."""
-        self._groups.prepare(g for sweep in sweeps for g in self._needed(sweep))
+        self._groups.prepare(g for sweep in sweeps for g in self._needed_groups(sweep))
 
     def points(self, sweep: Sweep) -> list[ProfilePoint]:
         """The points of a sweep, pack after pack until one is too slow or does not fit.
@@ -125,7 +127,7 @@ class Sweeper:
             slow = last_s * growth * max(1.0, growth) > self._options.point_s
             if len(counted) >= 2 and slow and not self._options.lengths:
                 break
-            needs = _extrapolated(counted, tokens)
+            needs = _extrapolate_bytes(counted, tokens)
             if needs > self._room or (
                 needs > _RISKY * self._room and not self._survives(sweep, lengths)
             ):
@@ -137,7 +139,9 @@ class Sweeper:
             last_tokens = tokens
         return points
 
-    def _needed(self, sweep: Sweep) -> Iterator[Ranks]:
+    def _needed_groups(self, sweep: Sweep) -> Iterator[Ranks]:
+        """The groups of the sweep's size, each followed by the sets of its ranks that the layers
+        need."""
         for ranks in blocks(self._groups.ranks, sweep.p):
             yield ranks
             yield from sweep.groups_of(ranks)
@@ -162,7 +166,7 @@ class Sweeper:
         mine, failed = block(self._groups, sweep.p), False
         if self._absent is None:
             self._absent = fake_groups()
-        self._absent.prepare(self._needed(sweep))
+        self._absent.prepare(self._needed_groups(sweep))
         try:
             if mine is not None:
                 seconds_of(sweep.probe(self._absent, mine, lengths), self.clock)
@@ -196,6 +200,7 @@ class Sweeper:
         )
 
     def _count(self, probe: Probe | None, sweep: Sweep) -> list[float]:
+        """[kept, passing] bytes of a probe on this rank, zeros on a rank that has no probe."""
         if probe is None:
             return [0.0, 0.0]
         if self._device != "cpu":
@@ -207,7 +212,7 @@ class Sweeper:
         return list(map(float, bytes_of(probe, lambda: ByteCounter(settle_s=settle_s), times)))
 
 
-def _extrapolated(counted: list[ProfilePoint], tokens: int) -> float:
+def _extrapolate_bytes(counted: list[ProfilePoint], tokens: int) -> float:
     """Bytes that two layers will need for so many tokens, in proportion to the last count."""
     if not counted:
         return 0.0

@@ -85,6 +85,7 @@ class TwoLayers:
     def __init__(
         self, architecture: Architecture, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
     ) -> None:
+        """Up to two layers of the architecture with random weights and zero gradients."""
         self.two = replace(architecture, layers=min(2, architecture.layers))
         self.dtype, self.device = dtype, device
         self.model = Transformer(self.two)

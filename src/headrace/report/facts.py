@@ -65,6 +65,7 @@ def fact_groups(run: Run) -> dict[str, Rows]:
 
 
 def _model(run: Run) -> Rows:
+    """Rows of (name, text) about the model's architecture; none where a run has no record of it."""
     a = run.facts.architecture
     if a is None:
         return []
@@ -110,6 +111,7 @@ def trust_rows(run: Run) -> list[tuple[str, str, str, str]]:
 
 
 def _row(name: str, estimate: Estimate) -> tuple[str, str, str, str]:
+    """A row (name, count, mean, spread), of an estimate of logarithms in percent."""
     usual, spread = math.expm1(estimate.mean), math.expm1(estimate.spread)
     sign = "" if usual < 0 else "+"
     return name, f"{estimate.count:,}", f"{sign}{share_text(usual)}", f"\u00b1 {share_text(spread)}"

@@ -130,8 +130,10 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
-def _methods(of: RunSummary) -> str:
-    use = layer_use(of.run)
+def _methods(summary: RunSummary) -> str:
+    """The layer options with the largest shares, in text, and how often a run switched between
+    options."""
+    use = layer_use(summary.run)
     if not use.shares:
         return "not recorded"
     shares = list(use.shares.items())

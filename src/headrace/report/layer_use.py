@@ -15,6 +15,7 @@ from headrace.spec import LayerOption, LayerPlan
 __all__ = ["LayerUse", "Span", "layer_use", "spans"]
 
 _Methods = tuple[str, str]
+"""(attention, feed-forward) of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class LayerUse:
         for tokens in self.tokens:
             sums.update(tokens)
         total = sums.total() or 1
-        return {option: count / total for option, count in _ordered(sums)}
+        return {option: count / total for option, count in _largest_first(sums)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,7 @@ def _tokens(run: Run, steps: Sequence[StepMetrics]) -> Counter[str]:
     return tokens
 
 
-def _ordered(sums: Counter[LayerOption]) -> list[tuple[LayerOption, int]]:
+def _largest_first(sums: Counter[LayerOption]) -> list[tuple[LayerOption, int]]:
     """The largest first; of equal ones the first by name, so that a report is reproducible."""
     return sorted(sums.items(), key=lambda item: (-item[1], item[0]))
 

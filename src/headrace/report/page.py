@@ -58,6 +58,7 @@ def write_report(run: Path, out: Path | None = None, *, pictures: bool = True) -
 
 
 def _extra(name: str) -> ModuleType:
+    """A module of an optional package; raises MissingExtra where it is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -78,11 +79,13 @@ def _write_pictures(folder: Path, drawn: list[tuple[Any, dict[str, Any]]], vl: M
 
 
 def _page(
-    of: RunSummary,
+    summary: RunSummary,
     drawn: list[tuple[Any, dict[str, Any]]],
     converter: ModuleType,
     trust_heading: str,
 ) -> str:
+    """The HTML of a report, of figures ``drawn`` as pairs of a figure and its Vega-Lite
+    specification."""
     environment = Environment(
         loader=PackageLoader("headrace.report", ""),
         autoescape=True,
@@ -91,15 +94,15 @@ def _page(
         lstrip_blocks=True,
     )
     environment.filters["tight"] = _tight
-    run = of.run
+    run = summary.run
     config = [("profile", run.facts.costs.fingerprint), *config_rows(run.facts.config)]
     return environment.get_template("page.html.j2").render(
         facts=run.facts,
         started=started_text(run),
         steps=len(run.steps),
-        cards=cards(of),
+        cards=cards(summary),
         warnings=warnings(run),
-        sections=_sections(of, drawn),
+        sections=_sections(summary, drawn),
         groups=fact_groups(run),
         config=config,
         trust=trust_rows(run),
@@ -118,7 +121,7 @@ def _tight(text: str) -> str:
 
 
 def _sections(
-    of: RunSummary, drawn: list[tuple[Any, dict[str, Any]]]
+    summary: RunSummary, drawn: list[tuple[Any, dict[str, Any]]]
 ) -> list[tuple[str, list[dict[str, Any]]]]:
     """Figures by section, in order, each as what the template needs of it."""
     sections: dict[str, list[dict[str, Any]]] = {}
@@ -130,7 +133,7 @@ def _sections(
                 "title": figure.title,
                 "wide": figure.wide,
                 "spec": text,
-                "caption": figure.caption(of),
+                "caption": figure.caption(summary),
                 "renderer": "svg" if len(text) < _SVG_BYTES else "canvas",
             }
         )

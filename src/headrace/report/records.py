@@ -74,6 +74,7 @@ class CorpusStatistics:
     counts: Annotated[tuple[Count, ...], _within("histogram", "counts")] = ()
 
     def __post_init__(self) -> None:
+        """Raise SpecError unless the edges of the histogram rise and enclose its counts."""
         growing = all(low < high for low, high in pairwise(self.edges))
         if self.counts and not (growing and len(self.edges) == len(self.counts) + 1):
             raise SpecError(
@@ -219,6 +220,8 @@ class RecordedStep:
     static: Timeline | None = None
 
     def __post_init__(self) -> None:
+        """Raise SpecError for an action that ends before it starts or is of a rank that the run
+        does not have."""
         for timeline in filter(None, (self.measured, self.predicted, self.static)):
             for row in timeline.rows:
                 if not (row.start_s <= row.end_s and row.rank < timeline.devices):

@@ -45,7 +45,7 @@ def read_run(folder: Path) -> Run:
     """
     notes: list[str] = []
     notices: list[str] = []
-    facts = read_object(_required(folder, "run.json"))
+    facts = read_object(_require_file(folder, "run.json"))
     if facts.values.get("format") != FORMAT:
         raise DataError(
             f"{facts.place}, format",
@@ -55,7 +55,7 @@ def read_run(folder: Path) -> Run:
         )
     assigned: Counter[tuple[int, int]] = Counter()
     layer_plans: dict[str, LayerPlan] = {}
-    steps = _steps(_required(folder, "metrics.jsonl"), assigned, layer_plans, notices, notes)
+    steps = _steps(_require_file(folder, "metrics.jsonl"), assigned, layer_plans, notices, notes)
     longest = max(steps, key=lambda step: (step.longest, step.step))
     plan, recomputed = _plans(folder / "plans.jsonl", longest, len(steps), notes)
     return Run(
@@ -66,14 +66,15 @@ def read_run(folder: Path) -> Run:
         recomputed=recomputed,
         layer_plans=layer_plans,
         plan=plan,
-        recorded=_recorded(folder / "timelines.jsonl", steps, notes),
+        recorded=_longest_recorded(folder / "timelines.jsonl", steps, notes),
         calibration=_calibration(folder / "calibration.json", notes),
         notices=tuple(notices),
         notes=tuple(notes),
     )
 
 
-def _required(folder: Path, name: str) -> Path:
+def _require_file(folder: Path, name: str) -> Path:
+    """The path of a file that every run has; raises DataError where folder or file is missing."""
     if not folder.is_dir():
         raise DataError(
             "run folder",
@@ -165,6 +166,7 @@ def _plans(
 
 
 def _levels(plan: Plan) -> Counter[tuple[int, str]]:
+    """How many layers ran at each recompute level, by (bin of the sequence's length, level)."""
     levels: Counter[tuple[int, str]] = Counter()
     for micro in plan.micro_batches:
         for tokens in plan.tokens_of(micro):
@@ -174,6 +176,8 @@ def _levels(plan: Plan) -> Counter[tuple[int, str]]:
 
 
 def _calibration(path: Path, notes: list[str]) -> Calibration | None:
+    """What a run learnt of its costs; None where nothing was written, or with a note where it is
+    damaged."""
     if not path.is_file():
         return None
     try:
@@ -183,7 +187,9 @@ def _calibration(path: Path, notes: list[str]) -> Calibration | None:
         return None
 
 
-def _recorded(path: Path, steps: tuple[StepMetrics, ...], notes: list[str]) -> RecordedStep | None:
+def _longest_recorded(
+    path: Path, steps: tuple[StepMetrics, ...], notes: list[str]
+) -> RecordedStep | None:
     """The recorded step with the longest sequence; the first step of a run, which pays for
     warming up, only when there is no other."""
     if not path.is_file():

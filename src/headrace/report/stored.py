@@ -99,7 +99,7 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[Object]:
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(lines, start=1):
-                value = _parsed(line)
+                value = _parse(line)
                 if value is not None:
                     yield Object(values=value, place=f"{path.name} line {number}")
                 elif line.strip():
@@ -112,7 +112,7 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[Object]:
         notes.append(f"{path.name}: {plural} {shown} cut short or damaged, skipped")
 
 
-def _parsed(text: str) -> dict[str, Any] | None:
+def _parse(text: str) -> dict[str, Any] | None:
     """The object a text is the JSON of, None when it is not."""
     try:
         value = json.loads(text)

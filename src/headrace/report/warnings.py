@@ -20,7 +20,7 @@ _TOLD = 6
 def warnings(run: Run) -> list[str]:
     """What a reader must know before trusting the figures, most serious first."""
     found = [_lost_losses(run), _over_capacity(run), _bad_predictions(run), _bad_fits(run)]
-    found += [run.facts.costs.compared, *_notices(run), _skipped(run), _waits(run)]
+    found += [run.facts.costs.compared, *_notices(run), _skipped_text(run), _waits(run)]
     return [text for text in found if text] + list(run.notes)
 
 
@@ -36,6 +36,8 @@ def _over_capacity(run: Run) -> str:
 
 
 def _bad_predictions(run: Run) -> str:
+    """A sentence about steps whose predicted seconds were far from the measured ones; empty where
+    there are none."""
     bad = [s for s in run.warm if isfinite(s.ratio) and abs(s.ratio - 1) > _BADLY]
     if not bad:
         return ""
@@ -49,6 +51,7 @@ def _bad_predictions(run: Run) -> str:
 
 
 def _bad_fits(run: Run) -> str:
+    """A sentence about fits of costs with large errors; empty where there are none."""
     fits = [
         (f"{part} {case}", fit.worst)
         for part, cases in run.facts.costs.errors.items()
@@ -65,13 +68,14 @@ def _notices(run: Run) -> list[str]:
     return told[:_TOLD] + ([f"{more:,} earlier notices are in metrics.jsonl"] if more > 0 else [])
 
 
-def _skipped(run: Run) -> str:
+def _skipped_text(run: Run) -> str:
     count = run.facts.corpus.skipped
     plural = "documents were" if count > 1 else "document was"
     return f"{count:,} {plural} skipped when the corpus was read" if count else ""
 
 
 def _waits(run: Run) -> str:
+    """A sentence about seconds in which training waited for plans; empty up to one percent."""
     waited = float(finite(s.planned.waited_s for s in run.warm).sum())
     share = waited / sum(s.step_s for s in run.warm)
     if share <= 0.01:

@@ -80,6 +80,8 @@ class Architecture:
     gate_block: int | None = None
 
     def __post_init__(self) -> None:
+        """Raise SpecError for sizes out of range, heads that do not divide the features, or fields
+        that do not fit the kind."""
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary"):
             value, most = getattr(self, name), _MOST_LAYERS if name == "layers" else _MOST
             if not isinstance(value, int) or not 1 <= value <= most:
@@ -104,6 +106,8 @@ class Architecture:
             raise SpecError("model.dropout", got=self.dropout, wanted="0 <= dropout < 1")
 
     def _check_objective(self) -> None:
+        """Raise SpecError unless ``bert`` has the id of a mask token and sees both sides, and other
+        kinds have no mask token."""
         if not self.masked:
             if self.mask_id is not None:
                 wanted = f"none for kind '{self.kind}'"

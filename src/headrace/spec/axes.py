@@ -130,12 +130,12 @@ def plan_axes(
         if not found:
             raise InfeasiblePlan(
                 f"stage {number}, which mixes {', '.join(stage.mixes)}",
-                got=f"axes {_named(sizes)} for {counted(ranks, 'rank')}",
+                got=f"axes {_sizes_text(sizes)} for {counted(ranks, 'rank')}",
                 wanted=f"another axis of at least {ranks} places",
                 hint="fewer ranks for each sample, or heads to exchange",
             )
         ways = found
-    ends = {
+    finished = {
         axis: _Way(
             way.seconds + switch_s * moved,
             way.sent_bytes + switch_bytes * moved,
@@ -145,7 +145,7 @@ def plan_axes(
         for axis, way in ways.items()
         for moved in (exit_ is not None and axis != exit_,)
     }
-    best = min(ends.values(), key=lambda way: way.key)
+    best = min(finished.values(), key=lambda way: way.key)
     return AxisPlan(
         choices=best.choices,
         switches=best.switches,
@@ -177,6 +177,8 @@ def split_batch(batch: int, places: int, ranks: int, *, fewest: int | None = Non
 
 
 def _choices(stage: MixingStage, axis: str, ranks: int, heads: int | None) -> list[AxisChoice]:
+    """How a stage can run with ``axis`` in shards: as it is where it does not mix the axis, else by
+    a ring, or by Ulysses where there are ``heads`` for all ranks."""
     if axis not in stage.mixes or ranks == 1:
         return [AxisChoice(axis=axis)]
     if heads is None:
@@ -186,23 +188,27 @@ def _choices(stage: MixingStage, axis: str, ranks: int, heads: int | None) -> li
 
 
 def _bytes_within(choice: AxisChoice, tensor_bytes: float, ranks: int) -> float:
+    """Bytes that a rank sends within a stage of the axis in shards: four tensors by Ulysses, keys
+    and values round a ring."""
     if choice.method == "ulysses":
         return 4 * tensor_bytes * (ranks - 1) / ranks**2
     return 2 * tensor_bytes * (ranks - 1) / ranks if choice.method == "ring" else 0.0
 
 
 def _check(
-    stages: Sequence[MixingStage], sizes: Mapping[str, int], ends: tuple[str | None, ...]
+    stages: Sequence[MixingStage], sizes: Mapping[str, int], outer: tuple[str | None, ...]
 ) -> None:
+    """Raise SpecError for an axis without places, an unknown axis at the beginning or end, or no
+    stages."""
     for name, size in sizes.items():
         if size < 1:
             raise SpecError(f"axis {name}", got=size, wanted="at least one place")
-    for axis in ends:
+    for axis in outer:
         if axis is not None and axis not in sizes:
             raise SpecError("axis", got=axis, wanted=f"one of {', '.join(sizes)}")
     if not stages:
         raise SpecError("stages", got="none", wanted="at least one")
 
 
-def _named(sizes: Mapping[str, int]) -> str:
+def _sizes_text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items())

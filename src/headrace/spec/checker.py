@@ -66,7 +66,7 @@ __all__ = [
 Parts = Sequence[tuple[Action, Action]]
 """The parts of all actions of a program, each with the action it stands in."""
 
-Places = dict[Action, int]
+ActionOrder = dict[Action, int]
 """Where each part stands in its program, parts of one action one after the other."""
 
 
@@ -174,17 +174,17 @@ def check_turns(programs: Sequence[Program], plan: Plan, packs: Packs) -> None:
     Raises:
         ProgramError: At the first rule that is broken, with the rank and the action.
     """
-    places = _turn_places(plan, packs)
+    places = _packs_of_turns(plan, packs)
     for program in programs:
         _check_turn_packs(program, plan, packs)
         _check_turn_order(program, plan, places)
 
 
-Place = tuple[int, int]
+TurnPack = tuple[int, int]
 """A turn and the number of a pack in it."""
 
 
-def _turn_places(plan: Plan, packs: Packs) -> list[list[Place]]:
+def _packs_of_turns(plan: Plan, packs: Packs) -> list[list[TurnPack]]:
     """By turns, the places at which all ranks meet in lockstep: as many as the most packs that a
     micro-batch of the turn has."""
     return [
@@ -227,7 +227,7 @@ def _check_turn_packs(program: Program, plan: Plan, packs: Packs) -> None:
             )
 
 
-def _check_turn_order(program: Program, plan: Plan, places: list[list[Place]]) -> None:
+def _check_turn_order(program: Program, plan: Plan, places: list[list[TurnPack]]) -> None:
     """Rule 2: free groups meet in the order of micro-batches and packs, ranks in lockstep at the
     same turn and pack."""
     turn_of = {index: number for number, turn in enumerate(turns_of(plan)) for index in turn}
@@ -295,6 +295,8 @@ def _check_ranks(ranks: Sequence[int], plan: Plan) -> None:
 
 
 def _parts(program: Program) -> Parts:
+    """Pairs (part, action): an exchange is a send and a receive, a backward that pushes is a
+    backward and its pushes, any other action is itself."""
     found: list[tuple[Action, Action]] = []
     for action in program.actions:
         match action:
@@ -328,13 +330,15 @@ def _jobs(plan: Plan, ranks: Sequence[int], layers: int) -> dict[int, list[_Job]
                 if rank not in jobs:
                     continue
                 rows = rows_of(tokens, len(stage.ranks), member)
-                ends = _ends(stage, stages[micro.pipeline], member)
-                needs = _needs(forward, backward, ends, rows)
+                neighbours = _neighbours(stage, stages[micro.pipeline], member)
+                needs = _needs(forward, backward, neighbours, rows)
                 jobs[rank].append(_Job(stage=stage, backward=backward, needs=needs))
     return jobs
 
 
-def _ends(stage: Stage, stages: Sequence[Stage], member: int) -> tuple[int | None, int | None]:
+def _neighbours(
+    stage: Stage, stages: Sequence[Stage], member: int
+) -> tuple[int | None, int | None]:
     """The ranks before and after a member of a stage."""
     before = None if stage.first else stages[stage.index - 1].ranks[member]
     after = None if stage.last else stages[stage.index + 1].ranks[member]
@@ -342,10 +346,10 @@ def _ends(stage: Stage, stages: Sequence[Stage], member: int) -> tuple[int | Non
 
 
 def _needs(
-    forward: Forward, backward: Backward, ends: tuple[int | None, int | None], rows: int
+    forward: Forward, backward: Backward, neighbours: tuple[int | None, int | None], rows: int
 ) -> Sequence[tuple[Action, tuple[Action, ...]]]:
-    """Rules 3 and 4 for one micro-batch on a rank between ``ends``."""
-    index, (before, after) = forward.micro_batch, ends
+    """Rules 3 and 4 for one micro-batch on a rank between its ``neighbours`` (before, after)."""
+    index, (before, after) = forward.micro_batch, neighbours
     arrived: tuple[Action, ...] = ()
     returned: tuple[Action, ...] = ()
     needs: list[tuple[Action, tuple[Action, ...]]] = []
@@ -389,12 +393,13 @@ def _check_once(rank: int, parts: Parts, jobs: Sequence[_Job], bucket_count: int
 
 def _check_local_order(rank: int, parts: Parts, jobs: Sequence[_Job]) -> None:
     """Rule 3, after rule 4: every part stands at one place, later than all it needs."""
-    places = {part: at for at, (part, _) in enumerate(parts)}
+    order = {part: at for at, (part, _) in enumerate(parts)}
 
     def check(part: Action, needed: Action) -> None:
-        if places[needed] > places[part]:
+        """Raise ProgramError where ``part`` comes before ``needed`` on this rank."""
+        if order[needed] > order[part]:
             raise ProgramError(
-                f"rule 3, rank {rank}, action {parts[places[part]][1]}",
+                f"rule 3, rank {rank}, action {parts[order[part]][1]}",
                 wanted=f"{needed} before {part}",
             )
 
@@ -406,20 +411,20 @@ def _check_local_order(rank: int, parts: Parts, jobs: Sequence[_Job]) -> None:
         for part, needed in job.needs:
             for other in needed:
                 check(part, other)
-    for bucket, backward in _last_users(jobs, places).items():
+    for bucket, backward in _last_users(jobs, order).items():
         check(Push(bucket=bucket), backward)
     check(Update(), parts[-1][0])
     _check_pushes_within(rank, parts, jobs)
 
 
-def _last_users(jobs: Sequence[_Job], places: Places) -> dict[int, Backward]:
+def _last_users(jobs: Sequence[_Job], order: ActionOrder) -> dict[int, Backward]:
     """The last backward that works with each bucket. A tied table belongs to the first stage and
     is used by the last one too."""
     latest: dict[Stage, Backward] = {}
-    for job in sorted(jobs, key=lambda job: places[job.backward]):
+    for job in sorted(jobs, key=lambda job: order[job.backward]):
         latest[job.stage] = job.backward
     users: dict[int, Backward] = {}
-    for stage, backward in sorted(latest.items(), key=lambda item: places[item[1]]):
+    for stage, backward in sorted(latest.items(), key=lambda item: order[item[1]]):
         users |= dict.fromkeys((0, *stage.buckets) if stage.last else stage.buckets, backward)
     return users
 
@@ -501,6 +506,8 @@ class OwnPrograms:
         return mine
 
     def _check(self, mine: Program, plan: Plan, staged: list[Pipeline]) -> None:
+        """Check this rank's program alone, or with those of all ranks of its pipeline, compiled
+        here, where it has a pipeline of several stages (``staged``)."""
         if not staged:
             check_alone(mine, plan, self.bucket_count)
             return

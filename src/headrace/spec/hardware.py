@@ -55,6 +55,8 @@ class Device:
     clock: float = 1.0
 
     def __post_init__(self) -> None:
+        """Raise SpecError for speeds and sizes that are not above zero and attained shares out of
+        range."""
         if not self.flops_per_s or not min(self.flops_per_s.values()) > 0:
             raise SpecError(f"FLOPs of {self.name}", got=dict(self.flops_per_s), wanted="> 0")
         if self.memory_bytes < 1 or not self.memory_bytes_per_s > 0:
@@ -421,7 +423,7 @@ class Hardware:
             raise SpecError("hardware", got=repr(text), wanted="DEVICE[+INSIDE][+ACROSS]")
         names[1:] = [name.lower() for name in names[1:]]
         if names[0].startswith(MEASURED):
-            device = _measured(names[0])
+            device = _device_of_file(names[0])
             on_cpu = "float32" in device.flops_per_s and device.memory_bytes_per_s < 2e11
             usual = USUAL["cpu" if on_cpu else "h100"]
         else:
@@ -443,7 +445,7 @@ MEASURED = "measured:"
 """What the name of a device begins with that a file describes."""
 
 
-def _measured(name: str) -> Device:
+def _device_of_file(name: str) -> Device:
     """The device of a file, called after it."""
     path = Path(name.removeprefix(MEASURED))
     try:
@@ -456,6 +458,8 @@ def _measured(name: str) -> Device:
 
 
 def _preset(what: str, name: str, presets: Mapping[str, _Preset]) -> _Preset:
+    """The preset of this name; raises SpecError with the names that begin so, or the most similar
+    one."""
     if name not in presets:
         longer = [known for known in presets if name and known.startswith(name)]
         several = f"which one: {', '.join(longer)}?" if len(longer) > 1 else None

@@ -128,6 +128,8 @@ def config_of(architecture: Architecture) -> dict[str, Any]:
 
 
 def _llama(config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a Llama ``config.json``; raises SpecError for options that are not
+    implemented."""
     _check_fixed(config, _LLAMA_FIXED)
     heads = _count(config, "num_attention_heads")
     architecture = Architecture(
@@ -151,6 +153,7 @@ def _llama(config: Mapping[str, Any]) -> Architecture:
 
 
 def _llama_config(a: Architecture) -> dict[str, Any]:
+    """The keys of a ``config.json`` that transformers reads as this Llama."""
     config = {
         "model_type": "llama",
         "architectures": [_CLASSES["llama"][0]],
@@ -169,6 +172,8 @@ def _llama_config(a: Architecture) -> dict[str, Any]:
 
 
 def _gpt(config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a GPT-2 ``config.json``; raises SpecError for options that are not
+    implemented."""
     _check_fixed(config, _GPT2_FIXED)
     hidden, heads = _count(config, "n_embd"), _count(config, "n_head")
     return Architecture(
@@ -187,6 +192,7 @@ def _gpt(config: Mapping[str, Any]) -> Architecture:
 
 
 def _gpt_config(a: Architecture) -> dict[str, Any]:
+    """The keys of a ``config.json`` that transformers reads as this GPT-2."""
     return {
         "model_type": "gpt2",
         "architectures": [_CLASSES["gpt2"][0]],
@@ -204,6 +210,8 @@ def _gpt_config(a: Architecture) -> dict[str, Any]:
 
 
 def _bert(config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a BERT ``config.json``; raises SpecError for options that are not
+    implemented."""
     _check_fixed(config, _BERT_FIXED)
     heads, vocabulary = _count(config, "num_attention_heads"), _count(config, "vocab_size")
     return Architecture(
@@ -224,6 +232,7 @@ def _bert(config: Mapping[str, Any]) -> Architecture:
 
 
 def _bert_config(a: Architecture) -> dict[str, Any]:
+    """The keys of a ``config.json`` that transformers reads as this BERT."""
     return {
         "model_type": "bert",
         "architectures": [_CLASSES["bert"][0]],
@@ -248,6 +257,8 @@ def _check_fixed(config: Mapping[str, Any], fixed: Mapping[str, tuple[object, ..
 
 
 def _check_dropout(config: Mapping[str, Any], usual: Mapping[str, float]) -> None:
+    """Raise SpecError where a dropout rate of places that have none here is not 0; ``usual`` has
+    the rates that a missing key stands for."""
     for name, rate in usual.items():
         if _number(config, name, rate) != 0:
             raise SpecError(
@@ -275,6 +286,8 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
 
 
 def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A whole number >= 0 under a key, or the default where the key is missing or null; raises
+    SpecError for other values."""
     value = config.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:

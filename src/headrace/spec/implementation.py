@@ -48,6 +48,7 @@ class Efficiency:
     block_tokens: int = 128
 
     def __post_init__(self) -> None:
+        """Raise SpecError for attained fractions outside 0 to 1 and for fewer than one pass."""
         for name in ("products", "attention", "exposed"):
             if not 0 <= (value := getattr(self, name)) <= 1 or (not value and name != "exposed"):
                 wanted = "a fraction, 0 < fraction <= 1"

@@ -97,12 +97,12 @@ def _kv(a: Architecture) -> float:
     return a.kv_heads * a.head_features / a.hidden
 
 
-def _even(a: Architecture, p: int) -> BranchUse:
+def _even_attention(a: Architecture, p: int) -> BranchUse:
     """An attention of which each rank has its p-th."""
     return BranchUse(linear=1 / p, core=1 / p, kept=3 + 2 * _kv(a), kept_attention=2.0, buffers=0.0)
 
 
-def _gathered(a: Architecture, p: int, r: float) -> BranchUse:
+def _local_feed_forward(a: Architecture, p: int, r: float) -> BranchUse:
     """The feed-forward of local tokens with whole weights."""
     active = (3 if a.gated else 2) * (a.ffn / a.hidden)
     return BranchUse(
@@ -111,7 +111,7 @@ def _gathered(a: Architecture, p: int, r: float) -> BranchUse:
 
 
 def _local(a: Architecture, p: int, r: float) -> BranchUse:
-    return replace(_even(a, p), buffers=2 * (1 + 2 * _kv(a)))
+    return replace(_even_attention(a, p), buffers=2 * (1 + 2 * _kv(a)))
 
 
 LOCAL = MethodFacts(
@@ -120,15 +120,17 @@ LOCAL = MethodFacts(
     attention_rule=lambda a, ranks: None if ranks == 1 else f"local runs on 1 rank, not {ranks}",
     feed_forward_rule=lambda a, ranks: None if ranks == 1 else f"local runs on 1 rank, not {ranks}",
     attention_use=_local,
-    feed_forward_use=_gathered,
+    feed_forward_use=_local_feed_forward,
 )
 
 
-def _switched(a: Architecture, p: int, r: float) -> BranchUse:
+def _switched_heads(a: Architecture, p: int, r: float) -> BranchUse:
+    """Heads for tokens (Ulysses): two exchanges each way, queries, keys, values and results; the
+    busiest rank has the heads of ``heads / p`` rounded up."""
     k = _kv(a)
     units = (p - 1) / p * (2 + 2 * k)
     return replace(
-        _even(a, p),
+        _even_attention(a, p),
         core=-(-a.heads // p) / a.heads,
         sent=units,
         sent_back=units,
@@ -147,16 +149,18 @@ ULYSSES_Z = MethodFacts(
     feed_forward_rule=_any_group,
     attention_rule=_one_each("ulysses_z", "query head", lambda a: a.heads),
     unlevelled=("attention",),
-    attention_use=_switched,
-    feed_forward_use=_gathered,
+    attention_use=_switched_heads,
+    feed_forward_use=_local_feed_forward,
 )
 
 
 def _ring(a: Architecture, p: int, r: float) -> BranchUse:
+    """Keys and values go round a ring in p - 1 hops, their gradients too; ``r`` is the size of an
+    element of sums over that of activations."""
     k = _kv(a)
     units = 2 * ((p - 1) / p) * p * k
     return replace(
-        _even(a, p),
+        _even_attention(a, p),
         sent=units,
         sent_back=(1 + r) * units,
         messages=p - 1,
@@ -167,6 +171,8 @@ def _ring(a: Architecture, p: int, r: float) -> BranchUse:
 
 
 def _keys_gathered(a: Architecture, p: int, r: float) -> BranchUse:
+    """As a ring, but with keys and values of all ranks gathered at once: one message, and buffers
+    for all of them."""
     buffers = 2 * (1 + r) * p * _kv(a)
     ring = _ring(a, p, 1)  # gradients are sent in the type of activations
     return replace(ring, messages=1, messages_back=2, pattern="gather", buffers=buffers)
@@ -179,15 +185,17 @@ MEGATRON_CZ = MethodFacts(
     feed_forward_rule=_any_group,
     order="zigzag",
     attention_use=_ring,
-    feed_forward_use=_gathered,
+    feed_forward_use=_local_feed_forward,
 )
 MEGATRON_CZ_GATHER = replace(MEGATRON_CZ, name="megatron_cz_gather", attention_use=_keys_gathered)
 COLOSSAL_Z = replace(MEGATRON_CZ, name="colossal_z", attention_use=None, automatic=False)
 
 
 def _shard_of_heads(a: Architecture, p: int, r: float) -> BranchUse:
+    """Each rank has the weights of some heads: it gathers all tokens before and sums the results of
+    all heads after, into its own tokens."""
     share = -(-a.kv_heads // p) / a.kv_heads
-    even = _even(a, p)
+    even = _even_attention(a, p)
     return replace(
         even,
         linear=share,
@@ -202,8 +210,10 @@ def _shard_of_heads(a: Architecture, p: int, r: float) -> BranchUse:
 
 
 def _shard_of_features(a: Architecture, p: int, r: float) -> BranchUse:
+    """Each rank has the weights of some inner features: it gathers all tokens before and sums the
+    results of all features after, into its own tokens."""
     return replace(
-        _gathered(a, p, r),
+        _local_feed_forward(a, p, r),
         sent=2 * (p - 1),
         sent_back=3 * (p - 1),
         messages=2,
@@ -225,6 +235,8 @@ MEGATRON_TS = MethodFacts(
 
 
 def _ring_of_shards(a: Architecture, p: int, r: float) -> BranchUse:
+    """Weights of p shards of the heads come one after the other, and each runs a ring of its own:
+    p times the messages, and buffers of one shard."""
     k = _kv(a)
     ring = _ring(a, p, r)
     return replace(
@@ -241,7 +253,11 @@ def _ring_of_shards(a: Architecture, p: int, r: float) -> BranchUse:
 def _shards_pass(a: Architecture, p: int, r: float) -> BranchUse:
     active = (3 if a.gated else 2) * (a.ffn / a.hidden)
     return replace(
-        _gathered(a, p, r), kept=1.0, buffers=r + 2 * active / p, launches=p, recomputes=True
+        _local_feed_forward(a, p, r),
+        kept=1.0,
+        buffers=r + 2 * active / p,
+        launches=p,
+        recomputes=True,
     )
 
 
@@ -259,9 +275,14 @@ METP = MethodFacts(
 
 
 _Blocks = Callable[[Architecture, int, int], RankBlocks | None]
+"""(architecture, ranks, tensor degree) to the blocks of a method over two mesh axes; None where it
+has none."""
 
 
 def _in_blocks(name: str, blocks: _Blocks) -> SupportRule:
+    """The rule of a method that needs blocks of ranks: the text of what is broken, or None where
+    ``blocks`` finds some."""
+
     def rule(a: Architecture, ranks: int) -> str | None:
         if blocks(a, ranks, 1) is not None:
             return None
@@ -271,7 +292,12 @@ def _in_blocks(name: str, blocks: _Blocks) -> SupportRule:
 
 
 def _two_axes(name: str, blocks: _Blocks) -> Callable[..., tuple[Members, ...]]:
+    """The groups of a method over two mesh axes: the ranks of each block, and the ranks with the
+    same index in all blocks."""
+
     def groups(a: Architecture, ranks: int, tensor: int) -> tuple[Members, ...]:
+        """The groups of ``ranks`` ranks, as their indices, with weights sharded over blocks of
+        ``tensor`` ranks."""
         found = blocks(a, ranks, tensor)
         if found is None:
             raise SpecError(

@@ -32,6 +32,7 @@ class LayerOption:
     recompute: Recompute = "none"
 
     def __post_init__(self) -> None:
+        """Raise SpecError for an unknown recompute level."""
         if self.recompute not in RECOMPUTE:
             hint = did_you_mean(self.recompute, RECOMPUTE)
             raise SpecError(

@@ -31,6 +31,8 @@ class Lengths:
     ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        """Number the sequences from 0 where no ids are given; raises SpecError for no sequences,
+        lengths below 1 or another number of ids."""
         if not self.tokens:
             raise SpecError("lengths of a batch", got="none", wanted="at least one sequence")
         for i, count in enumerate(self.tokens):

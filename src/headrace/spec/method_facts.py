@@ -143,8 +143,8 @@ class RankBlocks:
 
     @property
     def rings(self) -> tuple[Members, ...]:
-        """The members with the same place in all blocks."""
-        return tuple(tuple(range(place, self.ranks, self.inner)) for place in range(self.inner))
+        """The members with the same index in all blocks."""
+        return tuple(tuple(range(member, self.ranks, self.inner)) for member in range(self.inner))
 
 
 def largest_divisor(ranks: int, most: int) -> int | None:

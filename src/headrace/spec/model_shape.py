@@ -42,6 +42,8 @@ class ModelShape:
     bucket_shares: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        """Compute the elements of the whole model and each bucket's share of them; raises SpecError
+        for counts out of range."""
         for name in ("layers", "hidden", "tensor_ranks"):
             if getattr(self, name) < 1:
                 raise SpecError(f"{name} of a model", got=getattr(self, name), wanted=">= 1")

@@ -49,9 +49,9 @@ class NumberReader:
 
     def parts(self, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """As many of the next numbers as each size says."""
-        ends = list(accumulate(sizes, initial=0))
-        taken = tuple(self.take(ends[-1]))
-        return (taken[start:end] for start, end in pairwise(ends))
+        bounds = list(accumulate(sizes, initial=0))
+        taken = tuple(self.take(bounds[-1]))
+        return (taken[start:end] for start, end in pairwise(bounds))
 
 
 def numbers_of(plan: Plan, orders: Sequence[str]) -> tuple[dict[str, Any], array[int]]:
@@ -133,6 +133,8 @@ class Pipeline:
     shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        """Raise SpecError unless the ranks are distinct and as many as the scheme has, and every
+        stage has a layer."""
         if len(self.ranks) != self.scheme.devices:
             raise SpecError(
                 f"ranks of a {self.scheme} pipeline",
@@ -246,6 +248,8 @@ class Plan:
     clock: Callable[[Plan], Timeline] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        """Raise SpecError unless each sequence is in one micro-batch, each micro-batch in a
+        pipeline, and no rank where it cannot be."""
         for name, words in (("working", get_args(Working)), ("semantics", get_args(Semantics))):
             if getattr(self, name) not in words:
                 raise SpecError(
@@ -275,6 +279,8 @@ class Plan:
         self._check_shared_ranks()
 
     def _check_shared_ranks(self) -> None:
+        """Raise SpecError where a rank of a pipeline with several stages is in another pipeline
+        too."""
         if all(pipeline.scheme.pipeline == 1 for pipeline in self.pipelines):
             return
         owners: dict[int, int] = {}
@@ -354,6 +360,8 @@ class Plan:
         return "\n".join(self.why)
 
     def __str__(self) -> str:
+        """A few lines for people: strategy, counts, predicted and least seconds, and why the plan
+        was taken."""
         rows = [
             ("strategy", str(self.strategy)),
             (
@@ -538,6 +546,7 @@ class Plan:
 
 
 def _check_bound(plan: Plan) -> None:
+    """Raise SpecError for a lower bound above the predicted seconds, beyond rounding."""
     if plan.lower_bound_s > plan.predicted_s * (1 + 1e-9):
         raise SpecError(
             "lower bound of a plan",

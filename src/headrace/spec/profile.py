@@ -56,6 +56,7 @@ class ProfilePoint:
     fetched: float = 1.0
 
     def __post_init__(self) -> None:
+        """Raise SpecError for an unknown token order and for a fetched share outside 0 to 1."""
         if self.order not in get_args(TokenOrder):
             raise SpecError(
                 "token order of a point",

@@ -165,6 +165,7 @@ class Exchange:
     recv: Recv
 
     def __post_init__(self) -> None:
+        """Raise ProgramError unless the send and the receive have the same neighbour."""
         if self.send.message.peer != self.recv.message.peer:
             raise SpecError(
                 "exchange",
@@ -236,6 +237,7 @@ def parse_action(text: str) -> Action:
 
 
 def _link(text: str) -> Action | None:
+    """The pull, push or idle turn that a text stands for; None for another action's text."""
     if idle := _IDLE.fullmatch(text):
         return Idle(turn=int(idle[1]))
     found = _LINK.fullmatch(text)
@@ -246,6 +248,7 @@ def _link(text: str) -> Action | None:
 
 
 def _compute(text: str) -> Action | None:
+    """The forward or backward that a text stands for; None for another action's text."""
     found = _COMPUTE.fullmatch(text)
     if not found or (found[2] == "F" and found[6]):
         return None
@@ -258,6 +261,8 @@ def _compute(text: str) -> Action | None:
 
 
 def _traffic(text: str) -> Send | Recv | Exchange | None:
+    """The send, receive or paired exchange that a text stands for; None for another action's
+    text."""
     pair = _EXCHANGE.fullmatch(text)
     if pair:
         send, recv = _traffic(pair[1]), _traffic(pair[2])
@@ -296,6 +301,7 @@ class Program:
 
 
 Numbered = Sequence[tuple[int, MicroBatch]]
+"""Micro-batches of one pipeline, each with its index in the plan."""
 
 
 def rows_of(tokens: int, ranks: int, member: int) -> int:
@@ -317,10 +323,10 @@ def compile_rank(plan: Plan, rank: int, bucket_count: int, *, overlap: bool = Tr
         for index, micro in enumerate(plan.micro_batches)
         if rank in plan.pipelines[micro.pipeline].ranks
     ]
-    return _compiled(plan, rank, mine, last_of_ranks(plan), bucket_count, overlap=overlap)
+    return _program_of(plan, rank, mine, last_of_ranks(plan), bucket_count, overlap=overlap)
 
 
-def _compiled(
+def _program_of(
     plan: Plan,
     rank: int,
     mine: Sequence[int],
@@ -348,7 +354,7 @@ def compile_plan(plan: Plan, bucket_count: int, *, overlap: bool = True) -> tupl
             mine[rank].append(index)
     last = last_of_ranks(plan)
     return tuple(
-        _compiled(plan, rank, mine[rank], last, bucket_count, overlap=overlap)
+        _program_of(plan, rank, mine[rank], last, bucket_count, overlap=overlap)
         for rank in range(plan.devices)
     )
 
@@ -434,6 +440,8 @@ def _work(plan: Plan, rank: int, numbers: Sequence[int], layers: int) -> Iterato
 def _one_forward_one_backward(
     plan: Plan, pipeline: Pipeline, rank: int, micros: Numbered, layers: int
 ) -> Iterator[Action]:
+    """The actions of one rank of a pipeline with ``layers`` layers: forwards until the stages after
+    it are busy, then a forward and a backward in turn, then the backwards that remain."""
     stages = pipeline.stages(layers)
     stage = pipeline.stage_of(rank, layers)
     line = _Line(plan=plan, stages=stages, stage=stage, rank=rank, micros=micros)
@@ -498,12 +506,16 @@ class _Line:
             yield Exchange(send=send, recv=recv)
 
     def _peer(self, step: int) -> int | None:
+        """The rank with the same index in the stage ``step`` stages on (1) or back (-1); None where
+        there is no such stage."""
         other = self._stage.index + step
         if not 0 <= other < self._stage.count:
             return None
         return self._stages[other].ranks[self._member]
 
     def _message(self, what: Literal["a", "g"], i: int, peer: int) -> Message:
+        """The message with activations ("a") or gradients ("g") of the i-th micro-batch of this
+        line."""
         index, micro = self._micros[i]
         tokens = sum(self._plan.tokens_of(micro))
         rows = rows_of(tokens, len(self._stage.ranks), self._member)
@@ -511,14 +523,14 @@ class _Line:
 
 
 def _with_pushes(
-    plan: Plan, rank: int, actions: list[Action], ends: Mapping[int, int], bucket_count: int
+    plan: Plan, rank: int, actions: list[Action], last_of: Mapping[int, int], bucket_count: int
 ) -> Iterator[Action]:
     """The actions with all pushes, those of the last backward's buckets inside it where it is the
     last one of all ranks that meet in it."""
     order = list(reversed(range(bucket_count)))
     last = max((i for i, a in enumerate(actions) if isinstance(a, Backward)), default=None)
     backward = None if last is None else actions[last]
-    if last is None or not isinstance(backward, Backward) or not is_last(ends, backward):
+    if last is None or not isinstance(backward, Backward) or not is_last(last_of, backward):
         yield from actions
         yield from (Push(bucket=b) for b in order)
         return

@@ -156,6 +156,7 @@ def _random_pipeline(
 
 
 def _random_layers(methods: Sequence[str], layers: int, rng: np.random.Generator) -> LayerPlan:
+    """A layer plan of methods and recompute levels drawn at random for each layer."""
     names = rng.integers(len(methods), size=(layers, 2)).tolist()
     levels = rng.integers(len(RECOMPUTE), size=layers).tolist()
     return LayerPlan(

@@ -88,9 +88,9 @@ class StepTimes:
     def of(cls, told: Sequence[bytes]) -> StepTimes:
         """The times of a step, from :meth:`RankTimes.to_bytes` of all ranks in rank order."""
         ranks = [np.frombuffer(one, dtype=np.float64).reshape(-1, _WIDTH) for one in told]
-        own, ends = np.stack([rank[0] for rank in ranks]), np.stack([rank[1] for rank in ranks])
-        total_s = len(ranks) * float(ends[:, 0].max())
-        idle = max(0.0, 1 - float(ends[:, 1].sum()) / total_s) if total_s > 0 else 0.0
+        own, busy = np.stack([rank[0] for rank in ranks]), np.stack([rank[1] for rank in ranks])
+        total_s = len(ranks) * float(busy[:, 0].max())
+        idle = max(0.0, 1 - float(busy[:, 1].sum()) / total_s) if total_s > 0 else 0.0
         return cls(
             step_s=float(own[:, 0].max()),
             waited_s=float(own[:, 1].max()),
@@ -107,8 +107,8 @@ def _micro_batches(works: Floats) -> dict[int, float]:
     first = np.ones(len(works), dtype=bool)
     first[1:] = (works[1:, :2] != works[:-1, :2]).any(axis=1)
     index, seconds = works[first, 0].astype(np.int64), works[first, 2]
-    numbers, place = np.unique(index, return_inverse=True)
-    sums = np.bincount(place, weights=seconds, minlength=len(numbers))
+    numbers, group = np.unique(index, return_inverse=True)
+    sums = np.bincount(group, weights=seconds, minlength=len(numbers))
     return dict(zip(numbers.tolist(), sums.tolist(), strict=True))
 
 

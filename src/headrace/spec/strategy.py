@@ -97,6 +97,7 @@ class Strategy:
     counts: tuple[tuple[Scheme, int], ...]
 
     def __post_init__(self) -> None:
+        """Raise SpecError for a scheme without pipelines and for a scheme that comes twice."""
         for scheme, count in self.counts:
             if count < 1:
                 raise SpecError(f"pipelines of {scheme}", got=count, wanted=">= 1")

@@ -52,8 +52,8 @@ class Posted:
 
     def key(self, rank: int) -> tuple[int, int, str, int]:
         """(from, to, what, micro-batch) when ``rank`` posts it: equal at both ends."""
-        ends = (rank, self.peer) if self.sends else (self.peer, rank)
-        return (*ends, self.what, self.micro_batch)
+        pair = (rank, self.peer) if self.sends else (self.peer, rank)
+        return (*pair, self.what, self.micro_batch)
 
 
 def messages_of(action: Action) -> tuple[Posted, ...]:
@@ -134,6 +134,8 @@ def _parts(
 
 
 def _stuck(steps: dict[int, list[_Step]]) -> list[tuple[int, Action]]:
+    """The (rank, action) at which each rank waits for ever, a circle of ranks that wait for each
+    other first; empty where all come to their ends."""
     walk = _Walk(steps)
     walk.run()
     heads = {rank: step.action for rank in walk.world if (step := walk.head(rank)) is not None}
@@ -146,9 +148,10 @@ class _Walk:
     has issued which pull."""
 
     def __init__(self, steps: dict[int, list[_Step]]) -> None:
+        """Put every rank, a key of ``steps``, before its first step."""
         self._steps = steps
         self.world = tuple(steps)
-        self._places = dict.fromkeys(self.world, 0)
+        self._next_step = dict.fromkeys(self.world, 0)
         self._come: dict[tuple[Any, ...], set[int]] = {}
         self._posted: set[tuple[bool, tuple[int, int, str, int]]] = set()
         self._issued: dict[int, set[int]] = {}
@@ -158,8 +161,8 @@ class _Walk:
 
     def head(self, rank: int) -> _Step | None:
         """The step at which ``rank`` stands; None at the end of its list."""
-        steps, place = self._steps[rank], self._places[rank]
-        return steps[place] if place < len(steps) else None
+        steps, number = self._steps[rank], self._next_step[rank]
+        return steps[number] if number < len(steps) else None
 
     def run(self) -> None:
         """Move every rank on until none can go on."""
@@ -186,7 +189,7 @@ class _Walk:
         if step is None:
             return None
         action, group, key = step.action, step.group, step.key
-        late = [other for pull in self._awaited(action, rank) for other in self._late(pull)]
+        late = [other for pull in self._pulls_awaited(action, rank) for other in self._late(pull)]
         late += [other for other in group if other != rank and other not in self._come.get(key, ())]
         late += [
             message.peer
@@ -202,16 +205,16 @@ class _Walk:
         if step is None:
             return
         action, group = step.action, step.group
-        if self._awaited(action, rank):
+        if self._pulls_awaited(action, rank):
             self._pulling.append(rank)
             return
         if isinstance(action, Pull):
             self._issue(action.bucket, rank)
-        if group != (rank,) and not self._met(step, rank):
+        if group != (rank,) and not self._arrive(step, rank):
             return
-        if self._delivered(action, rank):
+        if self._post(action, rank):
             for other in group:
-                self._places[other] += 1
+                self._next_step[other] += 1
             self._ready += group
 
     def _issue(self, bucket: int, rank: int) -> None:
@@ -222,7 +225,7 @@ class _Walk:
             self._ready += self._pulling
             self._pulling = []
 
-    def _awaited(self, action: Action, rank: int) -> list[int]:
+    def _pulls_awaited(self, action: Action, rank: int) -> list[int]:
         """The pulls that an action of ``rank`` waits for."""
         if isinstance(action, Forward):
             self._under_way[rank] = [b for b in self._under_way[rank] if self._is_late(b)]
@@ -237,7 +240,9 @@ class _Walk:
         """Who has not issued a pull."""
         return sorted(set(self.world) - self._issued[bucket])
 
-    def _met(self, step: _Step, rank: int) -> bool:
+    def _arrive(self, step: _Step, rank: int) -> bool:
+        """Let a rank come to a collective step; True once all ranks of the step's group have
+        come."""
         come = self._come.setdefault(step.key, set())
         come.add(rank)
         if not come.issuperset(step.group):
@@ -245,7 +250,7 @@ class _Walk:
         del self._come[step.key]
         return True
 
-    def _delivered(self, action: Action, rank: int) -> bool:
+    def _post(self, action: Action, rank: int) -> bool:
         """Post the messages of ``action``; whether all of them are posted at both ends."""
         messages = messages_of(action)
         if not messages:

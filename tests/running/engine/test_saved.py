@@ -128,7 +128,7 @@ def left_by_break(folder: Path, finishes: bool) -> list[Any]:
         run.finish_saving()
     run.detach()
     found = checkpoint.newest_first(folder / "saved")
-    states = [checkpoint.facts(path)["scheduler"]["lr_lambdas"][0]["seen"] for path in found]
+    states = [checkpoint.extra_of(path)["scheduler"]["lr_lambdas"][0]["seen"] for path in found]
     return [states == [saved] if found else None, rate.seen != saved, told]
 
 
@@ -163,7 +163,7 @@ def in_the_background(folder: Path, fails: bool) -> list[Any]:
     except HeadraceError as error:
         torch.distributed.barrier()
         return [*found, str(error), len((out / "metrics.jsonl").read_text().splitlines())]
-    return [*found, checkpoint.facts(newest(folder / "saved"))["step"], 2]
+    return [*found, checkpoint.extra_of(newest(folder / "saved"))["step"], 2]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -174,7 +174,7 @@ class HybridModel:
         if str(option) in self.pairs.get(p, {}):
             return self.predict(p, str(option), target, tokens)
         if option.recompute == "full":
-            return self._full(p, option, target, tokens)
+            return self._at_full_level(p, option, target, tokens)
         level = "" if option.recompute == "none" else f"+{option.recompute}"
         owner = self.feed_forwards.get(option.feed_forward, option.feed_forward)
         attention = self.predict(p, f"attention:{option.attention}{level}", target, tokens)
@@ -183,7 +183,11 @@ class HybridModel:
             return np.maximum(attention, follower)
         return attention + follower
 
-    def _full(self, p: int, option: LayerOption, target: Target, tokens: ArrayLike) -> Floats:
+    def _at_full_level(
+        self, p: int, option: LayerOption, target: Target, tokens: ArrayLike
+    ) -> Floats:
+        """Seconds or bytes of an option at level ``full`` for packs of ``tokens``, computed from
+        those at level ``none``."""
         none = LayerOption(attention=option.attention, feed_forward=option.feed_forward)
         found = self.layer(p, none, target, tokens)
         if target == "forward_s":
@@ -197,6 +201,8 @@ class HybridModel:
         return found + np.maximum(0.0, self.layer(p, none, "kept_bytes", tokens) - kept)
 
     def _pair(self, p: int, option: str, target: Target) -> Pair:
+        """The forest and polynomial of one option and target; raises CostError where none was
+        fitted."""
         options = self.pairs.get(p, {})
         found = options.get(option, {}).get(target)
         if found is None:

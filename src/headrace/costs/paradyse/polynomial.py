@@ -48,6 +48,7 @@ class Polynomial:
     unit: float = 1.0
 
     def __post_init__(self) -> None:
+        """Raise CostError for a degree out of range and for numbers that are not finite."""
         numbers = (*self.coefficients, self.unit)
         if not 2 <= len(self.coefficients) <= 1 + max(DEGREES):
             got = f"{len(self.coefficients)} coefficients"
@@ -115,7 +116,7 @@ def fit_polynomial(
     for degree in sorted(degrees):
         if len(set(lengths)) <= degree or (degree > 1 and len(x) < degree + 4):
             continue
-        found = _of_degree(x, y, floor, degree)
+        found = _fit_degree(x, y, floor, degree)
         error = _criterion(found, x, y, floor)
         if error < least and found.rises_from(x.max()):
             best, least = found, error
@@ -124,7 +125,9 @@ def fit_polynomial(
     return best, fit
 
 
-def _of_degree(x: Floats, y: Floats, floor: Floats, degree: int) -> Polynomial:
+def _fit_degree(x: Floats, y: Floats, floor: Floats, degree: int) -> Polynomial:
+    """The polynomial of one degree with the least relative error; errors of values below ``floor``
+    count as of ``floor``."""
     unit = float(x.max())
     powers = (x / unit)[:, None] ** np.arange(degree + 1)
     found = np.linalg.lstsq(powers / floor[:, None], y / floor, rcond=None)[0]
@@ -139,10 +142,10 @@ def _mean(x: Floats, y: Floats, floor: Floats) -> Polynomial:
     )
 
 
-def _criterion(found: Polynomial, x: Floats, y: Floats, floor: Floats) -> float:
+def _criterion(fitted: Polynomial, x: Floats, y: Floats, floor: Floats) -> float:
     """AICc; without its correction where that is not finite, as then degree 1 stands alone."""
-    m, k = len(x), found.degree + 2
-    error = float((((found(x) - y) / floor) ** 2).mean())
+    m, k = len(x), fitted.degree + 2
+    error = float((((fitted(x) - y) / floor) ** 2).mean())
     correction = 2 * k * (k + 1) / (m - k - 1) if m > k + 1 else 0.0
     return m * math.log(max(error, _LEAST_ERROR**2)) + 2 * k + correction
 

@@ -34,6 +34,8 @@ class Steps:
     _values: Floats = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        """Keep breaks and values as arrays; raises CostError unless breaks rise and there is one
+        value more."""
         breaks = np.array(self.breaks, dtype=np.float64)
         values = np.array(self.values, dtype=np.float64)
         if len(values) != len(breaks) + 1:

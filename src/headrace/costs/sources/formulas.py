@@ -96,6 +96,8 @@ class Speeds:
     exposed: float = 1.0
 
     def __post_init__(self) -> None:
+        """Raise CostError for speeds, seconds or shares out of range, and for nodes without a link
+        across them."""
         rates = (
             self.flops_per_s,
             self.link_bytes_per_s,
@@ -268,6 +270,8 @@ def _feed_forward_units(gated: bool, wide: float) -> tuple[float, float, float]:
 
 
 def _attention(g: _Group, facts: MethodFacts) -> _Branch:
+    """The costs of a method's attention on a group: the query-key-value products are ``first``, the
+    part that recompute runs again."""
     assert facts.attention_use is not None, "the method has formulas"
     a, k, use = g.a, g.k, facts.attention_use(g.a, g.p, g.r)
     weights = 2 * a.hidden * a.hidden * (1 + k)
@@ -282,6 +286,8 @@ def _attention(g: _Group, facts: MethodFacts) -> _Branch:
 
 
 def _feed_forward(g: _Group, facts: MethodFacts) -> _Branch:
+    """The costs of a method's feed-forward on a group: all products but the last are ``first``, the
+    part that recompute runs again."""
     assert facts.feed_forward_use is not None, "the method has formulas"
     a, use = g.a, facts.feed_forward_use(g.a, g.p, g.r)
     matrices = 3 if a.gated else 2
@@ -302,6 +308,8 @@ def _layer(
     follower: _Branch,
     level: Recompute,
 ) -> OptionCost:
+    """The costs of a layer of both branches at a recompute level: ``method`` has its attention,
+    ``owner`` its feed-forward (``follower``)."""
     forward, backward = Quadratic(), Quadratic()
     kept, most, buffers = 0.0, 0.0, 0.0
     for part in (attention, follower):

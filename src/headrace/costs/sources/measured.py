@@ -58,7 +58,7 @@ def composed(
             option = LayerOption(
                 attention=method, feed_forward=method if own else other, recompute=level
             )
-            found[str(option)] = _joined(attention, follower, share)
+            found[str(option)] = _layer_cost(attention, follower, share)
             if level == "none":
                 again = replace(option, recompute="full")
                 found[str(again)] = recomputed(found[str(option)], shape.hidden, p, element_bytes)
@@ -81,6 +81,8 @@ def recomputed(none: OptionCost, hidden: int, p: int, element_bytes: int) -> Opt
 
 
 def _by_level(branches: Branches, name: Branch, p: int) -> dict[tuple[str, Recompute], OptionCost]:
+    """The measured costs of one branch on groups of ``p`` ranks, by (method, recompute level);
+    raises CostError for a profile without them."""
     found: dict[tuple[str, Recompute], OptionCost] = {}
     for text, cost in branches.get(name, {}).items():
         option = LayerOption.parse(text)
@@ -93,7 +95,9 @@ def _by_level(branches: Branches, name: Branch, p: int) -> dict[tuple[str, Recom
     return found
 
 
-def _joined(attention: OptionCost, follower: OptionCost, share: float) -> OptionCost:
+def _layer_cost(attention: OptionCost, follower: OptionCost, share: float) -> OptionCost:
+    """The costs of a layer from those of its branches: seconds and kept bytes add up, of
+    passing ones the larger count; ``share`` is the attention's share of the weights."""
     kept, other = attention.kept, follower.kept
     passing, behind = attention.transient, follower.transient
     return OptionCost(
@@ -110,6 +114,7 @@ def _joined(attention: OptionCost, follower: OptionCost, share: float) -> Option
 
 
 Part = Literal["forward", "backward"]
+"""Which seconds of a measured point a curve is fitted to."""
 
 _FALL = 0.1
 """The share by which a longer document must be below a shorter one to be noted."""
@@ -283,6 +288,8 @@ def _agreed_on(points: Sequence[ProfilePoint], name: str) -> Any:
 
 
 def _exchange(profile: Profile) -> ExchangeCost:
+    """The seconds of a step's pull, push and update from a profile; raises CostError where any is
+    missing."""
     wanted = {"pull_s", "push_s", "update_s"}
     if set(profile.exchange_s) != wanted:
         raise CostError(
@@ -327,14 +334,17 @@ def reconciled(points: Sequence[ProfilePoint]) -> list[ProfilePoint]:
     for point in points:
         method, _, level = point.option.partition("+")
         found.setdefault((point.p, method, point.lengths), {})[level or "none"] = point
-    return [_agreed(point, found) for point in points]
+    return [_consistent_point(point, found) for point in points]
 
 
-def _agreed(
-    point: ProfilePoint, found: Mapping[tuple[int, str, tuple[int, ...]], dict[str, ProfilePoint]]
+def _consistent_point(
+    point: ProfilePoint,
+    levels_of: Mapping[tuple[int, str, tuple[int, ...]], dict[str, ProfilePoint]],
 ) -> ProfilePoint:
+    """A point with its levels made consistent: all have the same forward, and ``full`` adds just
+    that forward to the least backward."""
     method, _, level = point.option.partition("+")
-    levels = found[point.p, method, point.lengths]
+    levels = levels_of[point.p, method, point.lengths]
     forward = min(other.forward_s for other in levels.values())
     alone = [
         other.backward_s - (forward if name == "full" else 0.0)
@@ -358,6 +368,8 @@ def points_by_option(profile: Profile) -> dict[tuple[int, str], list[ProfilePoin
 
 
 def _bytes_line(points: Sequence[ProfilePoint], name: str) -> Linear:
+    """Bytes over tokens as a line through the points that counted them; raises CostError for fewer
+    than two."""
     counted = [
         (sum(point.lengths), value)
         for point in points

@@ -38,11 +38,11 @@ def _always(run: Run) -> bool:
     return bool(run.steps)
 
 
-def _predicted(run: Run) -> bool:
+def _has_predictions(run: Run) -> bool:
     return any(isfinite(step.ratio) for step in run.steps)
 
 
-def _known_layers(run: Run) -> bool:
+def _has_layers(run: Run) -> bool:
     return bool(layer_use(run).shares)
 
 
@@ -89,7 +89,7 @@ FIGURES: tuple[Figure, ...] = (
         section=_LAYERS,
         draw=layer_chart.layer_options,
         caption=captions.layers_caption,
-        known=_known_layers,
+        known=_has_layers,
     ),
     Figure(
         name="options",
@@ -97,7 +97,7 @@ FIGURES: tuple[Figure, ...] = (
         section=_LAYERS,
         draw=layer_chart.options_over_steps,
         caption=captions.options_caption,
-        known=_known_layers,
+        known=_has_layers,
     ),
     Figure(
         name="throughput",
@@ -145,7 +145,7 @@ FIGURES: tuple[Figure, ...] = (
         section=TRUST_HEADING,
         draw=predictions.predicted_against_measured,
         caption=captions.scatter_caption,
-        known=_predicted,
+        known=_has_predictions,
     ),
     Figure(
         name="ratio",
@@ -153,7 +153,7 @@ FIGURES: tuple[Figure, ...] = (
         section=TRUST_HEADING,
         draw=step_charts.ratio_over_steps,
         caption=captions.ratio_caption,
-        known=_predicted,
+        known=_has_predictions,
     ),
     Figure(
         name="costs",

@@ -70,7 +70,7 @@ def bars(timeline: Timeline, limit: int, factor: float) -> list[dict[str, Any]]:
     kept = set(ranks)
     rows = without_waits(row for row in timeline.rows if row.rank in kept)
     if len(rows) + len(ranks) > limit:
-        rows = _aggregated(rows, timeline.seconds, max(1, limit // len(ranks) - 1))
+        rows = _aggregate(rows, timeline.seconds, max(1, limit // len(ranks) - 1))
     rows = sorted(rows, key=lambda row: _ORDER.get(_kind(row), 0))
     ground = [_idle_bar(timeline, rank, factor) for rank in ranks]
     return ground + [_bar(row, factor) for row in rows]
@@ -93,6 +93,7 @@ def _idle_bar(timeline: Timeline, rank: int, factor: float) -> dict[str, Any]:
 
 
 def _bar(row: Row, factor: float) -> dict[str, Any]:
+    """One action as a bar; ``factor`` turns seconds into the unit of the axis."""
     bar = {
         "rank": row.rank,
         "kind": _kind(row),
@@ -107,7 +108,7 @@ def _short(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def _aggregated(rows: Sequence[Row], seconds: float, bins: int) -> list[Row]:
+def _aggregate(rows: Sequence[Row], seconds: float, bins: int) -> list[Row]:
     """At most ``bins`` rows per rank: the step is cut into equal spans, each shows the kind
     that filled most of it, and equal neighbours are joined."""
     kinds = list(_ORDER)
@@ -122,11 +123,13 @@ def _aggregated(rows: Sequence[Row], seconds: float, bins: int) -> list[Row]:
     joined: list[Row] = []
     for rank, table in filled.items():
         table[:, 0] = np.maximum(0, width - table[:, 1:].sum(axis=1))
-        joined += _joined(rank, table.argmax(axis=1), width)
+        joined += _join_slots(rank, table.argmax(axis=1), width)
     return joined
 
 
-def _joined(rank: int, winners: Any, width: float) -> list[Row]:
+def _join_slots(rank: int, winners: Any, width: float) -> list[Row]:
+    """Neighbouring time slots with the same winning kind as one action; ``winners`` has an index of
+    a kind for each slot of ``width`` seconds, 0 for none."""
     kinds = list(_ORDER)
     edges = [0, *(np.flatnonzero(np.diff(winners)) + 1).tolist(), len(winners)]
     return [
@@ -143,6 +146,7 @@ def _joined(rank: int, winners: Any, width: float) -> list[Row]:
 
 
 def _panel(rows: list[dict[str, Any]], title: str, seen: set[str]) -> alt.Chart:
+    """The chart of one timeline's bars; ``seen`` are the kinds that its legend names."""
     ranks = len({row["rank"] for row in rows})
     band = max(3, min(24, 480 // max(1, ranks)))
     border = 0.6 if len(rows) < 1200 else 0.0

@@ -33,6 +33,7 @@ class _Palette:
 
     @classmethod
     def of(cls, run: Run) -> _Palette:
+        """Colours for the layer options with the largest shares in a run; the rest share one."""
         options = list(layer_use(run).shares)
         rest = len(options) - len(theme.OPTIONS)
         return cls(

@@ -119,6 +119,7 @@ def placement_map(run: Run) -> theme.Drawing:
 
 
 def _bin_axis(bins: list[int], *, labels: bool) -> alt.X:
+    """The axis of bins of lengths, with labels under the lowest chart only."""
     names = [bin_label(b) for b in bins]
     axis = alt.Axis(
         labelAngle=0,
@@ -145,6 +146,7 @@ def bin_label(b: int) -> str:
 
 
 def _cells(run: Run, bins: list[int], x: alt.X) -> theme.Drawing:
+    """For each bin of lengths, the share of its sequences that ran on each number of ranks."""
     sizes = sorted({ranks for _, ranks in run.assigned})
     totals = {b: sum(n for (at, _), n in run.assigned.items() if at == b) for b in bins}
     rows = [
@@ -200,6 +202,7 @@ def _plain() -> alt.Axis:
 
 
 def _recompute_strip(run: Run, bins: list[int], x: alt.X) -> alt.Chart:
+    """For each bin of lengths, the share of its layers with each recompute level."""
     rows = [
         {
             "length": bin_label(b),

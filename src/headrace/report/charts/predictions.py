@@ -64,6 +64,7 @@ _DOT_TOOLTIP = [
 
 
 def _dot(step: StepMetrics, factor: float) -> dict[str, Any]:
+    """One step as a dot; ``factor`` turns seconds into the unit of the axes."""
     return {
         "step": step.step,
         "strategy": step.planned.strategy,
@@ -129,6 +130,7 @@ def _highest(steps: Sequence[tuple[float, ...]]) -> list[float]:
 
 
 def _capacity_rule(capacity_bytes: float, at: float) -> list[alt.Chart]:
+    """A line at the capacity of a rank's memory, ``at`` in the unit of the axis, with its label."""
     rows = theme.data([{"at": at, "text": f"capacity {bytes_text(capacity_bytes)}"}])
     base = alt.Chart(rows).encode(y="at:Q")
     text = base.encode(x=alt.value(0), text="text:N")
@@ -164,6 +166,7 @@ def cost_fit(run: Run) -> theme.Drawing:
 
 
 def _fit_row(point: CostPoint, factor: float) -> dict[str, Any]:
+    """One measured point of a fit; ``single`` where its pack has one document only."""
     method, _, recompute = point.option.partition("+")
     longest = point.longest or point.tokens
     return {
@@ -180,6 +183,7 @@ def _fit_row(point: CostPoint, factor: float) -> dict[str, Any]:
 
 
 def _fit_panel(rows: list[dict[str, Any]], y: alt.Y, colors: alt.Scale) -> alt.LayerChart:
+    """The chart of one part's fits over tokens: lines are predicted, marks measured."""
     tokens = [row["tokens"] for row in rows]
     low, high = min(tokens) / 1.15, max(tokens) * 1.15
     x = alt.X(

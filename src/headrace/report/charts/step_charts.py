@@ -57,14 +57,14 @@ def series(run: Run, value: Value, limit: int = LIMIT) -> list[Point]:
     values = np.array([value(step) for step in run.steps], dtype=np.float64)
     edges = np.linspace(0, len(values), min(limit, len(values)) + 1).astype(int)
     means = [_mean(values[low:high]) for low, high in pairwise(edges)]
-    smooth = _smoothed(means)
+    smooth = _smooth(means)
     return [
-        Point(step=run.steps[low].step, value=_rounded(means[i]), smooth=_rounded(smooth[i]))
+        Point(step=run.steps[low].step, value=_round(means[i]), smooth=_round(smooth[i]))
         for i, low in enumerate(edges[:-1])
     ]
 
 
-def _smoothed(values: Sequence[float]) -> list[float]:
+def _smooth(values: Sequence[float]) -> list[float]:
     """The running mean of the running median: outliers do not show, steps are not jagged."""
     window = max(2, len(values) // 30) if len(values) > 12 else 0
     spans = [slice(max(0, i - window), i + window + 1) for i in range(len(values))]
@@ -77,7 +77,7 @@ def _mean(values: npt.NDArray[np.float64]) -> float:
     return float(kept.mean()) if kept.size else float("nan")
 
 
-def _rounded(value: float) -> float | None:
+def _round(value: float) -> float | None:
     """Five significant digits are more than a picture shows and a third of the bytes."""
     return float(f"{value:.5g}") if np.isfinite(value) else None
 
