@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from headrace.costs import CostModel
-from headrace.planning.batch import NEAR, PriceTable, SortedBatch
+from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import Bound, BoundRows, lower_bound
 from headrace.planning.exact_waves import MOST_SEQUENCES
 from headrace.planning.explain import Candidate, require_lockstep
@@ -23,6 +23,12 @@ from headrace.planning.wave_bounds import wave_bound_s
 from headrace.spec import LayerPlan, MicroBatch, Pipeline, Plan, Scheme
 
 __all__ = ["FormulaSource", "bounded", "formula_table", "plan_of"]
+
+_LOOSE = 0.02
+"""From this share above the bound on, the closer bound of waves is asked for."""
+
+_LOOSE_EACH = 4
+"""And only where there are so many sequences for each device that prices tell something."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,7 +85,8 @@ class FormulaSource:
         if problem.planner == "adaptive" and len(table.tokens) <= MOST_SEQUENCES:
             waves = any(schedule.source == "waves" for schedule in found)
             return replace(bound, seconds=found[0].seconds, exact=True) if waves else bound
-        if found[0].seconds <= bound.seconds * (1 + NEAR):
+        many = len(table.tokens) >= _LOOSE_EACH * table.devices
+        if not many or found[0].seconds <= bound.seconds * (1 + _LOOSE):
             return bound
         seconds = wave_bound_s(table, bound.seconds, found[0].seconds)
         return replace(bound, seconds=seconds, by_wave=seconds > bound.seconds)
