@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from headrace.planning.generators import Draft
 from headrace.planning.schedule import Assignment, placed
 from headrace.planning.static import static_schedule
 
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "plans.md"
 LENGTHS = [9000, 4000, 3000, 900, 800, 700, 300, 200, 100, 50]
 
 
@@ -99,3 +102,15 @@ def test_numbers_belong_to_generators() -> None:
     assert given.role == SideBySide().role
     assert SideBySide().exchanged > 0
     assert all(generator.role.name for generator in GENERATORS["adaptive"])
+
+
+def test_the_page_of_plans_runs() -> None:
+    """Catches a page whose list of generators no longer plans."""
+    (text,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(compile(text, str(PAGE), "exec"), {})
+
+
+def test_the_page_names_every_planner() -> None:
+    """Catches a planner that nobody finds."""
+    page = PAGE.read_text()
+    assert all(f"`{name}`" in page for name in PLANNERS)

@@ -1,4 +1,5 @@
-"""Planners of others, over the tables that ours reads, and the generators of every planner."""
+"""Planners of others, over the tables that ours reads, and by name the generators of every
+planner."""
 
 from headrace.planners.registry import BASELINES, PLANNERS, Baseline
 

@@ -23,7 +23,7 @@ from headrace.planners.launched import fitting
 from headrace.planners.megatron import dp_balanced, hybrid
 from headrace.planners.switching import switching
 from headrace.planners.token_balance import by_weight
-from headrace.planning.batch import PriceTable
+from headrace.planning.batch import NEAR, PriceTable
 from headrace.planning.generators import CostKind, Generator, Known, Role, TableKind
 from headrace.planning.schedule import Assignment, Group, launched
 from headrace.planning.search import GENERATORS
@@ -100,15 +100,11 @@ class Baseline:
             tables="one size",
             costs=(costs,),
             semantics=semantics,
-            beyond=_ASKED_AGAIN,
+            beyond=NEAR,
             final=True,
             last=True,
         )
         return replace(self, role=role)
-
-
-_ASKED_AGAIN = 0.01
-"""Share above the bound from which on planners of others are asked again."""
 
 
 def _sizes(table: PriceTable) -> list[PriceTable]:

@@ -37,8 +37,13 @@ from headrace.planning.priced import Columns, Frontier, Line, PricedScheme
 from headrace.spec import Lengths
 
 __all__ = [
+    "CLOSE",
     "Chains",
+    "GAIN",
+    "NEAR",
+    "NEVER",
     "Packed",
+    "ROUNDING",
     "PriceTable",
     "SortedBatch",
     "Times",
@@ -147,6 +152,21 @@ def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> list[li
             bins.append([i])
     return bins
 
+
+ROUNDING = 1e-9
+"""Relative difference of seconds that is rounding."""
+
+GAIN = 1e-6
+"""Relative gain of seconds below which a change of a schedule is not worth making."""
+
+CLOSE = 1e-3
+"""A least time is known closely enough to this share."""
+
+NEAR = 0.01
+"""What is up to this share above the best may still win."""
+
+NEVER = 1e200
+"""Stands for infinite where numbers are multiplied by zero or interpolated."""
 
 Floats = NDArray[np.float64]
 Value = TypeVar("Value")

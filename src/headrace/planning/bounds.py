@@ -77,7 +77,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.costs import CostModel
-from headrace.planning.batch import PriceTable, SortedBatch
+from headrace.planning.batch import CLOSE, ROUNDING, PriceTable, SortedBatch
 from headrace.planning.priced import Least
 from headrace.simulator import exposed_s
 
@@ -87,9 +87,6 @@ Floats = NDArray[np.float64]
 
 _COLUMNS = ("ranks", "stages", "opening", "shared", "over", "alone", "work", "spread")
 _CLOSE = 1e-5  # relative distance up to which the bound is narrowed
-_BEYOND = 1.001  # a time guessed to suffice is raised by this factor, so that it does
-# The bound is a sum in another order than the prediction: this much relative error is rounding.
-_ROUNDING = 1e-10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,8 +280,8 @@ def lower_bound(
     start_s = low_s * (1 + 2 * close) if low_s > longest_s else low_s
     if (needed := crowding(start_s)) > 1:
         low_s = _least_tau(crowding, start_s, needed, close)
-    seconds = max(known_s, low_s * (1 - _ROUNDING))
-    return Bound(seconds=seconds, longest_s=longest_s * (1 - _ROUNDING))
+    seconds = max(known_s, low_s * (1 - ROUNDING))
+    return Bound(seconds=seconds, longest_s=longest_s * (1 - ROUNDING))
 
 
 def allows(rows: BoundRows, devices: int, tau: float) -> bool:
@@ -324,11 +321,11 @@ def _least_tau(crowding: Callable[[float], float], low_s: float, low: float, clo
     so the next guess is where a hyperbola through both ends crosses 1. Where that has not halved
     the interval, one end is near: then the next guess is where the need would be 1 if it were
     inverse to the time, else the middle."""
-    high_s = low_s * min(low, 4.0) * _BEYOND
+    high_s = low_s * min(low, 4.0) * (1 + CLOSE)
     high = crowding(high_s)
     while high > 1:
         low_s, low = high_s, high
-        high_s *= max(1.01, min(high * _BEYOND, 4.0))
+        high_s *= max(1.01, min(high * (1 + CLOSE), 4.0))
         high = crowding(high_s)
     stuck = 0  # guesses in a row that have not halved the interval
     while (width_s := high_s - low_s) > close * low_s:
@@ -353,6 +350,6 @@ def _least_tau(crowding: Callable[[float], float], low_s: float, low: float, clo
 def step_bound_s(costs: CostModel, compute_s: float) -> float:
     """The bound of a whole step in scaled seconds, from unscaled seconds of its computations."""
     exchange = costs.exchange_s
-    moved_s = (exchange.pull_s + exchange.push_s) * (1 - _ROUNDING)
-    seconds = max(compute_s + exposed_s(costs) * (1 - _ROUNDING), moved_s) + exchange.update_s
+    moved_s = (exchange.pull_s + exchange.push_s) * (1 - ROUNDING)
+    seconds = max(compute_s + exposed_s(costs) * (1 - ROUNDING), moved_s) + exchange.update_s
     return seconds * costs.scale

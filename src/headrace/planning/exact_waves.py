@@ -25,7 +25,7 @@ from math import inf
 
 import numpy as np
 
-from headrace.planning.batch import PriceTable
+from headrace.planning.batch import GAIN, PriceTable
 from headrace.planning.filling import Pipelines
 from headrace.planning.schedule import launch_s
 
@@ -33,9 +33,6 @@ __all__ = ["MOST_SEQUENCES", "exact_waves", "rejoined"]
 
 MOST_SEQUENCES = 8
 """Sequences for which waves are exact: 3,280 sums, about 20 ms. One more takes three times that."""
-
-_GAIN = 1e-6
-"""Relative gain below which a change counts as rounding."""
 
 _TIMES = 40
 """Programs that are solved to improve a plan, at most."""
@@ -104,7 +101,7 @@ def rejoined(
         gained = False
         for group in _small(now):
             members = sorted(i for n in group for _, own in now[n][1] for i in own)
-            if left <= 0 or sum(seconds for seconds, _ in now) <= bound_s * (1 + _GAIN):
+            if left <= 0 or sum(seconds for seconds, _ in now) <= bound_s * (1 + GAIN):
                 break
             if frozenset(members) in tried:
                 continue
@@ -112,7 +109,7 @@ def rejoined(
             left -= 1
             before_s = sum(now[n][0] for n in group)
             found = exact_waves(table, kinds, members)
-            if found is not None and found[0] < before_s * (1 - _GAIN):
+            if found is not None and found[0] < before_s * (1 - GAIN):
                 rest = [own for n, own in enumerate(now) if n not in group]
                 now = [*rest, *((_wave_s(table, wave), wave) for wave in found[1])]
                 gained = True

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import InfeasiblePlan
+from headrace.planning.batch import GAIN, NEAR
 from headrace.planning.bounds import Bound, step_bound_s
 from headrace.planning.priced import LayerTable, StageCosts, shares_of
 from headrace.planning.problem import Problem
@@ -23,10 +24,6 @@ __all__ = [
     "require_lockstep",
     "require_strategies",
 ]
-
-_GAP_SHOWN = 0.005  # The bound of unstaged plans is told where its gap is smaller by this.
-_EXPOSED_SHOWN = 0.05  # Exposed traffic is told from this share of the step on.
-_EQUAL = 1e-5  # Relative difference of seconds that is no difference.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -157,7 +154,7 @@ def _flat(problem: Problem, bound: Bound, flat: Bound, best: Candidate) -> str |
     over, flat_over = (
         _ratio(best.seconds, step_bound_s(unscaled, low.seconds)) - 1 for low in (bound, flat)
     )
-    if flat_over < 0 or flat_over > over - _GAP_SHOWN:
+    if flat_over < 0 or flat_over > over - NEAR:
         return None
     return f"; at most {percent_text(flat_over)} above any plan without stages and tensor blocks"
 
@@ -178,7 +175,7 @@ def _next(problem: Problem, tried: Sequence[Candidate], static: Candidate | None
         if other is static or other.schedule.strategy == best.schedule.strategy:
             continue
         over = _ratio(other.seconds, best.seconds) - 1
-        more = f"+{percent_text(over)}" if over >= _EQUAL else "as fast"
+        more = f"+{percent_text(over)}" if over >= GAIN else "as fast"
         names = other.schedule.names
         return f"next strategy: {names}, {_text(problem, other.seconds)} ({more})"
     return None
@@ -235,7 +232,7 @@ def _idle(plan: Plan) -> str | None:
 def _exposed(problem: Problem, best: Candidate) -> str | None:
     """Seconds of the step that are neither computing nor the update, where there are many."""
     bare_s = best.seconds - best.schedule.seconds - problem.model.exchange_s.update_s
-    if bare_s <= _EXPOSED_SHOWN * best.seconds:
+    if bare_s <= NEAR * best.seconds:
         return None
     return (
         f"{_text(problem, bare_s)} of moving weights and gradients, "

@@ -23,11 +23,12 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heapreplace
 from itertools import chain, groupby, repeat
 from math import inf, log, sqrt
+from sys import float_info
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.planning.batch import PriceTable
+from headrace.planning.batch import ROUNDING, PriceTable
 from headrace.planning.priced import Line
 
 __all__ = ["Filler", "Pipelines", "deal", "joined", "refilled"]
@@ -38,8 +39,6 @@ Pipelines = list[tuple[int, list[int]]]
 """(number of the scheme, positions longest first) of each pipeline."""
 
 _STEP = 0.04  # schemes are ranked anew when the time has changed by this share
-_LEAST_S = 1e-30
-_ROUNDING = 1e-9
 _LOOKS = 16  # pipelines tried for a sequence before it takes any with seconds to spare
 _RANKED = 4  # schemes tried for a sequence, the cheapest first
 
@@ -77,7 +76,7 @@ class Filler:
     def cheapest(self, tau: float) -> list[list[int]]:
         """For every run the numbers of the schemes that may end its sequences within about ``tau``
         seconds, those of which it needs the fewest devices first."""
-        step = round(log(max(tau, _LEAST_S)) / _STEP)
+        step = round(log(max(tau, float_info.min)) / _STEP)
         if step not in self._cheapest:
             if self.most is None or (self.weights != 1).any():
                 self._cheapest[step] = self._first_of(_needs(self.table, step))
@@ -156,7 +155,7 @@ class Filler:
         full = set[int]()  # schemes without room for the run that is being placed
         least, least_s = self._least()
         spare_s = self.devices * tau - least_s  # that nothing needs, of all devices together
-        given_up_s = -inf if measured else -_ROUNDING * self.devices * tau
+        given_up_s = -inf if measured else -ROUNDING * self.devices * tau
         # What the last sequence went into: scheme, pipeline, its seconds and tokens left, and all
         # pipelines of that scheme.
         k, g, rest, space, room = 0, 0, 0.0, list[int](), rooms[0]

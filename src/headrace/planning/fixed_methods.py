@@ -3,7 +3,7 @@
 The layers stand as the list has them, so the peak is that of the list's order, and layers of the
 same methods differ in their place. Among them the levels with the larger transient come first,
 where the least is kept yet. Counts of levels are chosen for every kind of layer apart, all of
-them while that makes no more than twenty thousand plans, in coarser steps beyond. With so many
+them while that makes no more than six thousand plans, in coarser steps beyond. With so many
 kinds that not even the plans of one level for each are that few, levels change along the list
 instead: the first layers take one, the next another, whatever their kind. Plans in which all
 layers take the same level are always among them.
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.costs.cost_model import MOST_TOKENS
-from headrace.planning.mixtures import Table
+from headrace.planning.mixtures import MOST_TRIED, Table
 from headrace.planning.priced import Frontier, worth_keeping
 from headrace.spec import LayerOption
 from headrace.spec.layer_plan import RECOMPUTE
@@ -32,14 +32,12 @@ Kind = tuple[int, ...]
 """The options of a layer by their numbers in the table, the largest transient first: layers of one
 kind may take the same options."""
 
-_TRIED = 20_000  # plans, at most
-
 
 def listed_frontier(table: Table, slots: Sequence[tuple[LayerOption, ...]]) -> Frontier:
     """The layer plans that take for layer j one of the options ``slots[j]`` of a table."""
     kinds = [_falling(table, slot) for slot in slots]
     distinct = list(dict.fromkeys(kinds))
-    if prod(len(kind) for kind in distinct) <= _TRIED:
+    if prod(len(kind) for kind in distinct) <= MOST_TRIED:
         layers = _by_kind(kinds, distinct)
     else:
         layers = _along(table, kinds)
@@ -74,7 +72,7 @@ def _by_kind(kinds: Sequence[Kind], distinct: Sequence[Kind]) -> Counts:
             comb(min(steps, n) + len(k) - 1, len(k) - 1)
             for n, k in zip(numbers, distinct, strict=True)
         )
-        > _TRIED
+        > MOST_TRIED
         and steps > 1
     ):
         steps -= 1

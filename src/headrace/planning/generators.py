@@ -21,13 +21,15 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
-from headrace.planning.batch import PriceTable
+from headrace.planning.batch import CLOSE, ROUNDING, PriceTable
 from headrace.planning.packing import likely, pack
 from headrace.planning.problem import Problem
 from headrace.planning.schedule import Assignment, Group
 from headrace.spec.plan import Semantics
 
 __all__ = [
+    "ENOUGH",
+    "FEW",
     "Draft",
     "Effort",
     "Fill",
@@ -40,6 +42,12 @@ __all__ = [
     "cost_kind",
     "least_time",
 ]
+
+ENOUGH = 5e-4
+"""Share above the bound, or of the best known time, that is not worth a search."""
+
+FEW = 140
+"""Of up to so many sequences the order in which schemes are looked at matters."""
 
 CostKind = Literal["model", "groups", "pipelines"]
 """Where seconds come from: a model's costs, or published ones of groups or of pipelines."""
@@ -74,7 +82,7 @@ class Role:
     tables: TableKind
     costs: tuple[CostKind, ...] = ("model", "groups", "pipelines")
     semantics: tuple[Semantics, ...] = ("free",)
-    beyond: float = 2e-4
+    beyond: float = ENOUGH
     final: bool = False
     last: bool = False
 
@@ -243,21 +251,20 @@ class Effort:
 
     Attributes:
         least: Least share by which a time grows that failed.
-        wider: Factor of ``least`` from one growth to the next.
         growth: Growth of a time over the share of the work that found no place in it.
         steps: Fillings until one succeeds, at most.
         halvings: Fillings after that, at most.
         close: Halving ends when the least time is known to this share.
-        probe: Share of the best known time that must be gained at once for a search to begin.
+        probe: Whether :data:`ENOUGH` of the best known time must be gained at once for a search to
+            begin.
     """
 
     least: float = 2e-3
-    wider: float = 1.0
     growth: float = 0.7
     steps: int = 16
     halvings: int = 5
-    close: float = 1e-3
-    probe: float = 0.0
+    close: float = CLOSE
+    probe: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,12 +300,12 @@ def least_time(
     """
     best: Searched[Result] | None = None
     if effort.probe:
-        tau = high_s * (1 - effort.probe)
+        tau = high_s * (1 - ENOUGH)
         result = 0.0 if tau < low_s else fill(tau, measured=False)
         if isinstance(result, float):
             return None
         best, high_s = Searched(seconds=tau, result=result), tau
-    tau, lacks, least = low_s * (1 + 1e-9), 0.0, effort.least
+    tau, lacks = low_s * (1 + ROUNDING), 0.0
     for step in range(effort.steps):
         tau = min(tau, high_s)
         if best is not None and tau >= high_s:
@@ -312,8 +319,7 @@ def least_time(
         low_s = tau
         lacks = lacks * _SHORTFALL_LEFT if step % 2 else result
         reached = tau * (1 + lacks) >= high_s  # even high_s may fail
-        tau = high_s if reached else tau * (1 + max(least, effort.growth * lacks))
-        least *= effort.wider
+        tau = high_s if reached else tau * (1 + max(effort.least, effort.growth * lacks))
     for _ in range(effort.steps if best is None else 0):  # none of the steps succeeded
         tau = min(high_s, 2 * low_s)
         result = fill(tau, measured=False)

@@ -10,13 +10,12 @@ time.
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from headrace.planning.batch import Packed, PriceTable, Times
-from headrace.planning.generators import Draft
+from headrace.planning.batch import GAIN, NEAR, Packed, PriceTable, Times
+from headrace.planning.generators import ENOUGH, FEW, Draft
 from headrace.planning.packing import pack
 from headrace.planning.schedule import Assignment
 
@@ -25,7 +24,6 @@ __all__ = ["Improvement", "improved"]
 _OTHERS = 8  # earliest pipelines that may take a sequence, besides the first of each other scheme
 _PACKED = 4  # changes of a step that are packed exactly, at most
 _NEAR = 2  # sequences tried in exchange on either side of the one that would level both ends
-_GAIN = 1e-6  # relative gain below which a change counts as rounding
 
 _Change = tuple[float, int, int, int, int]
 """A change: (expected seconds of the later end of two pipelines, pipeline that gives, pipeline that
@@ -37,22 +35,14 @@ class Improvement:
     """How many drafts are packed exactly and improved, in schedules and steps: never in seconds.
 
     Attributes:
-        few: Of batches of up to so many sequences all drafts are packed where packing is quick.
-        enough: Up to this share above the bound, nothing is improved.
         packed: Drafts that are packed exactly, at most.
         polished: Schedules that are improved by local search, at most.
-        alike: Of either, those of one source, at most.
-        near: Schedules up to this share above the best are improved.
         steps: Steps of local search for each schedule.
         step_work: Sequences placed in these steps.
     """
 
-    few: int = 140
-    enough: float = 1e-4
     packed: int = 5
     polished: int = 2
-    alike: int = 2
-    near: float = 0.01
     steps: int = 100
     step_work: int = 20_000
 
@@ -73,19 +63,16 @@ class Improvement:
         made = list(found)
         for draft in self._various(drafts):
             known_s = min((schedule.expected_s for schedule in made), default=inf)
-            if not draft.is_late(known_s * (1 + self.near)):
+            if not draft.is_late(known_s * (1 + NEAR)):
                 made.append(Assignment.of(draft.table, draft.groups, draft.source))
         made.sort(key=lambda schedule: schedule.expected_s)
         if not made:
             return made
-        limit_s, seen = made[0].expected_s * (1 + self.near), Counter[str]()
-        for schedule in list(made):
-            done = made[0].expected_s <= bound_s * (1 + self.enough)
-            if done or schedule.expected_s > limit_s or seen.total() >= self.polished:
+        limit_s = made[0].expected_s * (1 + NEAR)
+        for schedule in made[: self.polished]:
+            done = made[0].expected_s <= bound_s * (1 + ENOUGH)
+            if done or schedule.expected_s > limit_s:
                 break
-            if seen[schedule.source] >= self.alike:
-                continue
-            seen[schedule.source] += 1
             steps = min(self.steps, self.step_work // len(schedule.table.tokens))
             better = improved(schedule, target_s=bound_s, steps=steps)
             if better is not schedule:
@@ -94,22 +81,21 @@ class Improvement:
         return made
 
     def _various(self, drafts: Iterable[Draft]) -> list[Draft]:
-        """The best drafts, some of each source and of several tables, as packing may reorder them;
-        all of few sequences where packing is quick."""
+        """The best drafts, of several tables, as packing may reorder them; all of few sequences
+        where packing is quick."""
         drafts = sorted(drafts, key=lambda draft: draft.expected_s)
         if not drafts:
             return []
         fluid = any(any(draft.table.fluid) for draft in drafts)
-        if len(drafts[0].table.tokens) <= self.few and not fluid:
+        if len(drafts[0].table.tokens) <= FEW and not fluid:
             return drafts
-        limit_s, found = drafts[0].expected_s * (1 + 2 * self.near), list[Draft]()
+        limit_s, found = drafts[0].expected_s * (1 + 2 * NEAR), list[Draft]()
         for shared in (max(1, self.packed - 1), self.packed):
             for draft in drafts:
                 if draft.expected_s > limit_s or len(found) == self.packed:
                     break
-                alike = sum(other.source == draft.source for other in found)
                 beside = sum(other.table is draft.table for other in found)
-                if draft not in found and alike < self.alike and beside < shared:
+                if draft not in found and beside < shared:
                     found.append(draft)
         return found
 
@@ -188,7 +174,7 @@ class _Search:
     def step(self) -> bool:
         """Take one change; False when none helps."""
         last_s = self.seconds
-        late = [g for g, end in enumerate(self.ends) if end >= last_s * (1 - _GAIN)]
+        late = [g for g, end in enumerate(self.ends) if end >= last_s * (1 - GAIN)]
         if self.nested:
             ranks = set(self.ranks[late[-1]])
             late = [g for g in late if ranks.intersection(self.ranks[g])]
@@ -218,7 +204,7 @@ class _Search:
     def _changes(self, source: int, target: int, last_s: float, best: list[_Change]) -> None:
         """Add to ``best``, which holds few, the changes between two pipelines by which both end
         earliest, at most one for each sequence that leaves ``source``; it ends ``last_s``."""
-        table, limit_s = self.table, last_s * (1 - _GAIN)
+        table, limit_s = self.table, last_s * (1 - GAIN)
         k, j = self.kinds[source], self.kinds[target]
         ours, room, c = table.seconds(k), table.room(k), self._constant(k)
         theirs, place, opening = table.seconds(j), table.room(j), self._constant(j)
@@ -258,7 +244,7 @@ class _Search:
             if found > -2:
                 insort(best, (limit_s, source, target, i, found))
                 del best[_PACKED:]
-                limit_s = best[-1][0] if len(best) == _PACKED else last_s * (1 - _GAIN)
+                limit_s = best[-1][0] if len(best) == _PACKED else last_s * (1 - GAIN)
 
     def _constant(self, k: int) -> float:
         """Seconds of a further micro-batch of scheme k, 0 where micro-batches are not counted one
@@ -282,7 +268,7 @@ class _Search:
         self._put(source, sorted(here))
         self._put(target, sorted(there))
         self._timed((source, target))
-        if max(self.ends[source], self.ends[target]) < last_s * (1 - _GAIN):
+        if max(self.ends[source], self.ends[target]) < last_s * (1 - GAIN):
             return True
         self.members[source], self.members[target], self.packs[source], self.packs[target] = before
         self._timed((source, target))

@@ -25,12 +25,13 @@ from headrace.planning.priced import Frontier, worth_keeping
 from headrace.spec import LayerOption
 from headrace.spec.plan import Working
 
-__all__ = ["Table", "mixed_frontier"]
+__all__ = ["MOST_TRIED", "Table", "mixed_frontier"]
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
-_TRIED = 6_000  # mixtures, at most
+MOST_TRIED = 6_000
+"""Layer plans that are tried, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +125,10 @@ def mixed_frontier(table: Table, layers: int) -> Frontier:
     tried = list[_Mixtures]()
     for size in range(1, min(3, options, layers) + 1):
         ways, among = comb(layers - 1, size - 1), range(options)
-        if size > 2 and comb(options, size) * ways > _TRIED:
+        if size > 2 and comb(options, size) * ways > MOST_TRIED:
             among = np.unique(_worth_keeping(tried)).tolist()
         subsets = _subsets(among, size)
-        if size > 1 and len(subsets) * ways > _TRIED:
+        if size > 1 and len(subsets) * ways > MOST_TRIED:
             coarse = _of_all(table, subsets, _coarse(layers, size, len(subsets)))
             subsets = _promising([*tried, coarse], layers)
             tried.append(coarse)
@@ -166,12 +167,12 @@ def _compositions(total: int, parts: int) -> Counts:
 
 def _coarse(total: int, parts: int, subsets: int) -> Counts:
     """Rows of ``parts`` counts that sum to ``total`` [rows, parts], all but one of each row from a
-    geometric series that is as fine as :data:`_TRIED` mixtures of ``subsets`` subsets allow."""
+    geometric series that is as fine as :data:`MOST_TRIED` mixtures of ``subsets`` subsets allow."""
     found = _of_row(total, parts, (1, max(1, total - parts + 1)))
     for marks in range(3, total):
         row = np.geomspace(1, total - parts + 1, marks).round().astype(int).tolist()
         finer = _of_row(total, parts, row)
-        if len(finer) * subsets > _TRIED:
+        if len(finer) * subsets > MOST_TRIED:
             break
         found = finer
     return np.array(found, dtype=np.int64)
@@ -233,7 +234,7 @@ def _promising(tried: Sequence[_Mixtures], layers: int) -> Counts:
     """The subsets of options that the last mixtures worth keeping use most often, as many as can be
     tried with all counts."""
     found, often = np.unique(np.sort(_worth_keeping(tried), axis=1), axis=0, return_counts=True)
-    most = max(1, _TRIED // comb(layers - 1, found.shape[1] - 1))
+    most = max(1, MOST_TRIED // comb(layers - 1, found.shape[1] - 1))
     return found[np.argsort(-often, kind="stable")[:most]]
 
 

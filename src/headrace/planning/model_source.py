@@ -20,7 +20,7 @@ from headrace.costs.cost_model import MOST_TOKENS
 from headrace.planning.batch import Packed, PriceTable, SortedBatch
 from headrace.planning.bounds import Bound, BoundRows, allows, lower_bound, step_bound_s
 from headrace.planning.explain import Candidate, require_fit, require_strategies
-from headrace.planning.generators import Offer, TableKind
+from headrace.planning.generators import ENOUGH, Offer, TableKind
 from headrace.planning.priced import Frontier, Least, PricedScheme, StageCosts, worth_keeping
 from headrace.planning.problem import Problem
 from headrace.planning.schedule import Assignment, expected_s
@@ -29,9 +29,6 @@ from headrace.simulator import exposed_s, step_s
 from headrace.spec import LayerPlan, Lengths, MicroBatch, Pipeline, Plan
 
 __all__ = ["ModelSource", "laid_out", "micro_batches_of"]
-
-_MEMORY_FREE = 1 + 2e-4
-"""Up to this times the bound that knows no memory, schemes that leave more room gain nothing."""
 
 
 @dataclass(kw_only=True)
@@ -116,7 +113,7 @@ class ModelSource:
         if self.flat is not None:
             if self.asked == {"one size"}:
                 return self.flat
-            if self.flat.seconds <= self._ideal.seconds * _MEMORY_FREE:
+            if self.flat.seconds <= self._ideal.seconds * (1 + ENOUGH):
                 return self._ideal
         pricing = self.problem.pricing
         deeper = [scheme for held in self.problem.holding for scheme in pricing.deeper(held)]
@@ -243,7 +240,7 @@ class ModelSource:
     def _deeper(self, best_s: Callable[[], float]) -> Iterator[Offer]:
         """Tables of all schemes whose bound is below that of groups, where memory makes a
         difference: where the bound of groups is above one that knows no memory."""
-        if self.flat is not None and self.flat.seconds <= self._ideal.seconds * _MEMORY_FREE:
+        if self.flat is not None and self.flat.seconds <= self._ideal.seconds * (1 + ENOUGH):
             return
         pricing, groups_s = self.problem.pricing, min(self.bounds_s, default=inf)
         for weights in self.problem.holding:

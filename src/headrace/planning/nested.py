@@ -23,13 +23,12 @@ from math import inf, isinf
 
 import numpy as np
 
-from headrace.planning.batch import PriceTable
-from headrace.planning.generators import Draft, Effort, Known, Role, least_time
+from headrace.planning.batch import NEAR, ROUNDING, PriceTable
+from headrace.planning.generators import FEW, Draft, Effort, Known, Role, least_time
 from headrace.planning.schedule import Group
 
 __all__ = ["Nested", "Nesting"]
 
-_ROUNDING = 1e-9
 
 Segment = tuple[float, tuple[int, ...]]
 """When some ranks are free, in seconds, and these ranks."""
@@ -115,7 +114,7 @@ class Nesting:
         seconds, tokens = ([of(k) for k in self.rows] for of in (table.seconds, table.room))
         rooms: dict[tuple[int, int], list[int]] = {}
         members: dict[tuple[int, int], list[int]] = {}
-        spare_s, rest_s = table.devices * tau * (1 + _ROUNDING), self._rest_s
+        spare_s, rest_s = table.devices * tau * (1 + ROUNDING), self._rest_s
         for i, (levels, count) in enumerate(zip(order, within, strict=True)):
             if rest_s[i] > spare_s:
                 return 0.0
@@ -318,20 +317,14 @@ class Nested:
 
     Attributes:
         role: For which problems it is, and when it is asked.
-        few: Batches of up to so many sequences are tried in more ways.
         worth: Up to this share above the bound, groups of many sequences are not filled.
-        near: Drafts up to this share above the best are made.
-        probe: Share of the best known time that a filling must gain to be searched.
     """
 
     role: Role = _NESTED
-    few: int = 140
     worth: float = 0.005
-    near: float = 0.01
-    probe: float = 5e-4
 
     def drafts(self, table: PriceTable, known: Known) -> Iterator[Draft]:
-        """Dealt groups for several target times, then filled ones in the least time. Where
+        """Dealt groups, then filled ones in the least time. Where
         frontiers have many rows packing decides what fits into a time, so there nothing is filled
         but for few."""
         rows = [
@@ -339,13 +332,13 @@ class Nested:
             for k in range(len(table))
             if table.depth[k] == 1 and table.schemes[k].scheme.tensor == 1
         ]
-        chain, few = _chain(table, rows), len(table.tokens) <= self.few
+        chain, few = _chain(table, rows), len(table.tokens) <= FEW
         bound_s, high_s = known.bound_s, known.best_s
         if few and not any(table.fluid):
             high_s = inf
         for sizes in [chain, rows] if few and len(chain) < len(rows) else [chain]:
             nesting = Nesting(table, sizes)
-            dealing = _Dealing(nesting, high_s * (1 + self.near))
+            dealing = _Dealing(nesting, high_s * (1 + NEAR))
             for draft in dealing.drafts(bound_s):
                 high_s = min(high_s, draft.seconds)
                 yield draft
@@ -353,23 +346,16 @@ class Nested:
             if not few and (any(table.fluid) or near):
                 continue
             if sizes is chain:
-                found = least_time(
-                    nesting.by_deadline, bound_s, high_s, Effort(least=8e-3, wider=2.0)
-                )
+                found = least_time(nesting.by_deadline, bound_s, high_s, Effort())
                 if found is not None:
                     high_s = found.seconds
                     yield Draft.of(table, found.seconds, found.result, "by deadline")
-            effort = Effort(probe=0.0 if isinf(high_s) else self.probe)
+            effort = Effort(probe=not isinf(high_s))
             fill = nesting.fill_in_two_ways if few else nesting.fill
             found = least_time(fill, bound_s, high_s, effort)
             if found is not None:
                 high_s = found.seconds
                 yield Draft.of(table, found.seconds, found.result, "nested")
-
-
-_TARGETS = (1.0, 1.4, inf)
-"""Times for which nested groups are drafted, over the bound: with later ones sequences take fewer
-devices."""
 
 
 class _Dealing:
@@ -385,16 +371,16 @@ class _Dealing:
         self.dealt, self.tried = list[tuple[float, list[Group]]](), set[tuple[int, ...]]()
 
     def drafts(self, bound_s: float) -> list[Draft]:
-        """The best two drafts: for each target time, over ``bound_s`` seconds, then without sizes
+        """The best two drafts: for the bound as the time, ``bound_s`` seconds, then without sizes
         that cost more than they bring."""
         levels = list(range(len(self.nesting.rows)))
-        best_s, target_s, sizes = min(self._deal(bound_s * own, levels) for own in _TARGETS)
+        best_s, sizes = self._deal(bound_s, levels)
         gained = True
         while gained and len(levels) > 1:
             gained = False
             for left_out in sorted(set(sizes)):
                 fewer = [level for level in levels if level != left_out]
-                seconds, _, fewer_sizes = self._deal(target_s, fewer)
+                seconds, fewer_sizes = self._deal(bound_s, fewer)
                 if seconds < best_s:
                     best_s, sizes, levels, gained = seconds, fewer_sizes, fewer, True
                     break
@@ -402,15 +388,15 @@ class _Dealing:
         table = self.nesting.table
         return [Draft.of(table, seconds, groups, "nested") for seconds, groups in self.dealt[:2]]
 
-    def _deal(self, target_s: float, levels: Sequence[int]) -> tuple[float, float, tuple[int, ...]]:
-        """(seconds, target in seconds, schemes chosen for runs) of dealing with some sizes for a
-        target time; the seconds are infinite where that is no quicker than what was dealt."""
+    def _deal(self, target_s: float, levels: Sequence[int]) -> tuple[float, tuple[int, ...]]:
+        """(seconds, schemes chosen for runs) of dealing with some sizes for a target time; the
+        seconds are infinite where that is no quicker than what was dealt."""
         below_s = min((seconds for seconds, _ in self.dealt), default=self.high_s)
         seconds, sizes, groups = self.nesting.dealt(target_s, levels, self.tried, below_s)
         self.tried.add(sizes)
         if groups:
             self.dealt.append((seconds, groups))
-        return seconds, target_s, sizes
+        return seconds, sizes
 
 
 def _chain(table: PriceTable, rows: Sequence[int]) -> list[int]:

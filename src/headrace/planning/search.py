@@ -35,7 +35,7 @@ from headrace.planning.batch import SortedBatch
 from headrace.planning.bounds import Bound
 from headrace.planning.explain import Candidate, reasons
 from headrace.planning.formula_source import FormulaSource
-from headrace.planning.generators import Draft, Generator, Known, Offer, TableKind
+from headrace.planning.generators import FEW, Draft, Generator, Known, Offer, TableKind
 from headrace.planning.improvement import Improvement
 from headrace.planning.model_source import ModelSource
 from headrace.planning.nested import Nested
@@ -258,7 +258,7 @@ class _Search:
                 else:
                     self.found.append(made)
             self.drafted = self.drafted or bool(self.drafts)
-            few = len(offer.table.tokens) <= self.improvement.few
+            few = len(offer.table.tokens) <= FEW
             if self.drafts and not few and not any(offer.table.fluid):
                 self._pack(bound_s)
         self.unstaged = self.unstaged or generator.role.tables == "groups"

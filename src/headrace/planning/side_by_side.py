@@ -20,10 +20,11 @@ from math import inf, isinf
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.planning.batch import PriceTable
+from headrace.planning.batch import CLOSE, PriceTable
 from headrace.planning.bounds import BoundRows
 from headrace.planning.filling import Filler, Pipelines
 from headrace.planning.generators import (
+    FEW,
     Draft,
     Effort,
     Known,
@@ -38,7 +39,6 @@ __all__ = ["ANY_SCHEME", "Counts", "GROUPS", "SideBySide", "climbed", "counts_of
 Counts = tuple[int, ...]
 """A strategy: how many pipelines of each of a table's schemes."""
 
-_GAIN = 1e-3  # Share of the time by which an exchange has to be quicker.
 _KINDS = 8  # Schemes that take part in exchanges, at most.
 
 
@@ -52,25 +52,19 @@ class SideBySide:
 
     Attributes:
         role: For which problems it is, and when it is asked.
-        few: Of up to so many sequences schemes are looked at in two orders, and no time is probed.
-        probe: Share of the best known time that a draft must gain to be searched.
-        halvings: Halvings of a time that succeeded.
         levels: Shares of the time; sequences that take up to each are dealt out again.
         biases: How many times their devices schemes with stages are taken to need.
         exchanged: Fillings of exchanged pipelines.
     """
 
     role: Role = GROUPS
-    few: int = 140
-    probe: float = 5e-4
-    halvings: int = 5
     levels: tuple[float, ...] = (0.08, 0.3, inf)
     biases: tuple[float, ...] = (1.0, 1.1, 1.25)
     exchanged: int = 60
 
     def drafts(self, table: PriceTable, known: Known) -> Iterator[Draft]:
         """Pipelines of all families of schemes, then exchanged ones."""
-        few, fluid = len(table.tokens) <= self.few, any(table.fluid)
+        few, fluid = len(table.tokens) <= FEW, any(table.fluid)
         bound_s, enough_s = known.bound_s, known.bound_s * (1 + self.role.beyond)
         high_s = known.packed_s if few and not fluid else known.best_s
         exchanges = fluid or few or not known.drafted
@@ -81,7 +75,7 @@ class SideBySide:
                 continue
             tried.append(filler)
             probed = not few and (starts or (known.drafted and known.most is None))
-            effort = Effort(probe=self.probe if probed else 0.0, halvings=self.halvings)
+            effort = Effort(probe=bool(probed))
             fill = filler.fill_in_two_orders if few else filler.fill
             found = least_time(fill, bound_s, high_s, effort)
             if found is not None:
@@ -186,7 +180,7 @@ def climbed(
     """
     seen, waiting = set(starts), list(starts)
     needs = _Needs(table)
-    while waiting and work > 0 and best_s > bound_s * (1 + _GAIN):
+    while waiting and work > 0 and best_s > bound_s * (1 + CLOSE):
         start = waiting.pop(0)
         for counts in _neighbours(table, start, kinds):
             if counts in seen:
@@ -194,7 +188,7 @@ def climbed(
             if work <= 0:
                 return
             seen.add(counts)
-            gain, tau, found = _GAIN, best_s * (1 - _GAIN), None
+            gain, tau, found = CLOSE, best_s * (1 - CLOSE), None
             held = tuple(k for k, number in enumerate(counts) if number)
             if needs.devices(tau, held) > sum(counts[k] * table.width[k] for k in held):
                 continue
@@ -205,8 +199,8 @@ def climbed(
                 if not isinstance(filled, float):
                     found = Searched(seconds=tau, result=filled)
                     gain *= 2
-                elif gain > _GAIN:
-                    gain = _GAIN
+                elif gain > CLOSE:
+                    gain = CLOSE
                 else:
                     break
                 assert found is not None, "a gain grows where something was found"

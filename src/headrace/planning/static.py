@@ -15,7 +15,7 @@ from math import inf
 
 import numpy as np
 
-from headrace.planning.batch import PriceTable
+from headrace.planning.batch import NEAR, PriceTable
 from headrace.planning.filling import Filler, Pipelines, deal
 from headrace.planning.generators import Effort, Known, Role, least_time
 from headrace.planning.packing import pack
@@ -30,9 +30,6 @@ __all__ = [
     "static_s",
     "static_schedule",
 ]
-
-_LAUNCHES_SLOWER = 1.01  # Launches are priced by a row up to 1 % slower than the best.
-_EQUAL_BOUNDS = 1.03  # Bounds up to this times the least count as equal.
 
 
 _STATIC = Role(
@@ -162,11 +159,11 @@ def static_in_lockstep(table: PriceTable) -> Assignment | None:
     """The best static schedule whose micro-batches all ranks start together; None where no scheme
     holds the longest sequence."""
     best, best_s, bounds = None, inf, list(static_bounds(table))
-    equal_s = min((bound_s for bound_s, _ in bounds), default=0.0) * _EQUAL_BOUNDS
+    equal_s = min((bound_s for bound_s, _ in bounds), default=0.0) * (1 + NEAR)
     # Of equal bounds the widest groups come first: fewer launches wait for each other.
     for bound_s, k in sorted(bounds, key=lambda item: (max(item[0], equal_s), -item[1])):
         if bound_s <= best_s:
-            late = (_LAUNCHES_SLOWER * best_s).__lt__
+            late = ((1 + NEAR) * best_s).__lt__  # launches may be priced by slower rows
             made = _in_lockstep(table, static_schedule(table, k, late=late), late)
             if made is not None and made.seconds <= best_s:
                 best, best_s = made, made.seconds

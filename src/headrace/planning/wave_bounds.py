@@ -43,7 +43,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.planning.batch import PriceTable
+from headrace.planning.batch import NEAR, NEVER, ROUNDING, PriceTable
 from headrace.planning.bounds import BoundRows
 
 __all__ = ["wave_bound_s"]
@@ -51,15 +51,12 @@ __all__ = ["wave_bound_s"]
 Floats = NDArray[np.float64]
 
 _INTERVALS = 12  # intervals of D at first, and new ones of each round of splits
-_AT_ONCE = 4  # intervals split in a round at most, those with the least bounds,
-_NEAR = 1.01  # as long as these are at most this times the least
-_SAMPLES = 64  # runs for which prices are sought
-_SWEEPS = 2  # passes over the schemes, whose parts a_k are improved one after the other
-_PRICES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)  # prices p tried at first
-_STEPS = (0.06, 0.03, 0.015)  # distances to the next prices tried, by round of splits
-_PARTS = np.linspace(0.0, 1.0, 5)  # values of a_k / p that are tried
-_NEVER = 1e200  # rank-seconds of a sequence on a scheme that is not open to it
-_ROUNDING = 1e-10
+_AT_ONCE = 4  # Intervals split in a round at most, those with the least bounds.
+_SAMPLES = 64  # Runs for which prices are sought.
+_SWEEPS = 2  # Passes over the schemes, whose parts a_k are improved one after the other.
+_PRICES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)  # Prices p tried at first.
+_STEPS = (0.06, 0.03, 0.015)  # Distances to the next prices tried, by round of splits.
+_PARTS = np.linspace(0.0, 1.0, 5)  # Values of a_k / p that are tried.
 
 
 def wave_bound_s(table: PriceTable, known_s: float, most_s: float) -> float:
@@ -84,7 +81,8 @@ def wave_bound_s(table: PriceTable, known_s: float, most_s: float) -> float:
         low_s = found[0].bound_s
         if low_s >= most_s:
             break
-        near = [interval for interval in found[:_AT_ONCE] if interval.bound_s <= low_s * _NEAR]
+        best = found[:_AT_ONCE]
+        near = [interval for interval in best if interval.bound_s <= low_s * (1 + NEAR)]
         found = found[len(near) :]
         for interval in near:
             ends = np.geomspace(interval.begin_s, interval.end_s, _INTERVALS // len(near) + 1)
@@ -92,7 +90,7 @@ def wave_bound_s(table: PriceTable, known_s: float, most_s: float) -> float:
             prices = np.linspace(price - 2 * step, price + 2 * step, 5).clip(0.0, 1.0)
             found += _bounded(sequences, sample, ends, prices)
     low_s = min(interval.bound_s for interval in found)
-    return min(most_s, max(known_s, low_s * (1 - _ROUNDING)))
+    return min(most_s, max(known_s, low_s * (1 - ROUNDING)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,14 +175,14 @@ class _Sequences:
     def times(self, end_s: float) -> Floats:
         """Rank-seconds that a sequence takes of a wave of at most ``end_s`` seconds, by part 2 of
         the claim [schemes, runs]."""
-        return np.minimum(self.rows.shares(end_s) * end_s, _NEVER)
+        return np.minimum(self.rows.shares(end_s) * end_s, NEVER)
 
     def bound_s(self, begin_s: float, end_s: float, price: float, parts: Floats) -> float:
         """The right side of the claim, in seconds, over an interval of D, for a ``price`` p and
         ``parts`` a_k / p [schemes]."""
         times, part = self.times(end_s), parts[:, None]
         paid = price * (part * times + (1 - part) * begin_s * self.room)
-        paid[times >= _NEVER] = _NEVER
+        paid[times >= NEVER] = NEVER
         each = np.minimum(times, paid).min(axis=0)
         return (1 - price) * begin_s + float(each @ self.rows.counts) / self.devices
 
@@ -194,21 +192,19 @@ def _best(sample: _Sequences, ends_s: Floats, prices: Floats) -> tuple[list[floa
     the parts a_k / p at it [intervals, schemes]."""
     begins_s, schemes = ends_s[:-1], range(len(sample.room))
     times = np.stack([sample.times(end_s) for end_s in ends_s[1:]])  # [intervals, schemes, runs]
-    rooms = np.where(times < _NEVER, begins_s[:, None, None] * sample.room, _NEVER)
+    rooms = np.where(times < NEVER, begins_s[:, None, None] * sample.room, NEVER)
     each = prices[:, None, None]
     parts = np.ones((len(prices), len(begins_s), len(schemes)))
     paid = [each * times[:, k] for k in schemes]  # [prices, intervals, runs] of each scheme
     least = np.broadcast_to(times.min(axis=1), paid[0].shape)
-    for _ in range(_SWEEPS):
-        for k in schemes:
-            others = np.minimum.reduce([least, *(own for j, own in enumerate(paid) if j != k)])
-            part = _PARTS[:, None, None, None]
-            tried = each * (part * times[:, k] + (1 - part) * rooms[:, k])
-            best = (np.minimum(others, tried) @ sample.rows.counts).argmax(
-                axis=0
-            )  # [prices, intervals]
-            parts[:, :, k] = _PARTS[best]
-            paid[k] = np.take_along_axis(tried, best[None, :, :, None], axis=0)[0]
+    part = _PARTS[:, None, None, None]
+    for k in [*schemes] * _SWEEPS:
+        others = np.minimum.reduce([least, *(own for j, own in enumerate(paid) if j != k)])
+        tried = each * (part * times[:, k] + (1 - part) * rooms[:, k])
+        totals = np.minimum(others, tried) @ sample.rows.counts  # [parts, prices, intervals]
+        best = totals.argmax(axis=0)
+        parts[:, :, k] = _PARTS[best]
+        paid[k] = np.take_along_axis(tried, best[None, :, :, None], axis=0)[0]
     totals = np.minimum.reduce([least, *paid]) @ sample.rows.counts / sample.devices
     totals += (1 - each[:, :, 0]) * begins_s
     best = totals.argmax(axis=0)

@@ -10,8 +10,7 @@ Solve. Waves that grow shorter come first where some sequences are far longer th
 can be filled, from an estimate upwards and then by halving, and the groups are sorted into waves by
 their seconds. Which V: few
 waves pay few constants, but leave the longest sequence more of the world and memory less room; the
-best by estimate are tried, as long as one could beat the best that is known: those of all openings
-close to their estimates, and far above only where none of them succeeds. What the best opening
+best by estimate are tried, as long as one could beat the best that is known. What the best opening
 leaves is tried in other orders too where sequences are few, until too many fail or the effort is
 spent: so many sequences placed, never so much time. The waves of few sequences are exact, and of
 more, waves with few sequences are joined and solved anew
@@ -31,16 +30,15 @@ from operator import neg
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.planning.batch import PriceTable
+from headrace.planning.batch import CLOSE, NEAR, NEVER, ROUNDING, PriceTable
 from headrace.planning.exact_waves import MOST_SEQUENCES, exact_waves, rejoined
 from headrace.planning.filling import Pipelines
-from headrace.planning.generators import Known, Role
+from headrace.planning.generators import FEW, Known, Role
 from headrace.planning.schedule import Assignment, launch_s
 
 __all__ = [
     "Begun",
     "Estimates",
-    "FEW",
     "Opening",
     "Wave",
     "WaveCount",
@@ -54,8 +52,6 @@ __all__ = [
 Floats = NDArray[np.float64]
 
 Wave = Pipelines
-
-_ROUNDING = 1e-9
 
 
 class WaveFiller:
@@ -165,7 +161,7 @@ class WaveFiller:
         narrowest, n = min(widths[k] for k in self.kinds), 0
         least = self.needs
         spare_s = ranks * time_s - sum([least[i] for i in order]) if whole else inf
-        given_up_s = -_ROUNDING * ranks * time_s
+        given_up_s = -ROUNDING * ranks * time_s
         while n < len(order):
             if spare_s < given_up_s:
                 return groups, [*order[n:]]
@@ -288,14 +284,10 @@ def sorted_into_waves(
 
 # Estimates look at the longest sequences one by one and at the others in chunks, the middle one of
 # which stands for all; needs are worked out for a grid of wave times and interpolated between them.
-_EXACT = 128  # longest sequences that are looked at one by one
-_CHUNKS = 32  # chunks, at most
-_LONG = 8  # the grid ends at this times the longest or the mean wave
-_GRID_STEP = 1.1  # ratio of neighbouring times
-_RESOLUTION = 1e-4  # the grid begins at this share of its last time
+_SAMPLES = 128  # Longest sequences that are looked at one by one, and chunks, at most.
+_GRID_STEP = 1.1  # Ratio of neighbouring times.
 _READ = 0.99  # Safety factor on interpolated lower estimates.
-_NEVER = 1e18  # rank-waves of a sequence that does not end within the time
-_MORE = np.array([1.0, 1.3, 2.0])  # numbers of waves tried, over the fewest
+_MORE = np.array([1.0, 1.3, 2.0])  # Numbers of waves considered, over the fewest.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,8 +314,8 @@ class Estimates:
 
     def __init__(self, filler: WaveFiller) -> None:
         self.devices, count = filler.table.devices, len(filler.table.tokens)
-        head = min(_EXACT, count)
-        alike = max(1, -(-(count - head) // _CHUNKS))
+        head = min(_SAMPLES, count)
+        alike = max(1, -(-(count - head) // _SAMPLES))
         sample = np.arange(count)
         sample[head:] = head + (sample[head:] - head) // alike
         self.sample: list[int] = sample.tolist()
@@ -331,7 +323,7 @@ class Estimates:
         ends = np.cumsum(self.all).astype(np.int64)
         at = ends - 1 - (self.all / 2).astype(np.int64)  # the middle of each
         self._times, bare, part = (
-            np.minimum(rows[:, at], _NEVER) for rows in (filler.alone, filler.bare, filler.part)
+            np.minimum(rows[:, at], NEVER) for rows in (filler.alone, filler.bare, filler.part)
         )
         self._bare, self._part, self._opening = bare, part, filler.opening
         self.opening_s = float(filler.opening.max())
@@ -348,18 +340,18 @@ class Estimates:
         """Seconds of waves for which needs are worked out, rising [times]."""
         longest_s = max(float(self.times.max()), 1e-300)
         even_s = float(self.bare @ self.all) / self.devices + self.opening_s
-        most_s = _LONG * max(longest_s, even_s)
-        least_s = max(float(self.times.min()), most_s * _RESOLUTION)
+        most_s = 2 * max(longest_s, even_s)
+        least_s = max(float(self.times.min()), most_s * CLOSE)
         count = ceil(log(most_s / least_s, _GRID_STEP))
         return np.append(least_s * _GRID_STEP ** np.arange(count), most_s)
 
     def _needs(self, times_s: Floats) -> Floats:
         """Rank-waves that one sequence of each sample fills: its rank-seconds over what a launch's
-        constant leaves of a wave of ``times_s`` [times, samples or 1] seconds; ``_NEVER`` where the
+        constant leaves of a wave of ``times_s`` [times, samples or 1] seconds; ``NEVER`` where the
         sequence alone takes longer than the wave. Returns [times, schemes, samples]."""
         limits = times_s[:, None]  # the divisor is floored, as such waves are overwritten below
-        needs: Floats = self._bare / np.maximum(limits - self._opening, 1e-280)
-        np.putmask(needs, self._times > limits * (1 + 1e-9), _NEVER)
+        needs: Floats = self._bare / np.maximum(limits - self._opening, 1e-100)
+        np.putmask(needs, self._times > limits * (1 + ROUNDING), NEVER)
         return needs
 
     def without(self, part: Floats, placed: Iterable[int]) -> Floats:
@@ -373,7 +365,7 @@ class Estimates:
         """Possible seconds of a wave of a part [samples], rising: those of a launch of one of its
         ``heads`` longest sequences on any kind, as long as the longest ends within them."""
         times = self._times[:, part.nonzero()[0][:heads]]
-        found = set(times[(times >= times[:, 0].min()) & (times < _NEVER)].tolist())
+        found = set(times[(times >= times[:, 0].min()) & (times < NEVER)].tolist())
         return np.array(sorted(found))
 
     def after(self, part: Floats, times_s: Floats) -> Floats:
@@ -426,13 +418,8 @@ def _crossing(grid: Floats, need: Floats, ranks: Floats) -> Floats:
     return 1 / np.interp(ranks, falling, 1 / grid[::-1])
 
 
-_WIDE = 2  # openings of each length that are made longer, the best by estimate
-_LONGEST = 6  # waves of an opening, at most
-_HEADS = 4  # longest sequences whose seconds a wave may last
-_LEFT_BEHIND = 1.02  # openings above this times the best estimate are not made longer
-_FILLED = 4  # next waves that are filled for each opening, the most promising
-FEW = 300  # up to so many sequences, every next wave is filled and other orders are tried
-_ROUNDED = 1 + 1e-9
+_WIDE = 2  # Openings of each length that are made longer, the best by estimate.
+_HEADS = 4  # Longest sequences whose seconds a wave may last, and next waves that are filled.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -482,14 +469,14 @@ def openings(filler: WaveFiller, estimates: Estimates, effort: int) -> list[Open
     start = Begun(before=[], spent_s=0.0, left=everyone, part=estimates.all)
     found = wide = _estimated(estimates, [start])
     best_s = found[0].estimate_s
-    for _ in range(_LONGEST):
+    while wide and effort > 0:
         longer = dict[tuple[float, int], Begun]()
         for opening in wide:
             for time_s in _promising(estimates, opening):
                 begun = _filled(filler, estimates, opening.begun, time_s)
                 effort -= len(opening.begun.left) - len(begun.left)
                 longer.setdefault((round(begun.spent_s, 9), len(begun.left)), begun)
-        if not longer or effort <= 0:
+        if not longer:
             break
         more = _estimated(estimates, longer.values())
         more.sort(key=lambda opening: opening.estimate_s)
@@ -503,7 +490,7 @@ def _may_win(filler: WaveFiller, opening: Opening, best_s: float) -> bool:
     """Whether making an opening longer may beat ``best_s``, the best estimate in seconds."""
     begun, estimate_s = opening.begun, opening.estimate_s
     least_s = begun.spent_s + float(filler.least[begun.left].sum()) / filler.table.devices
-    return bool(begun.left) and estimate_s <= best_s * _LEFT_BEHIND and least_s < best_s
+    return bool(begun.left) and estimate_s <= best_s * (1 + NEAR) and least_s < best_s
 
 
 def _estimated(estimates: Estimates, begun_waves: Collection[Begun]) -> list[Opening]:
@@ -521,10 +508,10 @@ def _promising(estimates: Estimates, opening: Opening) -> list[float]:
     ends; where many sequences are left, the few with the best estimates."""
     begun = opening.begun
     times_s = estimates.launches_s(begun.part, _HEADS)
-    if len(times_s) > _FILLED and len(begun.left) >= FEW:
+    if len(times_s) > _HEADS and len(begun.left) >= FEW:
         counts, waves_s = estimates.likely(estimates.after(begun.part, times_s))
         promised_s = begun.spent_s + times_s + counts * waves_s
-        times_s = times_s[promised_s.argsort(kind="stable")[:_FILLED]]
+        times_s = times_s[promised_s.argsort(kind="stable")[:_HEADS]]
     found: list[float] = times_s.tolist()
     return found
 
@@ -532,7 +519,7 @@ def _promising(estimates: Estimates, opening: Opening) -> list[float]:
 def _filled(filler: WaveFiller, estimates: Estimates, begun: Begun, time_s: float) -> Begun:
     """The opening with a wave more, of ``time_s`` seconds, or of the quickest launch of the longest
     sequence left where that takes longer."""
-    limit_s = max(time_s, filler.quickest_s(begun.left[0])) * _ROUNDED
+    limit_s = max(time_s, filler.quickest_s(begun.left[0])) * (1 + ROUNDING)
     groups, left = filler.fill(limit_s, filler.table.devices, begun.left, whole=False)
     return Begun(
         before=[*begun.before, groups],
@@ -545,17 +532,11 @@ def _filled(filler: WaveFiller, estimates: Estimates, begun: Begun, time_s: floa
 Span = tuple[float, float]
 """(seconds that fail, seconds to try next)."""
 
-_CLOSE_ENOUGH = 1 + 2e-3  # up to this times the bound, the search ends
-_EFFORT = 40_000  # sequences placed
-_NEAR = tuple(1 + 0.01 * k for k in range(13))  # wave times tried, over the first
-_FAR = (1.2, 1.6, 4.0, 40.0)  # where none of those succeeds
-_COUNTS = 2  # numbers of waves tried for each opening
-_FINISHED = 5  # openings that are finished
-_HOPE = 1.03  # openings estimated above this times the best are not finished
-_SPREADS = (0.03, 0.1, 0.3)  # standard deviations of the noise on log lengths in drawn orders
-_CLOSE = 1e-3  # halving ends when the least time is known to this share
-_MISSED = 60  # drawn orders that may fail in a row
-_STEP = 0.998  # a try asks for at most this times the best
+_EFFORT = 40_000  # Sequences placed.
+_FACTORS = tuple(1 + 0.01 * (2**k - 1) for k in range(14))  # Wave times tried, over the first.
+_SPREADS = (0.03, 0.1, 0.3)  # Standard deviations of the noise on log lengths in drawn orders.
+_COUNTS = 2  # Numbers of waves tried for each opening.
+_MISSED = 60  # Drawn orders that may fail in a row.
 
 
 def waves(
@@ -584,13 +565,11 @@ def waves(
     few, estimates = len(table.tokens) < FEW, Estimates(filler)
     found = openings(filler, estimates, effort // 2)
     start = next(opening.begun for opening in found if not opening.begun.before)
-    search = _Search(filler=filler, enough_s=bound_s * _CLOSE_ENOUGH, effort=effort, begun=start)
-    for factors in (_NEAR, _FAR):
-        for opening in found[:_FINISHED] if not search.best else ():
-            if opening.estimate_s > search.seconds * _HOPE:
-                break
-            counts = estimates.worth_trying(opening.begun.part)[:_COUNTS]
-            search.finish(opening.begun, counts, factors)
+    search = _Search(filler=filler, enough_s=bound_s * (1 + CLOSE), effort=effort, begun=start)
+    for opening in found:
+        if opening.estimate_s > search.seconds * (1 + NEAR):
+            break
+        search.finish(opening.begun, estimates.worth_trying(opening.begun.part)[:_COUNTS])
     if not search.best:
         search.one_by_one(found[0].begun)
     if few:
@@ -639,19 +618,19 @@ class _Search:
         """Whether to stop, as the best is near the bound or, with a plan, the effort is spent."""
         return self.seconds <= self.enough_s or (self.effort <= 0 and bool(self.best))
 
-    def finish(self, begun: Begun, counts: Sequence[WaveCount], factors: Sequence[float]) -> None:
+    def finish(self, begun: Begun, counts: Sequence[WaveCount]) -> None:
         """Try to place what an opening leaves in waves of equal time, for each number of waves in
-        ``counts`` and for ``factors`` times the seconds that are guessed; keep what is better."""
+        ``counts`` from the seconds that are guessed on; keep what is better."""
         if not begun.left:
             self._keep(begun, 0.0, [])
             return
         if self.over:
             return
         for wave_count in counts:
-            limit_s = (self.seconds - begun.spent_s) / wave_count.count * _STEP
+            limit_s = (self.seconds - begun.spent_s) / wave_count.count * (1 - CLOSE)
             if self.over or wave_count.least_s >= limit_s:
                 continue
-            for low_s, time_s in _times(wave_count, limit_s, factors, few=len(begun.left) < FEW):
+            for low_s, time_s in _times(wave_count, limit_s, few=len(begun.left) < FEW):
                 groups = self._try(begun, begun.left, wave_count.count, time_s)
                 if groups:
                     self._halve(begun, wave_count.count, low_s, time_s)
@@ -663,7 +642,7 @@ class _Search:
         cheapest size."""
         filler, made, left = self.filler, list[Wave](), begun.left
         while left:
-            time_s = filler.alone_s(filler.cheapest[left[0]][0], left[0]) * (1 + 1e-9)
+            time_s = filler.alone_s(filler.cheapest[left[0]][0], left[0]) * (1 + ROUNDING)
             groups, left = filler.fill(time_s, filler.table.devices, left, whole=False)
             made.append(groups)
         self._keep(begun, filler.waves_s(made), made)
@@ -677,7 +656,7 @@ class _Search:
         least_s = self.filler.quickest_s(begun.left[0])
         while not self.over and missed < _MISSED:
             count = len(self.best) - len(begun.before)
-            time_s = (self.seconds - begun.spent_s) / count * _STEP
+            time_s = (self.seconds - begun.spent_s) / count * (1 - CLOSE)
             if time_s < least_s:
                 break
             noise = np.exp(random.normal(0.0, _SPREADS[missed % len(_SPREADS)], len(length)))
@@ -688,7 +667,7 @@ class _Search:
     def _halve(self, begun: Begun, count: int, low_s: float, high_s: float) -> None:
         """Look for the least seconds of each of ``count`` waves after an opening, between
         ``low_s``, which fail, and ``high_s``, which do not."""
-        while high_s - low_s > _CLOSE * low_s and not self.over:
+        while high_s - low_s > CLOSE * low_s and not self.over:
             middle_s = (low_s + high_s) / 2
             if self._try(begun, begun.left, count, middle_s):
                 high_s = middle_s
@@ -717,13 +696,14 @@ class _Search:
             self.seconds, self.best, self.begun = seconds, begun.before + found, begun
 
 
-def _times(
-    wave_count: WaveCount, limit_s: float, factors: Sequence[float], *, few: bool
-) -> Iterator[Span]:
-    """Seconds of a wave to try for a number of waves, rising to ``limit_s``: ``factors`` times the
-    guess, or for ``few`` sequences times the least seconds. The caller halves what succeeds."""
-    start_s, low_s = wave_count.least_s if few else wave_count.guess_s, wave_count.least_s * _STEP
-    for factor in factors:
+def _times(wave_count: WaveCount, limit_s: float, *, few: bool) -> Iterator[Span]:
+    """Seconds of a wave to try for a number of waves, rising to ``limit_s`` from the
+    guess, or for ``few`` sequences from the least seconds. The caller halves what succeeds."""
+    start_s, low_s = (
+        wave_count.least_s if few else wave_count.guess_s,
+        wave_count.least_s * (1 - CLOSE),
+    )
+    for factor in _FACTORS:
         time_s = min(start_s * factor, limit_s)
         if time_s <= low_s:
             break
