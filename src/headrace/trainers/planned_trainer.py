@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from headrace.adopt.held_still import held_still
 from headrace.comm.collectives import gather_floats
+from headrace.comm.launch import join_world
 from headrace.config.planner_config import PlannerConfig
 from headrace.engine.attach import Attached, attach
 from headrace.engine.attach_options import MeasureOptions, SampleOptions, SpreadOptions
@@ -206,6 +207,14 @@ class _Planned(_Trainer):
             first = next(iter(self.train_dataset))
             example = without_labels(torch.as_tensor(first["chosen_ids"]), {})
         spread = SampleOptions(labels="same" if self._kind == "scores" else None)
+        join_world(str(self.args.device))
+        if dist.get_world_size() != self.args.world_size:
+            raise SpecError(
+                "processes of the trainer",
+                got=f"{self.args.world_size} that it knows",
+                wanted=f"the {dist.get_world_size()} that were started",
+                hint="on CPUs say TrainingArguments(use_cpu=True)",
+            )
         return attach(
             model,
             getattr(self.optimizer, "optimizer", self.optimizer),

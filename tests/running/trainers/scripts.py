@@ -1,4 +1,4 @@
-"""One script for each trainer, run by plain classes on one process and by planned ones on several."""
+"""One script for each trainer: plain on one process, and with planned steps on several."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ class Script:
     resume: bool = False
     drawn: bool = True
     accumulates: int = 1
-    classifies: bool = False
 
     def run(self, ranks: int, folder: Path, *, planned: bool = True) -> list[dict[str, float]]:
         """The log of the script on so many processes."""
@@ -312,7 +311,11 @@ def _of_preferences(script: Script, common: dict[str, Any], over: Callable[[Any]
 def _run(script: Script, ranks: int, folder: Path, planned: bool) -> list[dict[str, float]]:
     rank = str(dist.get_rank())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
     if ranks == 1:  # as a process that no launcher started
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             del os.environ[name]
@@ -324,9 +327,7 @@ def _run(script: Script, ranks: int, folder: Path, planned: bool) -> list[dict[s
     if script.evaluates:
         trainer.evaluate()
     found = trainer.state.log_history
-    return [
-        {k: v for k, v in row.items() if not any(word in k for word in TIMES)} for row in found
-    ]
+    return [{k: v for k, v in row.items() if not any(word in k for word in TIMES)} for row in found]
 
 
 def _draw_plans(trainer: Any, script: Script, ranks: int) -> None:
