@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from headrace.adopt.held_still import held_still
 from headrace.comm.collectives import gather_floats
+from headrace.comm.launch import join_world
 from headrace.config.planner_config import PlannerConfig
 from headrace.engine.attach import Attached, attach
 from headrace.engine.attach_options import MeasureOptions, SampleOptions, SpreadOptions
@@ -40,6 +41,7 @@ from headrace.errors import DataError, MissingExtra, ModelError, SpecError
 from headrace.spec.step import Step
 from headrace.trainers.one_process import as_one_process
 from headrace.trainers.refusals import Kind, kind_of, require_base, require_combinable
+from headrace.trainers.rows import RowSample, samples_of
 from headrace.trainers.stand_ins import Outcome, PartOfModel, Sums, WholeModel, fused_head
 from headrace.trainers.token_scores import ScoredModel, TokenScores, without_labels
 from headrace.trainers.train_loader import Collated, longest_of, train_loader
@@ -206,6 +208,14 @@ class _Planned(_Trainer):
             first = next(iter(self.train_dataset))
             example = without_labels(torch.as_tensor(first["chosen_ids"]), {})
         spread = SampleOptions(labels="same" if self._kind == "scores" else None)
+        join_world(str(self.args.device))
+        if dist.get_world_size() != self.args.world_size:
+            raise SpecError(
+                "processes of the trainer",
+                got=f"{self.args.world_size} that it knows",
+                wanted=f"the {dist.get_world_size()} that were started",
+                hint="on CPUs say TrainingArguments(use_cpu=True)",
+            )
         return attach(
             model,
             getattr(self.optimizer, "optimizer", self.optimizer),
@@ -310,6 +320,7 @@ class _Planned(_Trainer):
         if not few:
             return  # the step says so
         batch = self._prepare_inputs(self.data_collator([item.item for item in few]))
+        _require_same(samples_of(batch, "input_ids", "a batch"), few)
         with torch.no_grad(), held_still(model, training=True):
             with self._unreported(), as_one_process(self), self.compute_loss_context_manager():
                 count = self._get_num_items_in_batch([batch], self.args.device)
@@ -541,6 +552,25 @@ def _has_target(item: Collated) -> bool:
         if bool((labels[1:] >= 0).any()):
             return True
     return False
+
+
+def _require_same(together: Sequence[RowSample], items: Sequence[Collated]) -> None:
+    """Raise DataError where a data collator gives other samples of a batch than of its items alone:
+    it draws some, or makes them of several items."""
+    alone = [sample for item in items for sample in item.samples]
+    if len(together) == len(alone) and all(
+        own.fields.keys() == sample.fields.keys()
+        and all(torch.equal(value.cpu(), sample.fields[k]) for k, value in own.fields.items())
+        for own, sample in zip(together, alone, strict=True)
+    ):
+        return
+    raise DataError(
+        "samples as the data collator gives them",
+        got="others in a batch than alone",
+        wanted="the same, beside padding",
+        hint="what it draws at random (mlm=True), or makes of several items, cannot be planned: do "
+        "it in the data set",
+    )
 
 
 def _is_of_tokens(value: Any, ids: torch.Tensor) -> bool:

@@ -28,7 +28,7 @@ from headrace.errors import ModelError
 from headrace.ops.loss import IGNORED
 from headrace.trainers.rows import RowSample, columns_of, samples_of
 
-__all__ = ["Outcome", "PartOfModel", "StandIn", "Sums", "WholeModel", "fused_head"]
+__all__ = ["Outcome", "PartOfModel", "ModelStandIn", "Sums", "WholeModel", "fused_head"]
 
 _FUSED = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 """What TRL's models give of each token that has a label."""
@@ -55,7 +55,7 @@ class Sums:
         ]
 
 
-class StandIn:
+class ModelStandIn:
     """A callable in the place of ``stands_for``, whose attributes it has."""
 
     def __init__(self, stands_for: Any) -> None:
@@ -65,7 +65,7 @@ class StandIn:
         return getattr(self.stands_for, name)
 
 
-class PartOfModel(StandIn):
+class PartOfModel(ModelStandIn):
     """A model as it is called for the ``inputs`` of a micro-batch with ``labels`` [1, s_r] at the
     places that predict them."""
 
@@ -130,7 +130,7 @@ class Outcome:
         return [wide[s.row, s.columns.to(wide.device)] for s in self.samples]
 
 
-class WholeModel(StandIn):
+class WholeModel(ModelStandIn):
     """A model as it is called for whole batches that all ranks have alike. Collective.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 from headrace.engine.attach import Attached
 from headrace.errors import ModelError
 from headrace.trainers.rows import RowSample, samples_of
-from headrace.trainers.stand_ins import Outcome, StandIn
+from headrace.trainers.stand_ins import ModelStandIn, Outcome
 
 __all__ = ["ScoredModel", "TokenScores", "without_labels"]
 
@@ -62,7 +62,7 @@ class TokenScores(torch.nn.Module):
         return scores
 
 
-class ScoredModel(StandIn):
+class ScoredModel(ModelStandIn):
     """A reward model as it is called for whole batches that all ranks have alike. Collective.
 
     Args:

@@ -1,4 +1,4 @@
-"""One script for each trainer, run by plain classes on one process and by planned ones on several."""
+"""One script for each trainer: plain on one process, and with planned steps on several."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ class Script:
     resume: bool = False
     drawn: bool = True
     accumulates: int = 1
-    classifies: bool = False
 
     def run(self, ranks: int, folder: Path, *, planned: bool = True) -> list[dict[str, float]]:
         """The log of the script on so many processes."""

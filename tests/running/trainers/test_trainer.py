@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,8 @@ def test_goes_on_from_a_checkpoint(sharded: bool, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_budget_of_tokens(tmp_path: Path) -> None:
-    """Catches steps that lose samples, have other ones in other epochs or on other numbers of ranks,
-    or that are far from their budget."""
-    steps = list[int]()
+    """Catches steps that lose samples, have others on another number of ranks, or are far from
+    their budget."""
     script = Script(
         options={"batch_tokens": 300, "on_step": lambda step: None},
         arguments={"max_steps": -1, "num_train_epochs": 2, "include_num_input_tokens_seen": "all"},
@@ -121,7 +121,7 @@ def test_a_budget_of_tokens(tmp_path: Path) -> None:
     for found, row in zip(numbers(several, *names), numbers(alone, *names), strict=True):
         assert found == pytest.approx(row, rel=1e-5)
     seen = [0, *(int(row["num_input_tokens_seen"]) for row in alone if "loss" in row)]
-    steps = [after - before for before, after in zip(seen, seen[1:], strict=False)]
+    steps = [after - before for before, after in pairwise(seen)]
     total = sum(len(item["input_ids"]) for item in data())
     assert sum(steps) == 2 * total
     assert sum(steps[: len(steps) // 2]) == total
@@ -210,7 +210,7 @@ def test_what_the_class_says() -> None:
 
 @pytest.mark.apart
 def test_update_is_the_loop_s_own(tmp_path: Path) -> None:
-    """Catches a step that takes the optimizer's, drops the gradients, or adds to those before it."""
+    """Catches a step that takes the optimizer's, drops gradients, or adds to those before it."""
     import torch
 
     from running.engine.loops import costs
@@ -233,8 +233,7 @@ def test_update_is_the_loop_s_own(tmp_path: Path) -> None:
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
     found = [p.grad.clone() for p in model.parameters()]
     with pytest.raises(HeadraceError, match="gradients of step 1: got some"):
-        for micro in run.step(samples):
-            micro.backward(model(**micro.inputs).loss)
+        list(run.step(samples))
     model.zero_grad()
     model(**padded(data(6))).loss.backward()
     for own, p in zip(found, model.parameters(), strict=True):
