@@ -17,7 +17,6 @@ from headrace.costs import CostModel
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import ConfigError, InfeasiblePlan, SpecError
-from headrace.planners import PLANNERS
 from headrace.planning import Generator, Problem
 from headrace.planning import plan as plan_batch
 from headrace.planning.clock import published_timeline
@@ -87,6 +86,8 @@ def plan(
         >>> plan.predicted_s >= plan.lower_bound_s
         True
     """
+    from headrace.planners import PLANNERS
+
     problem = _problem(costs)
     chosen = PLANNERS[problem.planner] if generators is None else generators
     found = plan_batch(problem, _lengths(lengths), seed=seed, previous=previous, generators=chosen)
@@ -209,6 +210,8 @@ def rivals(problem: Problem, lengths: Lengths, *, seed: int = 0) -> dict[str, Pl
 
 def _plan_if_fits(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | None:
     """The plan without restrictions on strategies; None when the batch does not fit."""
+    from headrace.planners import PLANNERS
+
     try:
         free = problem.replace(strategies=())
         return plan_batch(free, lengths, seed=seed, generators=PLANNERS[problem.planner])

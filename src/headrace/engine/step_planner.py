@@ -13,7 +13,6 @@ from headrace.costs.calibration import raised_margin
 from headrace.costs.library import memory_margin_of
 from headrace.engine.plans import make_problem
 from headrace.errors import InfeasiblePlan
-from headrace.planners import PLANNERS
 from headrace.planning import Problem
 from headrace.planning import plan as plan_batch
 from headrace.simulator import micro_batch_seconds, peak_bytes, simulate
@@ -65,6 +64,9 @@ class StepPlanner:
         Raises:
             InfeasiblePlan: When nothing fits, saying by how much and what would help.
         """
+        # A loop need not load planners of others before its first plan.
+        from headrace.planners import PLANNERS
+
         start = time.perf_counter()
         problem = self._problem_of(request)
         if self.options.rotate and problem.strategies:
