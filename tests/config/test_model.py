@@ -247,7 +247,9 @@ def test_the_defaults_are_shown() -> None:
     shown = {key: (kind, default) for key, kind, default, _ in _documented()}
     assert shown["data.paths"] == ("list of string", "required")
     assert shown["run.steps"] == ("integer", "100")
-    names = "adaptive or static or strategies or bucket or packed or dcp"
+    names = "adaptive or static or strategies or bucket or packed or dcp or flexsp or hydraulis"
+    names += " or paradyse or karmarkar-karp or dp-balanced or hybrid-cp or max-length"
+    names += " or token-balance"
     assert shown["planner.name"] == (names, '"adaptive"')
     assert shown["data.context"] == ("integer", "8192")
     assert shown["report.html"] == ("boolean", "true")

@@ -156,7 +156,7 @@ def test_which_layers_a_micro_batch_may_have() -> None:
 @pytest.mark.parametrize("devices", [1, 2])
 def test_devices_that_would_do_are_named(devices: int) -> None:
     """Catches ``a smaller model`` said to someone who has more devices, and a number far off."""
-    model = Architecture.preset("llama-8b")
+    model = Architecture.preset("llama-70b")
 
     def planned(count: int) -> None:
         costs = roofline(model, "h100", devices=count, dtype="float32")

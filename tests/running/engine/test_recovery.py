@@ -63,6 +63,7 @@ PLANTED = {
 class Batch:
     lengths: Lengths
     tokens: tuple[np.ndarray, ...]
+    masks: tuple[np.ndarray | None, ...] = ()
     epoch: int = 0
     state_after: dict[str, Any] = field(default_factory=dict)
 

@@ -158,7 +158,7 @@ def in_the_background(folder: Path, fails: bool) -> list[Any]:
                 run.save(folder / "saved", background=True)
                 found.append(len(checkpoint.newest_first(folder / "saved")))
                 if fails and run.rank == 1:  # where its file would be
-                    run._writer._written()
+                    run._writer._finished_table()
                     run._writer._failed = OSError(28, "no space left")
     except HeadraceError as error:
         torch.distributed.barrier()

@@ -215,9 +215,14 @@ def _faulty(fault, *args):
     elif fault == "token count":
         Lengths.predicted = property(lambda self: self.total)
     elif fault == "label at the border":
-        objective_module.NextToken.example = lambda self, d, sample: (d, np.append(d[1:], d[:1]))
+        objective_module.NextToken.example = lambda self, d, sample, mask: (
+            d,
+            np.append(d[1:], d[:1]),
+        )
     elif fault == "count of the masks":
-        objective_module.Masked.count = lambda self, lengths: round(self.share * lengths.total)
+        objective_module.Masked.count = lambda self, lengths, masks: round(
+            self.share * lengths.total
+        )
     elif fault == "sum of the push":
         ServedRows.add = _lose_one_weight(ServedRows.add)
     return _steps(*args)
