@@ -95,7 +95,7 @@ print("the loop has ended")
 """
 
 
-@pytest.mark.parametrize("how", ["in order", "twice", "too late"])
+@pytest.mark.parametrize("how", ["in order", whole("twice"), whole("too late")])
 def test_a_last_line_is_true(how: str, tmp_path: Path) -> None:
     """Catches a process that goes on after a second signal or its grace, a last line that promises
     what was not written, and code behind the loop that runs after a signal."""
