@@ -9,6 +9,10 @@ import forecasts
 import pytest
 
 from benchmarks.scripts import Ran, run
+from headrace.engine.robustness import DOUBT
+from headrace.spec.hardware import DEVICES
+
+ROOT = forecasts.FOLDER.parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +75,44 @@ def test_what_was_fitted_is_what_stands_in_the_library() -> None:
         known = forecasts.IMPLEMENTATIONS[implementation].on[family]
         for name in forecasts.FITTED[implementation, family]:
             assert getattr(known, name) == pytest.approx(getattr(best, name), rel=0.05), name
+
+
+def test_the_words_are_those_of_the_results(ran: Ran) -> None:
+    """Catches numbers in README and docs that the comparison does not print."""
+    assert ran.numbers is not None
+    rows = ran.numbers["rows"]
+    stored = json.loads((ROOT / "benchmarks/results/forecasts.json").read_text())["rows"]
+    assert [row["run"] for row in stored] == [row["run"] for row in rows]
+    for row, then in zip(rows, stored, strict=True):
+        assert row["forecast"] == pytest.approx(then["forecast"], rel=1e-6)
+    others = [row for row in rows if row["what"] == "tokens/s" and not row["fitted"]]
+    errors = [abs(row["ratio"] - 1) for row in others]
+    plain = [abs(row["ideal"] - 1) for row in others]
+    memory = sorted(abs(row["ratio"] - 1) for row in rows if row["what"] == "memory")
+    page = " ".join((ROOT / "docs/concepts/costs.md").read_text().split())
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    runs = len(forecasts.runs()[0])
+    assert f"with {len(rows)} published numbers of {runs} runs" in page
+    assert f"Of the {len(others)} rows that nothing was fitted to" in page
+    assert (
+        f"off by {median(errors):.1%} in the median and {max(errors):.0%}".replace("%", " %")
+        in page
+    )
+    assert f"is off by {median(plain):.0%}, and by {max(plain):.0%}".replace("%", " %") in page
+    assert f"within {memory[-2]:.1%}".replace("%", " %") in page
+    assert (
+        f"by {median(errors):.1%} in the median and {max(errors):.0%}".replace("%", " %") in readme
+    )
+    assert f"of {len(others)} published runs that nothing was fitted to" in readme
+    near = sum(error < DOUBT / 2 for error in errors)
+    assert near / len(errors) > 0.9
+
+
+def test_the_table_of_kernels_is_the_library_s() -> None:
+    """Catches a page that shows other efficiencies than forecasts are made with."""
+    page = (ROOT / "docs/concepts/costs.md").read_text()
+    for name, kernels in forecasts.IMPLEMENTATIONS.items():
+        line = next(row for row in page.splitlines() if row.startswith(f"| `{name}` |"))
+        shown = [float(cell) for cell in line.split("|")[3:7]]
+        found = kernels.on_device(DEVICES["h100"])
+        assert shown == [found.products, found.attention, found.passes, found.exposed], name

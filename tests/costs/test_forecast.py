@@ -149,6 +149,48 @@ def test_memory_by_hand() -> None:
     assert full.peak == full.states + full.working + full.activations + full.passing
 
 
+@pytest.mark.parametrize(
+    ("text", "weights", "gradients", "states"),
+    [
+        ("DP 8", 1, 1, 1),
+        ("DP 2 x CP 4", 1, 1, 1),  # replicas beside context hold everything
+        ("DP 2 x FSDP 4", 4, 4, 4),
+        ("DP 2 x FSDP 4 x CP 2", 8, 8, 8),
+        ("ZERO1 4 x CP 2", 1, 1, 8),
+        ("ZERO2 4 x CP 2", 1, 8, 8),
+        ("FSDP 3 x CP 5", 15, 15, 15),
+        ("CP 8", 8, 8, 8),
+        ("FSDP 4 x TP 2 x PP 2", 4, 4, 4),
+    ],
+)
+def test_what_a_layout_spreads(text: str, weights: int, gradients: int, states: int) -> None:
+    """Catches states that are spread over ranks that hold all weights and gradients, a context that
+    counts in one of the three only, and weights that nobody holds."""
+    layout = FixedLayout.parse(text)
+    assert layout.weight_shards == weights
+    assert layout.gradient_shards == gradients
+    assert layout.state_shards == states
+    found = hr.forecast(LLAMA, "h100", text, sequence_tokens=512, implementation=made_up()).memory
+    count = parameter_count(LLAMA) / (layout.tensor * layout.stages)
+    spread = 12 if layout.states > 1 else 16
+    assert found.states == pytest.approx(spread * count / states, rel=1e-6)
+    whole = {1: 0 if states == 1 else 2 * count + (2 * count if layout.states > 1 else 0)}
+    if weights == 1:
+        assert found.working == pytest.approx(whole[1], rel=1e-6)
+
+
+def test_gradients_of_replicas_are_summed_once_a_step() -> None:
+    """Catches a sum over too few ranks where replicas share sequences, and one in every
+    micro-batch."""
+    link = quick(inside=1e9)
+    bare = seconds(link, "CP 2", implementation=made_up(exposed=0.0))
+    found = seconds(link, "DP 2 x CP 2") - bare
+    assert found == pytest.approx(2 * 2 * parameter_count(LLAMA) * 3 / 4 / 1e9, rel=1e-6)
+    more = seconds(link, "DP 2 x CP 2", accumulation=3)
+    alone = seconds(link, "CP 2", accumulation=3, implementation=made_up(exposed=0.0))
+    assert more - alone == pytest.approx(found, rel=1e-6)
+
+
 def test_rates_and_what_they_assume_are_told() -> None:
     """Catches tokens of one device for those of all, utilisation without the causal half, and an
     assumption that is not named."""

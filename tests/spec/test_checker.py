@@ -16,6 +16,7 @@ from headrace.spec import (
     check_programs,
     compile_plan,
 )
+from headrace.spec.checker import check_world
 from headrace.spec.program import connected
 
 BUCKETS = 3
@@ -158,6 +159,23 @@ def test_a_planted_fault_is_found_by_its_rule(name: str) -> None:
     programs = changed(compile_plan(PAIR, BUCKETS), rank, change)
     with pytest.raises(ProgramError, match=text):
         check_programs(programs, PAIR, BUCKETS)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_by_the_check_of_a_world(name: str) -> None:
+    """Catches a quicker check of all ranks that lets through what the walk of all finds."""
+    rank, change, _ = FAULTS[name]
+    programs = changed(compile_plan(PAIR, BUCKETS), rank, change)
+    with pytest.raises(ProgramError):
+        check_world(programs, PAIR, BUCKETS)
+    check_world(compile_plan(PAIR, BUCKETS), PAIR, BUCKETS)
+
+
+def test_the_check_of_a_world_wants_one_order() -> None:
+    """Catches ranks that are each sound and wait for each other, as each was checked alone."""
+    turned = put(f"{F0} {B0} {F1} {B1}", f"{F1} {B1} {F0} {B0}")
+    with pytest.raises(ProgramError, match="rule 2"):
+        check_world(changed(compile_plan(PAIR, BUCKETS), 1, turned), PAIR, BUCKETS)
 
 
 SOUND: dict[str, Change] = {

@@ -119,7 +119,7 @@ def _rehearsal(config: Config, flags: RehearseFlags) -> Rehearsal:
     hardware = Hardware.parse(config.devices.hardware or "cpu")
     kernels = Implementation.named(config.devices.implementation)
     hardware = replace(hardware, device=kernels.applied(hardware.device))
-    _, methods = considered(config.planner, a, ranks, gpu=hardware.device.name != "cpu")
+    _, methods = considered(config.planner, a, ranks, gpu=not hardware.device.is_cpu)
     length = parse_count(flags.length) if flags.length else 0
     return Rehearsal(
         architecture=a,
@@ -138,7 +138,7 @@ def _rehearsal(config: Config, flags: RehearseFlags) -> Rehearsal:
 def _dtype(flags: RehearseFlags, config: Config, hardware: Hardware) -> torch.dtype:
     """The type of numbers, whose speed the hardware must know; raises ConfigError for another."""
     known = hardware.device.flops_per_s
-    name = flags.dtype or config.devices.dtype_on(gpu=hardware.device.name != "cpu")
+    name = flags.dtype or config.devices.dtype_on(gpu=not hardware.device.is_cpu)
     if name not in known:
         raise ConfigError("--dtype", got=repr(name), wanted=f"one of {', '.join(known)}")
     dtype = getattr(torch, name)

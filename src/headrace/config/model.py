@@ -271,7 +271,7 @@ class DevicesConfig(Section):
         if self.hardware is None:
             return self.dtype_on(gpu=False)
         device = Hardware.parse(self.hardware).device
-        usual = self.dtype_on(gpu=device.name != "cpu")
+        usual = self.dtype_on(gpu=not device.is_cpu)
         if self.dtype == "auto" and usual not in device.flops_per_s:
             return next(iter(device.flops_per_s))  # the one in which it was measured
         return usual

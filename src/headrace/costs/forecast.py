@@ -8,7 +8,8 @@ The parts of a step of L layers, for a micro-batch of T tokens in sequences of s
     memory       bytes of memory-bound operators, passed over so often, over the memory's rate
     launches     kernels of a layer, one after the other
     tensor       2 (t - 1) u sent forward and 3 (t - 1) u backward by each branch, hidden by nothing
-    context      2 (c - 1) k u forward, three times as much backward, of which a share is hidden
+    context      2 (c - 1) k u forward, three times as much backward: what takes longer than the
+                 attention beside it
     weights      a gather forward, a gather and a scatter backward for every micro-batch where
                  weights are spread, of which a share is hidden
     recompute    selective: first products of both branches again; full: the forward again
@@ -27,6 +28,7 @@ from math import ceil
 from typing import Any, Literal, get_args
 
 from headrace.costs.rates import Assumed, Rates
+from headrace.costs.sources.formulas import first_elements, layer_elements, touched_units
 from headrace.costs.sources.roofline import speeds_of
 from headrace.errors import CostError
 from headrace.spec.architecture import Architecture, parameter_count
@@ -235,12 +237,6 @@ class _Step:
     def stage_layers(self) -> int:
         return self.model.layers // self.layout.stages
 
-    @property
-    def layer_elements(self) -> int:
-        a = self.model
-        kv = a.kv_heads * a.head_features
-        return 2 * a.hidden * (a.hidden + kv) + (3 if a.gated else 2) * a.hidden * a.ffn
-
     def seconds(self) -> float:
         """Seconds of the step: micro-batches through the slowest stage, and what is paid once."""
         lay, device = self.layout, self.hardware.device
@@ -259,21 +255,13 @@ class _Step:
         """Seconds of a layer's forward and backward, its recompute included."""
         a, lay = self.model, self.layout
         speeds = speeds_of(self.hardware, 2, self.implementation)
-        k = a.kv_heads * a.head_features / a.hidden
         tokens = self.tokens / lay.group
-        attention = 2 * a.hidden * a.hidden * (1 + k)
-        products = 2 * tokens * self.layer_elements / speeds.flops_per_s
-        first = 2 * tokens * attention * (1 + 2 * k) / (2 + 2 * k)
-        matrices = 3 if a.gated else 2
-        first += 2 * tokens * matrices * a.hidden * a.ffn * (matrices - 1) / matrices
-        first /= speeds.flops_per_s
+        products = 2 * tokens * layer_elements(a) / speeds.flops_per_s
+        first = 2 * tokens * first_elements(a) / speeds.flops_per_s
         seen = self.sequence + speeds.block_tokens if a.causal else 2 * self.sequence
         core = 2 * a.hidden * tokens * seen / speeds.core_flops_per_s
-        wide = a.ffn / a.hidden
         touch = self.unit_bytes / speeds.touched_bytes_per_s
-        there = (12 + 4 * k + matrices * wide) * touch
-        back = (18 + 4 * k + (5 if a.gated else 3) * wide) * touch
-        again = (6 + 4 * k + matrices * wide) * touch
+        there, back, again = (units * touch for units in touched_units(a))
         tensor, tensor_back = self._tensor_s()
         ring, ring_back = self._context_s(core)
         launch = speeds.launch_s
@@ -311,11 +299,11 @@ class _Step:
         """Seconds of a gather of a layer's weights and of a scatter of its gradients that nothing
         hides."""
         lay = self.layout
-        ranks = max(lay.weight_shards, lay.gradients)
+        ranks = lay.gradient_shards
         if ranks == 1:
             return 0.0, 0.0
         exposed = self.implementation.on_device(self.hardware.device).exposed
-        whole = 2 * self.layer_elements / lay.tensor
+        whole = 2 * layer_elements(self.model) / lay.tensor
         seconds = exposed * self._spread_s(ranks, lay.tensor, whole)
         return seconds, seconds
 
@@ -342,24 +330,24 @@ class _Step:
     def _replicas(self, elements: float) -> float:
         """Seconds of the gradients of replicas, summed once a step, that nothing hides."""
         lay = self.layout
-        ranks = lay.replicas * lay.states
+        ranks = lay.data * lay.context // lay.gradient_shards
         if ranks == 1:
             return 0.0
         exposed = self.implementation.on_device(self.hardware.device).exposed
-        return 2 * exposed * self._spread_s(ranks, lay.group, 2 * elements)
+        apart = lay.tensor * lay.gradient_shards
+        own = 2 * elements / lay.gradient_shards
+        return 2 * exposed * self._spread_s(ranks, apart, own)
 
     def memory(self) -> LayoutMemory:
         """Bytes of the device with the most, by what they are of."""
         a, lay = self.model, self.layout
         elements = parameter_count(a) / (lay.tensor * lay.stages)
         spread, ends = _STATE_BYTES, a.vocabulary * a.hidden / lay.tensor
-        working = 0.0
+        working = 0.0 if lay.state_shards == 1 else 2 * elements
         if lay.weight_shards > 1:  # two layers, the embedding and the head are there whole
-            working = 2 * (2 * self.layer_elements / lay.tensor + 2 * ends)
+            working = 2 * (2 * layer_elements(self.model) / lay.tensor + 2 * ends)
         elif lay.states > 1:
             working, spread = 4 * elements, _STATE_BYTES - 4  # weights and gradients in 16 bits
-        elif lay.gradients > 1:
-            working = 2 * elements
         every, kept = self._units_kept()
         flying = min(self.accumulation, lay.stages)
         layer = 2 * (every - kept) * self.unit_bytes

@@ -62,7 +62,8 @@ def roofline(
     if dtype not in _ELEMENT_BYTES:
         raise CostError("dtype", got=repr(dtype), wanted=f"one of {', '.join(_ELEMENT_BYTES)}")
     known = Hardware.parse(hardware) if isinstance(hardware, str) else hardware
-    margin = memory_margin_of(known.device.name) if memory_margin is None else memory_margin
+    kind = "cpu" if known.device.is_cpu else known.device.name
+    margin = memory_margin_of(kind) if memory_margin is None else memory_margin
     if isinstance(implementation, str):
         implementation = Implementation.named(implementation)
     return roofline_costs(

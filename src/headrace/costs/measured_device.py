@@ -17,7 +17,7 @@ from pathlib import Path
 
 from headrace.costs.cost_model import CostModel
 from headrace.costs.saving import save_whole
-from headrace.costs.sources.formulas import touched_units
+from headrace.costs.sources.formulas import layer_elements, touched_units
 from headrace.costs.sources.roofline import KERNELS
 from headrace.errors import CostError
 from headrace.spec.architecture import Architecture
@@ -62,11 +62,9 @@ def measured_device(
     whole = layer.forward + layer.backward
     h = model.hidden
     attention = (7 if model.causal else 14) * h / whole.a if whole.a > 0 else product_flops_per_s
-    k = model.kv_heads * model.head_features / h
-    weights = 2 * h * h * (1 + k) + (3 if model.gated else 2) * h * model.ffn
     diagonal_s = whole.a if model.causal else 0.0  # each token sees itself
-    rest_s = whole.b - 6 * weights / product_flops_per_s - diagonal_s
-    touched = touched_units(model) * h * element_bytes
+    rest_s = whole.b - 6 * layer_elements(model) / product_flops_per_s - diagonal_s
+    touched = sum(touched_units(model)[:2]) * h * element_bytes
     moved = touched / rest_s if rest_s > 0 else copied_bytes_per_s
     return Device(
         name=name,
@@ -77,6 +75,7 @@ def measured_device(
         attained_matmul=1.0,
         attained_attention=min(1.0, attention / product_flops_per_s),
         attained_memory=min(1.0, moved / copied_bytes_per_s),
+        family="cpu" if name == "cpu" else "",
         source=f"measured with a layer of {model} in {dtype}; links are assumed",
     )
 

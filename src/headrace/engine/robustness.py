@@ -23,8 +23,8 @@ from headrace.units import percent_text
 __all__ = ["Robustness", "doubted", "for_the_worst", "robustness"]
 
 DOUBT = 0.2
-"""The share by which efficiencies of a roofline are doubted: two thirds of published runs are
-forecast within a tenth, nearly all within two (``benchmarks/forecasts.py``)."""
+"""The share by which efficiencies of a roofline are doubted: more than nine tenths of published
+runs are forecast within half of it (``benchmarks/forecasts.py``), other kernels may not be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

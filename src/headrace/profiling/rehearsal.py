@@ -133,7 +133,7 @@ class Rehearsal:
     def _absent(self) -> str:
         """The kind of tensors that have shapes only: a GPU's run its kernels, a CPU's those of a
         CPU."""
-        return "cpu" if self.hardware.device.name == "cpu" else "meta"
+        return "cpu" if self.hardware.device.is_cpu else "meta"
 
     def _tensors(self) -> AbstractContextManager[object]:
         """Shapes only, or real tensors."""

@@ -80,14 +80,25 @@ class FixedLayout:
 
     @property
     def weight_shards(self) -> int:
-        """Ranks over which the weights of a stage's part of a tensor are spread."""
-        alone = self.states == self.gradients == self.replicas == 1
-        return self.shards * (self.context if alone else 1)
+        """Ranks over which the weights of a stage's part of a tensor are spread: those of ``FSDP``,
+        and those of the context beside them or alone."""
+        alone = self.data == 1
+        return self.shards * (self.context if alone or self.shards > 1 else 1)
+
+    @property
+    def gradient_shards(self) -> int:
+        """Ranks over which the gradients of the same are spread in every micro-batch."""
+        if self.gradients > 1:
+            return self.gradients * self.context
+        return self.weight_shards
 
     @property
     def state_shards(self) -> int:
-        """Ranks over which the optimizer's states of the same are spread."""
-        return self.shards * self.states * self.gradients * self.context
+        """Ranks over which the optimizer's states of the same are spread; 1 where every replica
+        has all of them."""
+        if self.states > 1:
+            return self.states * self.context
+        return self.gradient_shards
 
     @classmethod
     def parse(cls, text: str) -> FixedLayout:

@@ -68,6 +68,11 @@ class Device:
             if field.name.startswith("attained"):
                 _check_attained(self.name, field.name, getattr(self, field.name))
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether this is a CPU, or was measured on one."""
+        return self.family == "cpu"
+
     def to_json(self) -> dict[str, Any]:
         """The device as JSON, which :meth:`from_json` reads back."""
         return asdict(self) | {"kind": "device"}
@@ -264,6 +269,7 @@ _DEVICES = (
         attained_memory=0.65,
         source="measured: one core of a two-core x86 server with AVX-512 at 3.7 GHz, one thread, "
         "torch's own products, attention, copies and calls; memory: half of a small machine",
+        family="cpu",
     ),
 )
 

@@ -42,8 +42,10 @@ __all__ = [
     "FORMULA_METHODS",
     "Speeds",
     "feed_forwards_of",
+    "first_elements",
     "formula_model",
     "group_sizes_of",
+    "layer_elements",
     "layer_options",
     "touched_units",
 ]
@@ -253,11 +255,36 @@ def layer_options(
     return found
 
 
-def touched_units(a: Architecture) -> float:
-    """Activations u that memory-bound operators of a layer read and write, forward and backward,
-    each once."""
+def touched_units(a: Architecture) -> tuple[float, float, float]:
+    """Activations u that memory-bound operators of a layer read and write, each once: forward,
+    backward, and when the first products of both branches run again."""
     k, wide = a.kv_heads * a.head_features / a.hidden, a.ffn / a.hidden
-    return sum(_attention_units(k)[:2]) + sum(_feed_forward_units(a.gated, wide)[:2])
+    attention, feed_forward = _attention_units(k), _feed_forward_units(a.gated, wide)
+    forward, backward, again = (sum(pair) for pair in zip(attention, feed_forward, strict=True))
+    return forward, backward, again
+
+
+def layer_elements(a: Architecture) -> int:
+    """Elements of the matrices of a layer."""
+    return _attention_elements(a) + _feed_forward_elements(a)
+
+
+def first_elements(a: Architecture) -> float:
+    """Elements of the matrices that come first in both branches: those to q, k and v, and those to
+    the features of the feed-forward."""
+    k, matrices = a.kv_heads * a.head_features / a.hidden, 3 if a.gated else 2
+    projected = (1 + 2 * k) / (2 + 2 * k)
+    return _attention_elements(a) * projected + _feed_forward_elements(a) * (1 - 1 / matrices)
+
+
+def _attention_elements(a: Architecture) -> int:
+    """Elements of the matrices to q, k and v, and of the one behind attention."""
+    return 2 * a.hidden * (a.hidden + a.kv_heads * a.head_features)
+
+
+def _feed_forward_elements(a: Architecture) -> int:
+    """Elements of the matrices of the feed-forward: two, and a third for a gate."""
+    return (3 if a.gated else 2) * a.hidden * a.ffn
 
 
 def _attention_units(k: float) -> tuple[float, float, float]:
@@ -405,11 +432,6 @@ def formula_model(
     )
 
 
-def _layer_weights(a: Architecture) -> int:
-    kv = a.kv_heads * a.head_features
-    return 2 * a.hidden * (a.hidden + kv) + (3 if a.gated else 2) * a.hidden * a.ffn
-
-
 def _working_bytes(s: Speeds, *, in_place: bool) -> int:
     """Bytes of a weight that is worked with, and of its gradient: none of the gradient where the
     rank that works with it stores it, and none at all where its type is the stored one, too."""
@@ -424,14 +446,14 @@ def _sharded_bytes(a: Architecture, s: Speeds, weights: int, p: int, devices: in
     if p == 1:
         return weights * _working_bytes(s, in_place=devices == 1)
     each = 0 if p == devices else _working_bytes(s, in_place=False)  # stored rows are worked with
-    return -(-weights // p) * each + _layer_weights(a) * _working_bytes(s, in_place=False)
+    return -(-weights // p) * each + layer_elements(a) * _working_bytes(s, in_place=False)
 
 
 def _gather_s(a: Architecture, s: Speeds, p: int) -> tuple[float, float]:
     """Forward gathers a layer; backward gathers it again and scatters its fp32 gradient. Only what
     nothing hides counts."""
     each, start = s.sending(p, "gather")
-    rows = _layer_weights(a) * (p - 1) / p * each
+    rows = layer_elements(a) * (p - 1) / p * each
     forward = rows * s.element_bytes + start
     backward = rows * (s.element_bytes + s.sum_bytes) + 2 * start
     return forward * s.exposed, backward * s.exposed
