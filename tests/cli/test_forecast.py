@@ -160,6 +160,41 @@ def test_a_damaged_measurement_is_refused(config: Path, tmp_path: Path, capsys, 
     assert "Traceback" not in err
 
 
+def test_a_folder_for_the_measurement_is_asked_for_first(
+    config: Path, tmp_path: Path, capsys
+) -> None:
+    """Catches minutes of measuring whose result cannot be written."""
+    path = tmp_path / "nowhere" / "device.json"
+    code, out, err = call(capsys, "profile", config, "--efficiency", path)
+    assert (code, out) == (2, "")
+    assert "--efficiency" in err
+    assert "folder that exists" in err
+
+
+def test_a_cpu_that_was_measured_is_a_cpu(config: Path, tmp_path: Path, capsys) -> None:
+    """Catches a measured CPU with the links, the type or the free memory of a GPU."""
+    a = Architecture(layers=2, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocabulary=257)
+    cpu = Hardware.parse("cpu")
+    made = measured_device(
+        roofline_costs(cpu, 1, a, element_bytes=4),
+        a,
+        name="cpu",
+        dtype="float32",
+        element_bytes=4,
+        product_flops_per_s=1e11,
+        copied_bytes_per_s=4e10,
+    )
+    save_device(tmp_path / "device.json", made)
+    text = f"measured:{tmp_path}/device.json"
+    code, out, err = call(capsys, "plan", config, *LENGTHS, "--json", "--hardware", text)
+    assert code == 0, err
+    assumed = json.loads(out)["plans"][0]["forecast"]["assumed"]
+    assert assumed["hardware"] == f"{text}+shared-memory+ethernet-100g"
+    assert assumed["precision"] == "float32"
+    free, memory = assumed["kept_free_bytes"], assumed["memory_bytes"]
+    assert free / memory == pytest.approx(0.3, abs=0.01)
+
+
 @pytest.mark.slow
 def test_one_rank_s_profile_writes_its_device(tmp_path: Path, capsys) -> None:
     """Catches a flag that writes nothing, or what cannot be read back."""

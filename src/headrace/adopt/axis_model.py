@@ -951,7 +951,7 @@ class AxisModel:
         return self.inputs.get(name)
 
     def _at(self, dims: Dims) -> int | None:
-        """The dim of the samples."""
+        """The dim along which the samples of a tensor stand."""
         names = (self.batch or "",)
         return dims.names.index(names) if names in dims.names else None
 

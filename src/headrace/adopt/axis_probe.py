@@ -89,7 +89,7 @@ class ProbeShards(AxisShards):
 
     @property
     def rank(self) -> int:
-        """The one that is played."""
+        """The rank whose shard is being computed."""
         return self.part or 0
 
     def begun(self, axis: str, task: int) -> Self:

@@ -64,7 +64,7 @@ class TokenReader:
         self.fields = None
 
     def length(self, sample: Item) -> int:
-        """The tokens of a sample."""
+        """How many tokens a sample has."""
         return len(sample[self.tokens])
 
 

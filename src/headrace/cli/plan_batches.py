@@ -56,7 +56,7 @@ class _Work:
         return self.planner.costs
 
     def plans(self) -> Iterator[Planned]:
-        """The plan of every batch."""
+        """Plan one batch after the other, each knowing the plan before it."""
         previous: Plan | None = None
         for step, batch in enumerate(self.batches):
             request = PlanRequest(lengths=batch, step=step, previous=previous)

@@ -17,6 +17,7 @@ from headrace.costs.paradyse import HybridModel, fit_hybrid, need_scikit_learn
 from headrace.costs.sources.measured import fit_parts, not_fitting_notes
 from headrace.engine.measured_costs import measured_costs
 from headrace.engine.rank import Rank, launch, open_rank
+from headrace.errors import ConfigError
 from headrace.native.machine import copied_bytes_per_s, matmul_flops_per_s
 from headrace.spec.hardware import MEASURED, Device
 from headrace.spec.profile import Profile
@@ -34,6 +35,9 @@ def profile(config_path: Path, flags: ProfileFlags) -> int:
     """
     if flags.hybrid:
         need_scikit_learn()
+    if flags.efficiency is not None and not flags.efficiency.absolute().parent.is_dir():
+        wanted = "a file in a folder that exists"
+        raise ConfigError("--efficiency", got=flags.efficiency, wanted=wanted)
     config = Config.load(config_path, *overrides(flags.changes, {"devices.ranks": flags.ranks}))
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"

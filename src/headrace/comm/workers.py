@@ -331,7 +331,7 @@ class PlanAhead(Generic[Item, Plan, After]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End all producers."""
+        """End the processes that produce, finished or not."""
         self.close()
 
     def close(self) -> None:

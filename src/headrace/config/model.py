@@ -47,7 +47,7 @@ def cache_folder(given: str | Path | None = None) -> Path:
 
 
 class RunConfig(Section):
-    """The run as a whole."""
+    """Name, steps, seed and folder of the run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run; its folder is ``OUT/NAME-DATE-TIME`` unless ``--out`` says otherwise."""
@@ -335,7 +335,7 @@ class JobConfig(Protocol):
 
     @property
     def run(self) -> RunConfig:
-        """The run as a whole."""
+        """Name, steps, seed and folder of the run."""
         ...
 
     @property

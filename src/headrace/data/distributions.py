@@ -24,7 +24,7 @@ class Distribution(Protocol):
 
     @property
     def longest(self) -> int:
-        """No length is above this."""
+        """The most tokens that a drawn length can have."""
         ...
 
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
@@ -126,7 +126,7 @@ class Resampled:
 
     @property
     def longest(self) -> int:
-        """The longest of the list."""
+        """The most tokens of a listed length."""
         return max(self.lengths)
 
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
@@ -152,7 +152,7 @@ class Mixture:
 
     @property
     def longest(self) -> int:
-        """The longest of any part."""
+        """The most tokens that a length of any part can have."""
         return max(part.longest for part in self.parts)
 
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:

@@ -292,7 +292,7 @@ class MeasuredDocuments(Protocol):
 
     @property
     def name(self) -> str:
-        """What a person calls it."""
+        """The name of the data set in messages and reports."""
         ...
 
     @property

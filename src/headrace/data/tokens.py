@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """What a person calls it."""
+        """The name of the tokenizer in messages and reports."""
         ...
 
     @property

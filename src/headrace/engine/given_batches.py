@@ -159,7 +159,7 @@ class GivenOrder:
         )
 
     def _read(self, samples: Iterable[Any]) -> list[Item]:
-        """Samples as tensors."""
+        """Samples as the reader makes them of what a loop gave: tensors by name."""
         if isinstance(samples, (dict, torch.Tensor, str)):
             raise DataError(
                 "samples",

@@ -187,7 +187,7 @@ class SampleOrder(Protocol):
         ...
 
     def first(self) -> Item:
-        """Some sample, to look at."""
+        """A sample of the data set, from which names and shapes are known."""
         ...
 
     def facts(self) -> dict[str, Any]:

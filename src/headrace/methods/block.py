@@ -55,7 +55,7 @@ def activation_of(architecture: Architecture) -> Activation:
 
 
 def all_heads(architecture: Architecture) -> Heads:
-    """All heads of the model."""
+    """A shape of heads that has all heads of the model."""
     return Heads(queries=architecture.heads, keys=architecture.kv_heads)
 
 

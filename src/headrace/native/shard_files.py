@@ -87,7 +87,7 @@ class Interval:
 
     @property
     def stop(self) -> int:
-        """The row after the last."""
+        """The first row behind the interval."""
         return self.first_row + self.rows
 
     @property

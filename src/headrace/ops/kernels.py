@@ -73,7 +73,7 @@ class CpuFlash:
     documents: int = 1
 
     def supports(self, q: torch.Tensor) -> bool:
-        """Any tensor of a CPU."""
+        """Whether a tensor is on a CPU, whatever its type and shape."""
         return q.device.type == "cpu"
 
     def forward(

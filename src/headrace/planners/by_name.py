@@ -114,7 +114,7 @@ def _sizes(table: PriceTable) -> list[PriceTable]:
 
 
 def _nothing_s(_: PriceTable) -> float:
-    """No bound is known."""
+    """Zero seconds: nothing is known that a schedule cannot beat."""
     return 0.0
 
 

@@ -93,7 +93,7 @@ class _Program:
             self._row(s)
 
     def _row(self, s: int) -> None:
-        """Fill the row of edge s."""
+        """Fill the row of the table whose micro-batches begin at edge s."""
         row = np.full(self.units + 1, np.inf)
         came = np.full((self.units + 1, 3), -1, dtype=np.int64)
         none = np.full(self.units, np.inf)

@@ -152,7 +152,7 @@ class StrategySelector:
 
     @property
     def _layers(self) -> int:
-        """Layers of the model."""
+        """How many layers the model has."""
         return self.costs.shape.layers
 
     def _selection(self, pack: tuple[int, ...], strategies: Strategies) -> Selection:

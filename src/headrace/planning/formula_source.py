@@ -70,7 +70,7 @@ class FormulaSource:
 
     @property
     def bound(self) -> Bound:
-        """The bound of all plans."""
+        """Seconds that no plan of the table beats."""
         if not self.problem.apart or self.problem.others is not None:
             return self._low
         rows = BoundRows.of(self.table)

@@ -143,7 +143,7 @@ class _Sequences:
 
     @classmethod
     def of(cls, table: PriceTable) -> _Sequences:
-        """All runs of a table."""
+        """Make the runs of consecutive sequences of a table."""
         caps = np.array([[float(scheme.most_tokens)] for scheme in table.schemes])
         room = table.ranks * table.batch.run_values / caps
         return cls(devices=table.devices, rows=BoundRows.of(table), room=room)

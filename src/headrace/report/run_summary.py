@@ -50,7 +50,7 @@ class RunSummary:
 
 
 def summed_up(run: Run) -> RunSummary:
-    """The numbers of a run."""
+    """Sum up the steps of a run: means, totals and the worst peak."""
     steps = run.warm
     seconds = [step.step_s for step in steps]
     planned = [step.planned for step in steps]

@@ -391,7 +391,7 @@ class WeightSpec:
 
     @property
     def rows(self) -> int:
-        """Length of the first dim."""
+        """Length of the first dim of the weight."""
         return self.shape[0]
 
     @property

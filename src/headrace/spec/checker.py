@@ -448,7 +448,7 @@ def _check_pushes_within(rank: int, parts: Parts, jobs: Sequence[_Job]) -> None:
 
 
 def _check_world_order(rank: int, parts: Parts, bucket_count: int) -> None:
-    """Rule 1, after rule 4."""
+    """Rule 1, after rule 4: pulls, pushes and the update stand in the order of all ranks."""
     buckets = range(bucket_count)
     pulls, pushes = (Pull(bucket=b) for b in buckets), (Push(bucket=b) for b in reversed(buckets))
     order = (part for part, _ in parts if isinstance(part, Pull | Push | Update))

@@ -53,7 +53,7 @@ class OneProcess:
         return tensor
 
     def wait_for_everyone(self) -> None:
-        """Does nothing."""
+        """Return at once: there is nobody to wait for."""
 
     def unwrap_model(self, model: Any, *args: Any, **named: Any) -> Any:
         """The model in wrappers of Accelerate, and in a stand-in."""
