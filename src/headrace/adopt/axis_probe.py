@@ -155,8 +155,9 @@ class ProbeShards(AxisShards):
         return kept
 
     def is_part(self, part: torch.Tensor, kept: torch.Tensor) -> bool:
-        """Whether one tensor is this rank's part of another, whatever its dims are: alike, or with
-        the axis somewhere in the one dim that differs, behind places that all ranks have."""
+        """Whether ``part`` is what this rank should have of ``kept``: both are equal, or they
+        differ in one dim, which is the axis or has it flattened with others as (outer, axis,
+        inner), behind first places, such as class tokens, that every rank has."""
         if part.shape == kept.shape:
             return _alike(part, kept)
         other = [
@@ -172,6 +173,7 @@ class ProbeShards(AxisShards):
         if rest or first < 0 or not _alike(part.narrow(dim, 0, first), kept.narrow(dim, 0, first)):
             return False
         inside, outside = (x.narrow(dim, first, x.shape[dim] - first) for x in (part, kept))
+        # The axis may lie at any depth of a flattened dim: try every number of outer places.
         return any(
             _alike(
                 inside.unflatten(dim, (outer, count, each // outer)),

@@ -195,7 +195,7 @@ def attend(
         window     tokens that a query sees with itself, 0 for all; below 0 it sees those of its
                    chunk, of so many tokens of its document
         joins      keep q, k and v where no exchange brought others
-        sinks      [N] a score of each head that takes its share and gives nothing
+        sinks      [N] one more score of each head in the softmax's denominator, without a value
         returns    [t, N, D], what was kept, its log-sum-exp, the serial number
 
     Raises ModelError where the tokens are others than those of the placement.
@@ -218,6 +218,7 @@ def attend(
         out, saved = core.forward(qkv)
         if sinks is not None:
             out, saved = sunk(out, saved, sinks)
+    # What a switched core saves holds q, k and v already, as they were exchanged.
     *parts, lse = (qkv, *saved) if joins and not isinstance(core, SwitchedCore) else saved
     kept = torch.cat([part.reshape(-1) for part in parts]) if parts else q.new_empty(0)
     return out.contiguous(), kept, lse.reshape(-1).clone(), torch.tensor([now.serial])
@@ -349,11 +350,13 @@ def _(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keep results for the backward, and the inputs where the attention kept nothing itself."""
     q, k, v, _, causal, window, _, sinks = inputs
-    kept = output[1]
+    _, kept, _, serial = output
     ctx.save_for_backward(*output, sinks, *(() if _holds(kept) else (q, k, v)))
     ctx.rest = k.shape[1], causal, window
-    if not torch.compiler.is_compiling() and not isinstance(output[3], FakeTensor):
-        ctx.placement = _placements.get(int(output[3]))
+    if not torch.compiler.is_compiling() and not isinstance(serial, FakeTensor):
+        # Placements are held weakly: this one must live until the backward looks it up by its
+        # serial number, which has no value while a graph is traced.
+        ctx.placement = _placements.get(int(serial))
     ctx.set_materialize_grads(False)
 
 

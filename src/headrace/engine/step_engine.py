@@ -136,13 +136,14 @@ class PlanRunner(Protocol[Batch, Handed]):
         ...
 
     def update(self, number: int, loss: float) -> tuple[float, float | None]:
-        """Add up the gradients of all ranks and take one step of the optimizer, unless that is left
-        to the loop, or the loss or the gradient's norm is not finite: then weights and optimizer
-        stay as they were. Collective.
+        """Add up the gradients of all ranks, then take one step of the optimizer. No step is taken,
+        and weights and optimizer stay as they were, where the loop takes it itself, or where the
+        loss or the gradient's norm is not finite. Collective.
 
         Args:
             number: The step.
-            loss: The loss, as the end of the attempt knows it.
+            loss: The loss of the batch, as far as the ranks knew it when the forwards and backwards
+                had ended.
 
         Returns:
             The loss of the batch and the norm of its gradient before clipping, the same on all

@@ -157,7 +157,9 @@ class Partial:
     def add(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Iterable[Block]
     ) -> None:
-        """Add keys, ``blocks`` counting in rows of ``q`` [Q, N, D] and k, v [K, G, D]."""
+        """Attend ``q`` [Q, N, D] to more keys ``k`` and values ``v`` [K, G, D] and merge what comes
+        out. ``blocks`` say which scores count, by rows of ``q`` and of ``k``. A rank may have no
+        heads (N = 0)."""
         backend = _backend(q)
         for run in runs_of(blocks, backend.documents) if q.shape[1] else ():
             self.merge(run.queries.start, *_forward(backend, q, k, v, run))

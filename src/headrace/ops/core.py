@@ -208,9 +208,10 @@ class _AttendedTurned(torch.autograd.Function):
 def attended_again(
     core: Core, project: Callable[[torch.Tensor], tuple[Turned, torch.Tensor]], x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the first result of ``project(x)``; returns the heads and ``project``'s second
-    result, which is x. Saves x, the heads and what the core needs; q, k and v are recomputed in the
-    backward. ``project`` must not communicate activations."""
+    """Attention over the q, k and v that ``project(x)`` makes; returns the heads, and x for the
+    residual sum. ``project`` gives x again beside q, k and v, so that the backward adds both
+    gradients of x in one place. Saves x, the heads and what the core needs; the backward runs
+    ``project`` again, which therefore must not communicate activations."""
     return _AttendedAgain.apply(core, project, x)  # type: ignore[no-any-return]
 
 

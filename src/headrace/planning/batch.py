@@ -86,9 +86,11 @@ class Chains:
         return free
 
     def sent_s(self, times: Sequence[Times]) -> dict[int, float]:
-        """Seconds until each pipeline of ``last`` has sent its gradients, by its number."""
+        """Seconds from the start of the step until each pipeline that is the last of some rank has
+        sent its gradients, by the pipeline's number."""
         free = self.free_s(times)
-        return {g: free[g] + times[g][2] for g in self.last}
+        sending = [sending_s for _, _, sending_s in times]
+        return {g: free[g] + sending[g] for g in self.last}
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,11 +462,12 @@ class PriceTable:
 
     def exposed_s(self, k: int, first_s: float, last_s: float) -> tuple[float, float]:
         """Estimated seconds that ranks wait: for weights before a pipeline of scheme k that starts
-        with the step, and for gradients after it. The forward of its first micro-batch, of
-        ``first_s``, hides some of the pull; the backward of its last, of ``last_s``, some of the
-        push."""
+        with the step, and for gradients after it. ``first_s`` and ``last_s`` are seconds of its
+        first and last micro-batch, forward and backward: the forward of the one hides some of the
+        pull, the backward of the other some of the push."""
         if not self.push_s:
             return 0.0, 0.0
+        # A rank moves the weights of its own stage only.
         pull_s, push_s = self.pull_s / self.depth[k], self.push_s / self.depth[k]
         waited_s = pull_s - first_s * _FORWARD
         behind_s = push_s - last_s * (1 - _FORWARD)
@@ -512,11 +515,11 @@ def prices(frontier: Frontier, lengths: Floats) -> Floats:
 
 
 def _longer(frontier: Frontier, lengths: Floats, out: Floats) -> None:
-    """Write the seconds of :func:`prices` to ``out`` [3, sequences] for ``lengths`` [sequences]
-    that only rows with larger capacities hold."""
+    """Write the seconds of :func:`prices` to ``out`` [3, sequences] for ``lengths`` [sequences],
+    longest first, that do not fit the row of the smallest capacity but fit a later one."""
     if not len(lengths):
         return
-    first = np.searchsorted(frontier.limits, lengths)
+    first = np.searchsorted(frontier.limits, lengths)  # rows that hold each; the last is the least
     if len(frontier.caps) * len(lengths) <= _FEW_PRICES:
         _least(frontier.columns(int(first[-1])), lengths, out, held=True)
         return

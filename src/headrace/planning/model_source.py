@@ -58,6 +58,9 @@ class ModelSource:
     flat: Bound | None = None
 
     def __post_init__(self) -> None:
+        """Make what is offered: the strategies that are listed; or, where none is, a table of the
+        schemes without stages for each way to hold weights, less those that another dominates, and
+        the bound of these."""
         problem, longest, index = self.problem, self.batch.tokens[0], self.batch.order[0]
         if problem.strategies:
             require_strategies(problem, problem.strategies, longest, index)
@@ -66,7 +69,7 @@ class ModelSource:
         require_fit(problem, longest, index)
         for weights in problem.holding:
             table = self._table(problem.pricing.groups(weights))
-            if table is not None and not any(_rules(other, table) for other in self._groups):
+            if table is not None and not any(_dominates(other, table) for other in self._groups):
                 self._groups.append(table)
         if self._groups:
             rows = BoundRows.joined([*map(BoundRows.of, self._groups)])
@@ -232,7 +235,7 @@ class ModelSource:
             if not own or not self._promises(rows.only(own), best_s):
                 continue
             table = self._table(pricing.nested("sharded", pair))
-            if table is None or (replicated is not None and _rules(replicated, table)):
+            if table is None or (replicated is not None and _dominates(replicated, table)):
                 continue
             if self._promises(BoundRows.of(table), best_s):
                 yield table
@@ -288,7 +291,7 @@ def _larger_last(schedule: Assignment) -> bool:
     return turned_s < schedule.expected_s
 
 
-def _rules(table: PriceTable, beaten: PriceTable) -> bool:
+def _dominates(table: PriceTable, beaten: PriceTable) -> bool:
     """Whether every sequence is at least as quick by ``table`` as by ``beaten`` on each size, and
     both have the same sizes."""
     if table.width != beaten.width:

@@ -111,15 +111,16 @@ def _tries(
 
 
 def likely(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
-    """An estimate of what :func:`pack` gives: equal micro-batches by the usual row, the longest of
-    which takes at least as long as the longest sequence."""
+    """An estimate of the seconds that :func:`pack` gives, without packing: as few micro-batches as
+    the tokens need, by the usual row and equal, but that the longest takes no less than the longest
+    sequence alone. ``members`` are longest first; no micro-batches are listed."""
     seconds, room = table.seconds(k), table.room(k)
     count = max(1, -(-sum([room[i] for i in members]) // table.cap[k]))
     total_s = sum([seconds[i] for i in members]) + table.c[k] * count
     longest_s = max(total_s / count, seconds[members[0]] + table.c[k])
     next_s = (total_s - longest_s) / (count - 1) if count > 1 else longest_s
     total_s += (table.depth[k] - 1) * longest_s
-    return Packed(total_s, (), (), (), longest_s, next_s)
+    return Packed(seconds=total_s, bins=(), rows=(), times=(), longest_s=longest_s, next_s=next_s)
 
 
 def _priced(bins: Bins, tokens: Sequence[int], frontier: Frontier) -> tuple[list[float], list[int]]:

@@ -118,9 +118,10 @@ class Frontier:
         )
 
     def columns(self, first: int) -> Columns:
-        """The columns of the rows from ``first`` on, each [rows, 1]."""
-        a, b, c, share, caps = self._columns
-        return a[first:], b[first:], c[first:], share[first:], caps[first:]
+        """Columns a, b, c, c / cap and cap of the rows from ``first`` on, each [rows, 1] to meet
+        the lengths of sequences."""
+        a, b, c, c_per_token, caps = self._columns
+        return a[first:], b[first:], c[first:], c_per_token[first:], caps[first:]
 
     @cached_property
     def quick(self) -> Columns:

@@ -50,7 +50,8 @@ _MOST_TENSOR = 8
 """Largest tensor degree that is proposed, the ranks of a usual machine."""
 
 _PAYS = 2e-3
-"""Least share of device-seconds that a scheme with stages or tensor blocks must save."""
+"""Share of device-seconds by which groups must beat a scheme with stages or tensor blocks for it to
+be left out; of like ones it stays."""
 
 _LENGTHS = 40
 """Number of lengths for which schemes are compared, up to the longest that one holds."""
@@ -178,7 +179,8 @@ class Pricing:
         return self._priced[key]
 
     def strategy(self, strategy: Strategy, weights: Working) -> tuple[PricedScheme, ...] | None:
-        """The schemes of a strategy; None when one of them fits nothing."""
+        """The schemes of a strategy, priced with the working weights held one way; None where
+        memory leaves one of them no room for a token."""
         found = [self.price(scheme, weights) for scheme, _ in strategy.counts]
         holding = tuple(priced for priced in found if priced is not None)
         return holding if len(holding) == len(found) else None
@@ -289,8 +291,9 @@ class Pricing:
 def _paying(
     deeper: Sequence[PricedScheme], groups: Sequence[PricedScheme]
 ) -> tuple[PricedScheme, ...]:
-    """Those of the ``deeper`` schemes on which sequences of some length take clearly fewer
-    device-seconds than on every one of ``groups`` that is as quick for them."""
+    """The ``deeper`` schemes, with stages or tensor blocks, less those that never pay: for
+    sequences of every length that they hold, some one of ``groups``, without stages, is as quick
+    and takes clearly fewer device-seconds."""
     most = max((scheme.most_tokens for scheme in deeper), default=1)
     lengths = np.geomspace(most, 1, _LENGTHS).round()
     with np.errstate(invalid="ignore"):
@@ -298,10 +301,11 @@ def _paying(
         found = list[PricedScheme]()
         for scheme in deeper:
             alone, _, spread = prices(scheme.frontier, lengths)
-            late_s, area = scheme.depth * alone * (1 + _PAYS), scheme.devices * spread
+            as_quick_s = scheme.depth * alone * (1 + _PAYS)  # prices are of one stage
+            device_s = scheme.devices * spread
             beaten = ~np.isfinite(alone)
             for devices, (other, _, shared) in known:
-                beaten |= (other <= late_s) & (devices * shared <= area * (1 - _PAYS))
+                beaten |= (other <= as_quick_s) & (devices * shared <= device_s * (1 - _PAYS))
             if not beaten.all():
                 found.append(scheme)
     return tuple(found)

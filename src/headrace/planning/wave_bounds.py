@@ -113,8 +113,9 @@ class _Interval:
 def _bounded(
     sequences: _Sequences, sample: _Sequences, ends_s: Floats, prices: Floats
 ) -> list[_Interval]:
-    """An interval between each two neighbours of the rising ``ends_s``: its price is the best of
-    ``prices`` for the ``sample``, its bound that of all ``sequences`` at this price."""
+    """Intervals of the longest wave's seconds between neighbours of the rising ``ends_s``. The
+    price, of ``prices``, and each group's part of it are those that give the ``sample`` the highest
+    bound; the bound is that of all ``sequences`` at them, which holds for any price."""
     found = zip(pairwise(ends_s.tolist()), *_best(sample, ends_s, prices), strict=True)
     return [
         _Interval(

@@ -64,7 +64,8 @@ class BranchTarget:
         return ENDS if self.part is None else f"{self.part}:{self.option}"
 
     def order(self, a: Architecture) -> TokenOrder:
-        """How the tokens lie while it is measured: only causal work is uneven otherwise."""
+        """The order of tokens to measure in: the method's own where contiguous parts would give
+        ranks uneven work, which is causal attention on several ranks; else the natural one."""
         uneven = self.p > 1 and self.part == "attention" and a.causal
         return FACTS[self.method].order if uneven else "natural"
 

@@ -172,7 +172,7 @@ class Modelled(LinkClock):
     def __init__(self, hardware: Hardware) -> None:
         super().__init__(hardware)
         self._now_s = 0.0
-        self._handle: Any = None
+        self._handle: Any = None  # of the first exchange: every later one is answered with it
         self._flops = {**flop_registry, **FLOPS}
 
     def now(self) -> float:

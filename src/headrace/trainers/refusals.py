@@ -82,8 +82,10 @@ def kind_of(base: type) -> Kind:
 
 
 def require_combinable(trainer: Any, kind: Kind, *, budget: bool) -> None:
-    """Raise SpecError for what a trainer asks for that planned steps cannot give."""
+    """Raise SpecError for what a trainer asks for that planned steps cannot give; ``budget`` says
+    whether its steps are cut by a number of tokens."""
     args = trainer.args
+    # ``got`` is the text to show, or true: then ``what`` names the argument whose value is shown.
     for what, got, hint in (
         *_of_ranks(trainer),
         *_of_steps(trainer, budget=budget),

@@ -297,8 +297,9 @@ def _feed_forward_units(gated: bool, wide: float) -> tuple[float, float, float]:
 
 
 def _attention(g: _Group, facts: MethodFacts) -> _Branch:
-    """The costs of a method's attention on a group: the query-key-value products are ``first``, the
-    part that recompute runs again."""
+    """The costs of a method's attention on a group: of ``use`` the shares of linear and core work
+    of its busiest rank. The query-key-value products are ``first``, the part that recompute runs
+    again."""
     assert facts.attention_use is not None, "the method has formulas"
     a, k, use = g.a, g.k, facts.attention_use(g.a, g.p, g.r)
     weights = 2 * a.hidden * a.hidden * (1 + k)
