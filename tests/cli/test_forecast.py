@@ -160,11 +160,12 @@ def test_a_damaged_measurement_is_refused(config: Path, tmp_path: Path, capsys, 
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("name", ["nowhere/device.json", "."])
 def test_a_folder_for_the_measurement_is_asked_for_first(
-    config: Path, tmp_path: Path, capsys
+    name: str, config: Path, tmp_path: Path, capsys
 ) -> None:
     """Catches minutes of measuring whose result cannot be written."""
-    path = tmp_path / "nowhere" / "device.json"
+    path = tmp_path / name
     code, out, err = call(capsys, "profile", config, "--efficiency", path)
     assert (code, out) == (2, "")
     assert "--efficiency" in err

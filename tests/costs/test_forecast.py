@@ -62,9 +62,16 @@ def test_layouts_are_read_and_written(text: str) -> None:
     assert layout.devices == product
 
 
-@pytest.mark.parametrize("text", ["", "FSDP", "XP 8", "TP 2 x TP 4", "TP 0", "TP -2", "8"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "FSDP", "XP 8", "TP 2 x TP 4", "TP 0", "TP -2", "8"),
+        *("FSDP 4 x ZERO1 2", "ZERO1 4 x ZERO2 2", "ZERO2 2 x FSDP 8", "VP 2", "VP 2 x TP 4"),
+    ],
+)
 def test_layouts_that_say_nothing_are_refused(text: str) -> None:
-    """Catches a word that is dropped, and a part that counts twice."""
+    """Catches a word that is dropped or does nothing, a part that counts twice, and two that say
+    otherwise how states are spread."""
     with pytest.raises(SpecError, match="layout"):
         FixedLayout.parse(text)
 
@@ -174,9 +181,9 @@ def test_what_a_layout_spreads(text: str, weights: int, gradients: int, states: 
     count = parameter_count(LLAMA) / (layout.tensor * layout.stages)
     spread = 12 if layout.states > 1 else 16
     assert found.states == pytest.approx(spread * count / states, rel=1e-6)
-    whole = {1: 0 if states == 1 else 2 * count + (2 * count if layout.states > 1 else 0)}
-    if weights == 1:
-        assert found.working == pytest.approx(whole[1], rel=1e-6)
+    if weights == 1:  # copies of 16 bits where states are spread, of gradients where these are not
+        copies = (0 if states == 1 else 2) + (2 if layout.states > 1 else 0)
+        assert found.working == pytest.approx(copies * count, rel=1e-6)
 
 
 def test_gradients_of_replicas_are_summed_once_a_step() -> None:
@@ -214,8 +221,10 @@ def test_rates_and_what_they_assume_are_told() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layout": "PP 3"}, "even stages"),
+        ({"layout": "PP 3"}, "in every part"),
+        ({"layout": "PP 4 x VP 3"}, "in every part"),
         ({"layout": "TP 16"}, "key-value head"),
+        ({"layout": "TP 7"}, "key-value head"),
         ({"local_batch": 0}, "at least one of each"),
         ({"recompute": "some"}, "none or selective or full"),
         ({"implementation": "eagre"}, "did you mean 'eager'"),

@@ -31,13 +31,15 @@ def profile(config_path: Path, flags: ProfileFlags) -> int:
 
     ``--efficiency`` also writes what one device attains, for rooflines of many.
     ``--hybrid`` fits hybrid costs too: a table of their own, or the key "hybrid" of the JSON.
-    Raises MissingExtra before anything is measured when they cannot be fitted here.
+    Raises, before anything is measured, MissingExtra when they cannot be fitted here, and
+    ConfigError when the file of ``--efficiency`` cannot be written.
     """
     if flags.hybrid:
         need_scikit_learn()
-    if flags.efficiency is not None and not flags.efficiency.absolute().parent.is_dir():
+    path = flags.efficiency
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         wanted = "a file in a folder that exists"
-        raise ConfigError("--efficiency", got=flags.efficiency, wanted=wanted)
+        raise ConfigError("--efficiency", got=path, wanted=wanted)
     config = Config.load(config_path, *overrides(flags.changes, {"devices.ranks": flags.ranks}))
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"

@@ -176,10 +176,11 @@ def forecast(
     spread = FixedLayout.parse(layout) if isinstance(layout, str) else layout
     if isinstance(implementation, str):
         implementation = Implementation.named(implementation)
-    if model.layers % spread.stages or spread.tensor > model.tensor_ranks:
+    parts = spread.stages * spread.virtual_stages
+    if model.layers % parts or model.kv_heads % spread.tensor or model.ffn % spread.tensor:
         got = f"{spread} for {counted(model.layers, 'layer')} of {model.kv_heads} key-value heads"
         raise CostError(
-            "layout of a forecast", got=got, wanted="layers in even stages, a head each"
+            "layout of a forecast", got=got, wanted="as many layers and heads in every part"
         )
     step = _Step(
         model=model,

@@ -177,6 +177,18 @@ def _alone(
     return schedules
 
 
+def _of_all(prepare: Prepare, least_s: Bounded, meaning: str, role: Role = _BY_NAME) -> Baseline:
+    """A planner that decides for all batches at once, of tables of any schemes."""
+    return Baseline(
+        role=role,
+        schedules=_alone(lambda tables, seed: prepare(tables, seed, None)),
+        least_s=least_s,
+        staged=True,
+        prepare=prepare,
+        meaning=meaning,
+    )
+
+
 BASELINES: Mapping[str, Baseline] = {
     "static": Baseline(
         schedules=_static,
@@ -221,34 +233,26 @@ BASELINES: Mapping[str, Baseline] = {
         least_s=accumulated_s,
         meaning="a size per bucket, accumulation steps to end together (Data-Centric Parallel)",
     ),
-    "max-length": Baseline(
-        schedules=_alone(lambda tables, _: max_length(tables)),
-        least_s=_best_static_s,
-        staged=True,
-        prepare=lambda tables, *_: max_length(tables),
-        meaning="one scheme, packs as long as the longest sequence (Megatron-LM)",
+    "max-length": _of_all(
+        lambda tables, *_: max_length(tables),
+        _best_static_s,
+        "one scheme, packs as long as the longest sequence (Megatron-LM)",
     ),
-    "token-balance": Baseline(
-        schedules=_alone(lambda tables, _: token_balance(tables)),
-        least_s=_best_static_s,
-        staged=True,
-        prepare=lambda tables, *_: token_balance(tables),
-        meaning="one scheme, the same tokens for every pipeline",
+    "token-balance": _of_all(
+        lambda tables, *_: token_balance(tables),
+        _best_static_s,
+        "one scheme, the same tokens for every pipeline",
     ),
-    "hydraulis": Baseline(
-        schedules=_alone(hydraulis),
-        least_s=_nothing_s,
-        staged=True,
-        prepare=lambda tables, seed, _: hydraulis(tables, seed),
-        meaning="strategies by a dynamic program, sequences by greedy trials (Hydraulis)",
+    "hydraulis": _of_all(
+        lambda tables, seed, _: hydraulis(tables, seed),
+        _nothing_s,
+        "strategies by a dynamic program, sequences by greedy trials (Hydraulis)",
     ),
-    "switching": Baseline(
-        role=replace(_BY_NAME, costs=("pipelines",), semantics=("free",)),
-        schedules=_alone(lambda tables, _: switching(tables)),
-        least_s=_nothing_s,
-        staged=True,
-        prepare=lambda tables, _, parameters: switching(tables, parameters),
-        meaning="up to three homogeneous strategies in turn, by length (HotSPa-like)",
+    "switching": _of_all(
+        lambda tables, _, parameters: switching(tables, parameters),
+        _nothing_s,
+        "up to three homogeneous strategies in turn, by length (HotSPa-like)",
+        replace(_BY_NAME, costs=("pipelines",), semantics=("free",)),
     ),
 }
 

@@ -471,6 +471,7 @@ class PriceTable:
         pull_s, push_s = self.pull_s / self.depth[k], self.push_s / self.depth[k]
         waited_s = pull_s - first_s * _FORWARD
         behind_s = push_s - last_s * (1 - _FORWARD)
+        # Embedding and first layer lie whole on one stage, so what nothing hides stays as large.
         waited_s = max(waited_s, self.unhidden * self.pull_s)
         return waited_s, max(behind_s, self.unhidden * self.push_s)
 

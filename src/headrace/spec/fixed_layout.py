@@ -46,7 +46,8 @@ class FixedLayout:
             (``VP``).
 
     Raises:
-        SpecError: For sizes below one.
+        SpecError: For sizes below one, for more than one of ``ZERO1``, ``ZERO2`` and ``FSDP``, and
+            for ``VP`` without ``PP``.
     """
 
     replicas: int = 1
@@ -62,6 +63,15 @@ class FixedLayout:
         for part in fields(self):
             if (size := getattr(self, part.name)) < 1:
                 raise SpecError(f"{part.name} of a layout", got=size, wanted=">= 1")
+        if sum(size > 1 for size in (self.states, self.gradients, self.shards)) > 1:
+            raise SpecError(
+                "layout",
+                got=str(self),
+                wanted="one of ZERO1, ZERO2 and FSDP",
+                hint="DP beside one of them says how many times there is everything",
+            )
+        if self.virtual_stages > 1 and self.stages == 1:
+            raise SpecError("layout", got=str(self), wanted="VP beside PP")
 
     @property
     def devices(self) -> int:

@@ -140,7 +140,8 @@ def test_stored_shards_give_the_gradients_of_copies(ranks: int, method: str) -> 
             for one, same in zip(sums, other[2], strict=True):
                 np.testing.assert_allclose(same, one, rtol=1e-3, atol=1e-5 * norm)
             for one, same in zip(weights, other[3], strict=True):
-                np.testing.assert_allclose(same, one, atol=3e-2)  # Adam's signs of nothing
+                apart = np.abs(same - one) > 1e-4  # of a gradient of nothing Adam takes the sign
+                assert apart.mean() < 0.01, apart.mean()
     first, last = wide[0][0], wide[0][-1]
     assert last[0] != pytest.approx(first[0], rel=1e-3), "the weights were updated"
 

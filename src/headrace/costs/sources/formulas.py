@@ -272,9 +272,14 @@ def layer_elements(a: Architecture) -> int:
 def first_elements(a: Architecture) -> float:
     """Elements of the matrices that come first in both branches: those to q, k and v, and those to
     the features of the feed-forward."""
+    attention, feed_forward = _first_shares(a)
+    return attention * _attention_elements(a) + feed_forward * _feed_forward_elements(a)
+
+
+def _first_shares(a: Architecture) -> tuple[float, float]:
+    """The shares of both branches' elements in the matrices that come first."""
     k, matrices = a.kv_heads * a.head_features / a.hidden, 3 if a.gated else 2
-    projected = (1 + 2 * k) / (2 + 2 * k)
-    return _attention_elements(a) * projected + _feed_forward_elements(a) * (1 - 1 / matrices)
+    return (1 + 2 * k) / (2 + 2 * k), (matrices - 1) / matrices
 
 
 def _attention_elements(a: Architecture) -> int:
@@ -302,13 +307,12 @@ def _attention(g: _Group, facts: MethodFacts) -> _Branch:
     again."""
     assert facts.attention_use is not None, "the method has formulas"
     a, k, use = g.a, g.k, facts.attention_use(g.a, g.p, g.r)
-    weights = 2 * a.hidden * a.hidden * (1 + k)
-    projected = (1 + 2 * k) / (2 + 2 * k)
+    linear = g.gemms(_attention_elements(a), use.linear)
     return _Branch(
         use=use,
-        linear=g.gemms(weights, use.linear),
+        linear=linear,
         core=g.core(use.core),
-        first=g.gemms(weights * projected, use.linear),
+        first=linear * _first_shares(a)[0],
         touched=_attention_units(k),
     )
 
@@ -318,12 +322,11 @@ def _feed_forward(g: _Group, facts: MethodFacts) -> _Branch:
     part that recompute runs again."""
     assert facts.feed_forward_use is not None, "the method has formulas"
     a, use = g.a, facts.feed_forward_use(g.a, g.p, g.r)
-    matrices = 3 if a.gated else 2
-    linear = g.gemms(matrices * a.hidden * a.ffn, use.linear)
+    linear = g.gemms(_feed_forward_elements(a), use.linear)
     return _Branch(
         use=use,
         linear=linear,
-        first=linear * ((matrices - 1) / matrices),
+        first=linear * _first_shares(a)[1],
         touched=_feed_forward_units(a.gated, a.ffn / a.hidden),
     )
 
