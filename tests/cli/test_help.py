@@ -19,6 +19,7 @@ COMMANDS = [
     "plan",
     "simulate",
     "forecast",
+    "papers",
     "profile",
     "rehearse",
     "report",

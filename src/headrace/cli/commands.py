@@ -23,6 +23,7 @@ __all__ = [
     "doctor",
     "export",
     "forecast",
+    "papers",
     "plan",
     "profile",
     "rehearse",
@@ -354,3 +355,28 @@ def config(*, schema: Switch = False) -> int:
     from headrace.cli.reference import print_config
 
     return print_config(schema=schema)
+
+
+@app.command
+def papers(name: str | None = None, *, quick: Switch = False, out: Path | None = None) -> int:
+    """Hold the claims of the papers beside what headrace gets, a row each; needs a clone.
+
+    Each row says theirs, ours, the ratio, whether ours is measured or simulated and with which
+    costs, and why, where it is behind:
+
+        headrace papers
+        headrace papers dcp --quick
+
+    Parameters
+    ----------
+    name
+        The paper (autosp, dcp, dsp, hydraulis, paradyse) or planner, which holds one planner for
+        everything beside each paper's decisions alone; all of them when left out.
+    quick
+        Fewer cells and repetitions.
+    out
+        Folder to write the rows to, as NAME.json.
+    """
+    from headrace.cli.paper_claims import papers as run
+
+    return run(name, quick=quick, out=out)
