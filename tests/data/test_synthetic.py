@@ -53,6 +53,9 @@ def test_presets_have_the_published_shares(name: str) -> None:
 def test_presets_against_facts_they_were_not_made_from() -> None:
     """Catches a preset whose inside is far from the corpus though its quantiles are right."""
     assert drawn(PRESETS["wikipedia"]).mean() == pytest.approx(1013.6, rel=0.1)
+    assert drawn(PRESETS["pg19-books"]).mean() == pytest.approx(100_100, rel=0.05)
+    assert drawn(PRESETS["rollouts"]).mean() == pytest.approx(1174, rel=0.05)
+    assert max(PRESETS["rollouts"].draw(8192, np.random.default_rng(0))) > 18_000
     code = summarise_lengths(drawn(PRESETS["github-code"]), name="x")
     assert code.bin_documents[0] == pytest.approx(0.657, abs=0.005)
     assert code.longest > 250_000

@@ -41,8 +41,8 @@ class Improvement:
         step_work: Sequences placed in these steps.
     """
 
-    packed: int = 5
-    polished: int = 2
+    packed: int = 8
+    polished: int = 4
     steps: int = 100
     step_work: int = 20_000
 
@@ -60,9 +60,14 @@ class Improvement:
         Returns:
             All packed schedules, the quickest first.
         """
-        made = list(found)
-        for draft in self._various(drafts):
+        made, drafts = list(found), sorted(drafts, key=lambda draft: draft.expected_s)
+        several = bool(drafts) and not _are_few(drafts)
+        for draft in self._various(drafts) if several else drafts:
             known_s = min((schedule.expected_s for schedule in made), default=inf)
+            # The first draft may be the only one that packing makes much slower.
+            limit_s = max(known_s, drafts[0].expected_s) * (1 + 2 * NEAR)
+            if several and draft.expected_s > limit_s:
+                continue
             if not draft.is_late(known_s * (1 + NEAR)):
                 made.append(Assignment.of(draft.table, draft.groups, draft.source))
         made.sort(key=lambda schedule: schedule.expected_s)
@@ -80,24 +85,28 @@ class Improvement:
                 made.sort(key=lambda schedule: schedule.expected_s)
         return made
 
-    def _various(self, drafts: Iterable[Draft]) -> list[Draft]:
-        """The best drafts, of several tables, as packing may reorder them; all of few sequences
-        where packing is quick."""
-        drafts = sorted(drafts, key=lambda draft: draft.expected_s)
-        if not drafts:
-            return []
-        fluid = any(any(draft.table.fluid) for draft in drafts)
-        if len(drafts[0].table.tokens) <= FEW and not fluid:
-            return drafts
-        limit_s, found = drafts[0].expected_s * (1 + 2 * NEAR), list[Draft]()
+    def _various(self, drafts: Sequence[Draft]) -> list[Draft]:
+        """The first of sorted drafts, of several tables, as packing may reorder them."""
+        found = list[Draft]()
         for shared in (max(1, self.packed - 1), self.packed):
             for draft in drafts:
-                if draft.expected_s > limit_s or len(found) == self.packed:
+                if len(found) == self.packed:
                     break
                 beside = sum(other.table is draft.table for other in found)
-                if draft not in found and beside < shared:
+                if beside < shared and not any(_same(draft, other) for other in found):
                     found.append(draft)
         return found
+
+
+def _are_few(drafts: Sequence[Draft]) -> bool:
+    """Whether drafts have so few sequences that packing all is quick."""
+    fluid = any(any(draft.table.fluid) for draft in drafts)
+    return len(drafts[0].table.tokens) <= FEW and not fluid
+
+
+def _same(draft: Draft, other: Draft) -> bool:
+    """Whether two drafts have the same pipelines with the same sequences."""
+    return draft.table is other.table and draft.groups == other.groups
 
 
 def improved(schedule: Assignment, *, target_s: float, steps: int) -> Assignment:

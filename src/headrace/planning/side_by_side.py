@@ -2,8 +2,8 @@
 
 Drafts come from fillings (:mod:`headrace.planning.filling`) in the least time in which they
 succeed. Many schemes to choose from mislead a filling, so it is done by families of schemes: those
-of one stage, then all; of each first those of which the devices are a power of two, which leave few
-devices over. Each filling is drafted as it is, and with its shorter sequences dealt out again.
+of one stage, then all, then those that share no sequence; of each first those of which the devices
+are a power of two, which leave few devices over. Each filling is drafted as it is, and with its shorter sequences dealt out again.
 
 Filling opens pipelines as sequences come, which is good where there are many pipelines. Few large
 ones are a choice of their own: from the best strategy known, 1, 2, 4, ... pipelines of a scheme
@@ -102,6 +102,9 @@ class SideBySide:
             families.append((single, 1.0))
         if not all(single):
             families += [([True] * len(table), bias) for bias in self.biases]
+            whole = [scheme.scheme.context == 1 for scheme in table.schemes]
+            if any(whole) and not all(whole):
+                families += [(whole, bias) for bias in self.biases]
         for family, bias in families:
             powers = [a and b for a, b in zip(family, even, strict=True)]
             for chosen in (powers, family) if any(powers) and powers != family else (family,):
