@@ -52,6 +52,7 @@ lint: $(READY) ## format, lint, types, spelling, dependencies, floors
 	$(BIN)/deptry src
 	$(BIN)/lint-imports
 	$(BIN)/python docs/make_reference.py --check
+	$(BIN)/python docs/make_benchmarks.py --check
 	$(BIN)/python docs/make_house.py --check
 	$(BIN)/python docs/count_flows.py --check
 
@@ -64,6 +65,7 @@ picture: $(READY) ## draw the plan that README.md shows anew
 
 reference: $(READY) ## write the generated pages and the drawing of the documentation anew
 	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_benchmarks.py
 	$(BIN)/python docs/make_house.py
 	$(BIN)/python docs/count_flows.py
 

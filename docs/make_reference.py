@@ -21,10 +21,13 @@ COMMANDS = (
     "train",
     "plan",
     "simulate",
+    "forecast",
     "profile",
+    "rehearse",
     "report",
     "verify",
     "export",
+    "papers",
     "doctor",
     "config",
 )

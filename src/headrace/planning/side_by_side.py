@@ -3,7 +3,8 @@
 Drafts come from fillings (:mod:`headrace.planning.filling`) in the least time in which they
 succeed. Many schemes to choose from mislead a filling, so it is done by families of schemes: those
 of one stage, then all, then those that share no sequence; of each first those of which the devices
-are a power of two, which leave few devices over. Each filling is drafted as it is, and with its shorter sequences dealt out again.
+are a power of two, which leave few devices over. Each filling is drafted as it is, and with its
+shorter sequences dealt out again.
 
 Filling opens pipelines as sequences come, which is good where there are many pipelines. Few large
 ones are a choice of their own: from the best strategy known, 1, 2, 4, ... pipelines of a scheme

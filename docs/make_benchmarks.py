@@ -1,0 +1,329 @@
+"""Writes what the documentation says of results from the files of benchmarks/results.
+
+docs/benchmarks.md is generated whole: every claim of the papers, and what headrace's own numbers
+are. In README.md the lines between the marks ``<!-- NAME -->`` and ``<!-- end of NAME -->`` are.
+
+python docs/make_benchmarks.py           write them
+python docs/make_benchmarks.py --check   exit 1 when they are not as written
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+from headrace.units import bytes_text, seconds_text
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
+
+PAPERS = {
+    "paradyse": "ParaDySe",
+    "dcp": "Data-Centric Parallel",
+    "dsp": "DSP",
+    "hydraulis": "Hydraulis",
+    "autosp": "AutoSP",
+}
+"""Papers by the names of their results, in the order of the page."""
+
+RESTRICTED = {
+    "methods": "methods of layers (ParaDySe)",
+    "sizes": "sizes of groups (FlexSP, DCP-inter)",
+    "recompute": "recompute (DCP-intra's half)",
+    "both": "sizes and recompute (DCP-intra)",
+    "tensor": "tensor and pipeline parallel (Hydraulis)",
+    "static": "nothing: the best static layout",
+    "bucket": "bucket parallel",
+    "packed": "packed parallel",
+}
+"""What a restricted planner chooses, by its name in the results."""
+
+METHODS = ("ulysses_z", "megatron_cz", "megatron_cz_gather", "megatron_ts", "metp")
+
+
+def read(name: str) -> dict[str, Any]:
+    """The results of a benchmark."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def machine(found: dict[str, Any]) -> str:
+    """Where results are from."""
+    own = found["machine"]
+    return f"{own['cores']} cores of an {own['host_cpu']}, torch {own['torch'].partition('+')[0]}"
+
+
+def rows(titles: Sequence[str], cells: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table."""
+    yield f"| {' | '.join(titles)} |"
+    yield f"|{'---|' * len(titles)}"
+    for own in cells:
+        yield f"| {' | '.join(own)} |"
+
+
+# What README says.
+
+
+def one_planner() -> Iterator[str]:
+    """How much one planner gains over each paper's decisions alone."""
+    found = read("papers/planner")["worlds"]
+    keys = list(dict.fromkeys((world["model"], world["devices"]) for world in found))
+    titles = ["what is chosen for a batch", *(f"{model.upper()} on {n}" for model, n in keys)]
+    cells = list[list[str]]()
+    for name, text in RESTRICTED.items():
+        cells.append([text])
+        for key in keys:
+            own = [world for world in found if (world["model"], world["devices"]) == key]
+            overs = [w["seconds"][name] / w["step_s"] for w in own if w["seconds"][name]]
+            cells[-1].append(f"{geometric_mean(overs):.2f}" if overs else "fits none")
+    best = [min(filter(None, w["seconds"].values())) / w["step_s"] for w in found]
+    laws = len({world["law"] for world in found})
+    yield (
+        f"One planner decides all that the papers decide apart. How many times as long steps take"
+        f" where less is chosen, on H100s by the roofline, geometric means over {laws} data sets"
+        f" (`headrace papers planner`):"
+    )
+    yield ""
+    yield from rows(titles, cells)
+    yield ""
+    yield (
+        f"Over the best of these for each batch it gains {geometric_mean(best):.2f} in the geometric"
+        f" mean, {min(best):.2f} at least and {max(best):.2f} at most."
+    )
+
+
+def main_job() -> Iterator[str]:
+    """The main job beside static choices and DistributedDataParallel."""
+    found = read("main_job")
+    own = found["side_by_side"]
+    rate = {name: own["tokens"] / seconds for name, seconds in own["seconds"].items()}
+    ours = rate["adaptive"]
+    yield (
+        f"The main job, {len(own['lengths'])} batches of 24Ki tokens with sequences of up to 8,192,"
+        f" side by side in one run (`python benchmarks/main_job.py`; {found['ranks']} ranks over"
+        f" gloo, {machine(found)}). headrace trains {ours:,.0f} tokens a second, which is"
+    )
+    yield ""
+    others = {
+        "ddp padded": "DistributedDataParallel with padding",
+        "ddp packed": "DistributedDataParallel with packing",
+        "static cp1": "groups of one always",
+        "static cp2": "groups of two always",
+    }
+    for name, text in others.items():
+        yield f"- {ours / rate[name]:.2f} times as fast as {text} ({rate[name]:,.0f} tokens/s)"
+    yield ""
+    alone = found["one_rank"]["seconds"]
+    yield (
+        "Two ranks of one machine talk nearly for free, so there is little to gain over the best"
+        f" static choice. On one rank it is {alone['hand-written'] / alone['headrace']:.2f} times as"
+        " fast as a hand-written loop over the plain model."
+    )
+
+
+def methods() -> Iterator[str]:
+    """Each method beside torch's own parallelism of its kind."""
+    case = next(c for c in read("methods")["cases"] if (c["case"], c["ranks"]) == ("model", 4))
+    yield (
+        "Each method against torch's own parallelism of its kind, four layers of 512 features,"
+        f" weights sharded, {case['ranks']} ranks on the same cores (`python benchmarks/methods.py`):"
+    )
+    yield ""
+    against = {row["name"]: row for row in case["against_torch"]}
+    yield from rows(
+        ("method", "torch's best of the kind", "times as fast, by CPU seconds", "of its bytes sent")
+        + ("of its peak memory",),
+        (
+            (
+                f"`{name}`",
+                against[name]["torch"],
+                f"{1 / against[name]['cpu_ratio']:.2f}",
+                f"{against[name]['sent_ratio']:.0%}".replace("%", " %"),
+                f"{against[name]['peak_ratio']:.0%}".replace("%", " %"),
+            )
+            for name in METHODS
+        ),
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
+
+
+def _span(shares: Sequence[float]) -> str:
+    return f"{100 * min(shares):.2g} to {_percent(max(shares))}"
+
+
+def truth() -> Iterator[str]:
+    """How far predictions are off."""
+    ranks = read("hetero")["ranks"]
+    simulated = {
+        n: median(
+            abs(p / m - 1)
+            for one in found["strategies"].values()
+            for p, m in zip(one["predicted_s"], one["measured_s"], strict=True)
+        )
+        for n, found in ranks.items()
+    }
+    errors = [
+        error
+        for world in read("costs")["worlds"]
+        for error in world["errors"]
+        if error["model"] == "quadratic"
+    ]
+    seconds = [error["median"] for error in errors if error["target"].endswith("_s")]
+    sizes = [error["median"] for error in errors if error["target"].endswith("_bytes")]
+    rehearsed = [
+        median(abs(row["ratio"] - 1) for row in case["rows"] if row["ratio"])
+        for case in read("rehearsal")["cases"]
+    ]
+    published = [
+        abs(row["ratio"] - 1)
+        for row in read("forecasts")["rows"]
+        if row["what"] == "tokens/s" and not row["fitted"]
+    ]
+    yield (
+        f"Predictions: the simulator's step is off by {_percent(simulated['2'])} in the median with"
+        f" one core a rank, by {_percent(simulated['4'])} with four ranks on two cores. At lengths"
+        f" left out of the fit seconds are off by {_span(seconds)} in the median, bytes by less than"
+        f" {_percent(1.2 * max(sizes))} (`python benchmarks/costs.py`); a rehearsed rank by"
+        f" {_span(rehearsed)} (`python benchmarks/rehearsal.py`); forecasts for hardware that is not"
+        f" at hand by {_percent(median(published))} in the median and {_percent(max(published))} at"
+        f" most of the tokens per second of {len(published)} published runs that nothing was fitted"
+        " to (`python benchmarks/forecasts.py`)."
+    )
+
+
+def switches() -> Iterator[str]:
+    """What changes of plans take and leave equal."""
+    change_s = max(
+        world["summary"]["change_s"]
+        for world in read("switching")["worlds"]
+        if world["summary"]["change_s"]
+    )
+    apart = read("convergence")["apart"]["worst"]
+    yield (
+        f"A change of method takes {seconds_text(change_s)} for four layers at most"
+        " (`python benchmarks/switching.py`). Two hundred steps with another strategy each give the"
+        f" losses of a static one to {apart:.1e} (`python benchmarks/convergence.py`)."
+    )
+
+
+def text_of(*parts: Iterator[str]) -> str:
+    """Paragraphs and tables, with a line between them."""
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def sections() -> dict[str, str]:
+    """README's generated lines by name."""
+    return {
+        "gains": text_of(one_planner()),
+        "measured": text_of(main_job(), methods(), truth(), switches()),
+    }
+
+
+# The page of all claims.
+
+
+def _number(number: float | list[float] | None, unit: str) -> str:
+    if number is None:
+        return "a picture"
+    if isinstance(number, list):
+        return f"{_number(number[0], unit)} to {_number(number[1], unit)}"
+    if unit == "bytes":
+        return bytes_text(round(number))
+    if unit == "fraction":
+        return _percent(number)
+    if unit == "tokens":
+        return f"{number:,.0f}"
+    if unit == "s":
+        return seconds_text(number)
+    return f"{number:,.3g}{'' if unit == 'times' else f' {unit}'}"
+
+
+def claims(name: str) -> Iterator[str]:
+    """A table of a paper's claims."""
+    found = read(f"papers/{name}")
+    own = found["claims"]
+    known = [row for row in own if row["verdict"]]
+    counts = {
+        word: sum(row["verdict"] == word for row in known) for word in ("ahead", "even", "behind")
+    }
+    yield (
+        f"{len(own)} rows, {len(known)} of which have a number to compare with:"
+        f" {counts['ahead']} ahead, {counts['even']} even, {counts['behind']} behind."
+        f" `headrace papers {name}` makes them; {machine(found)}."
+    )
+    yield ""
+    yield from rows(
+        ("claim", "theirs", "ours", "ratio", "", "how", "why"),
+        (
+            (
+                f"{row['where']}: {row['what']}".replace("|", "/"),
+                _number(row["theirs"], row["unit"]),
+                _number(row["ours"], row["unit"]),
+                "" if row["ratio"] is None else f"{row['ratio']:.2f}",
+                row["verdict"],
+                f"{row['how']}, {row['costs']}".replace("|", "/"),
+                row["why"].replace("|", "/"),
+            )
+            for row in own
+        ),
+    )
+
+
+def page() -> str:
+    """docs/benchmarks.md."""
+    lines = [
+        "# Benchmarks",
+        "",
+        "Made by `docs/make_benchmarks.py` from the files in `benchmarks/results`; every number here"
+        " and between the marks in README.md is from them. `make benchmarks` runs all anew.",
+        "",
+        "Each row of a paper says what it claims, what headrace gets, and how many times as good that"
+        " is (of what should be small: how many times as small). *Simulated* rows are by the costs"
+        " that are named; nothing here ran on a GPU unless it says so.",
+        "",
+        "## headrace's own",
+        "",
+        *sections().values(),
+    ]
+    for name, title in {**PAPERS, "planner": "One planner beside each paper alone"}.items():
+        if (RESULTS / "papers" / f"{name}.json").exists():
+            lines += [f"## {title}", "", *claims(name), ""]
+    return "\n".join(line.rstrip() for line in lines).rstrip("\n") + "\n"
+
+
+def readme() -> str:
+    """README.md with its generated lines made anew."""
+    text = README.read_text(encoding="utf-8")
+    for name, lines in sections().items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise SystemExit(f"README.md: no lines between {begin.strip()} and {end.strip()}")
+        text = f"{before}{begin}{lines}{end}{after}"
+    return text
+
+
+def main() -> int:
+    """Write or check both."""
+    stale = list[str]()
+    for path, text in ((PAGE, page()), (README, readme())):
+        if "--check" not in sys.argv[1:]:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(path.name)
+    if stale:
+        print(f"{', '.join(stale)}: not as the results say; run python docs/make_benchmarks.py")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
