@@ -168,15 +168,15 @@ def _size(static: Plan) -> int:
 
 def _result(name: str, plans: Sequence[Plan | None], problem: Problem) -> PlannerResult:
     """What a planner's plans say of each batch."""
-    return PlannerResult(
-        name=name, batches=tuple(made and _planned(made, problem) for made in plans)
-    )
-
-
-def _planned(made: Plan, problem: Problem) -> PlannedBatch:
-    return PlannedBatch(
-        seconds=made.predicted_s, strategy=str(made.strategy), idle=_idle(made, problem)
-    )
+    batches = [
+        None
+        if made is None
+        else PlannedBatch(
+            seconds=made.predicted_s, strategy=str(made.strategy), idle=_idle(made, problem)
+        )
+        for made in plans
+    ]
+    return PlannerResult(name=name, batches=tuple(batches))
 
 
 def _idle(made: Plan, problem: Problem) -> float | None:
