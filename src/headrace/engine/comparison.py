@@ -46,7 +46,8 @@ def compare(
 ) -> Comparison:
     """Compare headrace with what else could be done, over several batches.
 
-    Beside headrace stand the best single group size for all batches, as a launch script fixes it;
+    Beside headrace stand the best single group size for all batches, as a launch script fixes it
+    (groups without stages and tensor blocks);
     the best single size of each batch; bucket parallel and packed parallel, each with the best
     group size of each batch (the two classes that Data-Centric Parallel starts from). All know the
     same costs, methods and memory.
