@@ -106,7 +106,7 @@ def test_planners_are_compared(config: Path, capsys) -> None:
     compared = value["comparison"]
     plans = [Plan.from_json(batch["plan"]) for batch in value["batches"]]
     rows = {row["name"]: row for row in compared["planners"]}
-    assert list(rows)[0] == "headrace"
+    assert next(iter(rows)) == "headrace"
     assert rows["headrace"]["seconds"] == [plan.predicted_s for plan in plans]
     costs = formula_costs(Config.load(config), architecture_of(Config.load(config)), 3)
     for number, plan in enumerate(plans):

@@ -76,7 +76,7 @@ def test_a_histogram_of_numpy_draws_its_lengths(tmp_path: Path) -> None:
         ("length,count\nlong,1\n", "line 2: got 'long', wanted a finite number of tokens"),
         ("length,count\n", "got names alone, wanted a line of numbers"),
         ("length,count\n5,0\n", "not all zero"),
-        ("lenght,count\n512,3\n", "line 1: got lenght,count.*did you mean 'length'"),
+        ("lengths,count\n512,3\n", "line 1: got lengths,count.*did you mean 'length'"),
         ("512,30\n700,12\n", "line 1: got 2 columns without names, wanted a line of names"),
         ("edge_low,edge_high,count\n0,512,1\n400,900,1\n", "line 3: got one from 400"),
         ("edge_low,edge_high,count\n512,512,1\n", "line 2: got 512 to 512"),

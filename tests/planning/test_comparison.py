@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from headrace.spec.comparison import Comparison, PlannedBatch, PlannerResult
 NAMES = ("headrace", "best static of each batch", "best static", "bucket", "packed")
 MODEL = hr.Architecture.preset("llama-tiny")
 GIB = 2**30
+GUIDE = Path(__file__).parents[2] / "docs/guides/simulate.md"
 
 
 @pytest.fixture(scope="module")
@@ -205,3 +208,14 @@ def test_progress_is_told(problem: hr.Problem) -> None:
     hr.compare(batches, problem, progress=lambda *parts: told.append(parts))
     for what in ("planned batches", "compared batches"):
         assert [(done, of) for named, done, of in told if named == what] == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_the_guide_compares(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a line of the guide that does not run."""
+    [code] = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    values: dict[str, object] = {}
+    exec(code, values)
+    found = values["found"]
+    assert isinstance(found, Comparison)
+    assert len(found.plans) == 4
+    assert str(found) in capsys.readouterr().out

@@ -27,11 +27,11 @@ from headrace.spec.plan import Plan
 from headrace.spec.step import Planned, PlanRequest
 from headrace.units import bytes_text
 
-__all__ = ["Work", "fits", "prepare"]
+__all__ = ["PlanningWork", "fits", "prepare"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class PlanningWork:
     """What to plan: who plans it, the batches' lengths, and where the costs are from."""
 
     planner: StepPlanner
@@ -78,7 +78,7 @@ def fits(planned: Planned, costs: CostModel) -> str:
     return f"peak {bytes_text(peaks[rank])} of {bytes_text(costs.capacity_bytes)} (rank {rank})"
 
 
-def prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> Work:
+def prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> PlanningWork:
     """All that planning needs: batches from the data or from a distribution of lengths, costs, and
     what they assume; raises ConfigError for flags that exclude each other."""
     if flags.batches < 1:
@@ -108,7 +108,7 @@ def prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> Work:
     if pessimistic and not doubts:
         wanted = "costs of hardware that is not at hand (--hardware)"
         raise ConfigError("--pessimistic", got="measured costs", wanted=wanted)
-    return Work(
+    return PlanningWork(
         planner=planner,
         batches=batches,
         source=remark or costs.fingerprint,

@@ -11,7 +11,7 @@ from typing import Any
 import headrace
 from headrace.cli.display import tell
 from headrace.cli.flags import SimulateFlags
-from headrace.cli.planning_work import Work, fits, prepare
+from headrace.cli.planning_work import PlanningWork, fits, prepare
 from headrace.engine.comparison import compare_plans
 from headrace.engine.listener import ProgressLines
 from headrace.engine.plans import programs_of
@@ -68,7 +68,7 @@ def simulate(config_path: Path, flags: SimulateFlags) -> int:
     return 0
 
 
-def _clocked(work: Work, flags: SimulateFlags) -> list[_Clocked]:
+def _clocked(work: PlanningWork, flags: SimulateFlags) -> list[_Clocked]:
     """All batches planned, and run on the clock: the first, all where there are few ranks, and
     whatever a trace or the programs are asked of."""
     found, progress = list[_Clocked](), ProgressLines()
@@ -85,7 +85,7 @@ def _clocked(work: Work, flags: SimulateFlags) -> list[_Clocked]:
     return found
 
 
-def _print_batch(number: int, batch: _Clocked, work: Work, flags: SimulateFlags) -> None:
+def _print_batch(number: int, batch: _Clocked, work: PlanningWork, flags: SimulateFlags) -> None:
     """Print one batch's plan: what it takes, how full memory is, and of the first batch the picture
     of its ranks over time."""
     chosen, timeline = batch.planned.plan, batch.timeline
@@ -115,7 +115,7 @@ def _drawing(timeline: Timeline) -> str:
     return "\n".join(lines)
 
 
-def _json_of(batch: _Clocked, work: Work) -> dict[str, Any]:
+def _json_of(batch: _Clocked, work: PlanningWork) -> dict[str, Any]:
     """What is known of a batch; programs and timeline are null where the clock was not run."""
     timeline = batch.timeline
     return {
@@ -155,7 +155,7 @@ def _require_page(path: Path) -> None:
     require_page(path)
 
 
-def _write_page(comparison: Comparison, config_path: Path, work: Work, page: Path) -> None:
+def _write_page(comparison: Comparison, config_path: Path, work: PlanningWork, page: Path) -> None:
     """Write the page of the comparison, and say where it is."""
     from headrace.report.comparison_page import write_comparison
 

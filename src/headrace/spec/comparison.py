@@ -149,7 +149,7 @@ class Comparison:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all batches."""
+        """Tokens of all batches together."""
         return sum(plan.lengths.total for plan in self.plans)
 
     @property
