@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from headrace.costs.forecast import Forecast, forecast
     from headrace.engine.attach import attach
     from headrace.engine.attach_options import MeasureOptions, SampleOptions, SpreadOptions
+    from headrace.engine.comparison import compare
     from headrace.engine.plans import baselines, draw, plan, simulate
     from headrace.engine.training import profile, train
     from headrace.engine.training_run import TrainingRun
     from headrace.planning import Problem
     from headrace.simulator import peak_bytes
     from headrace.spec import Architecture, Cluster, Lengths, Plan, Strategy, Timeline
+    from headrace.spec.comparison import Comparison
     from headrace.spec.fixed_layout import FixedLayout
     from headrace.spec.implementation import Implementation
     from headrace.trainers.planned_trainer import trainer
@@ -44,6 +46,7 @@ __all__ = [
     "AxisExample",
     "AxisStage",
     "Cluster",
+    "Comparison",
     "Config",
     "CostModel",
     "FixedLayout",
@@ -63,6 +66,7 @@ __all__ = [
     "adapt",
     "attach",
     "baselines",
+    "compare",
     "compile",
     "costs",
     "draw",
@@ -87,6 +91,7 @@ _HOMES = {
     "headrace.config": ("Config",),
     "headrace.costs": ("CostModel",),
     "headrace.costs.forecast": ("Forecast", "forecast"),
+    "headrace.spec.comparison": ("Comparison",),
     "headrace.spec.fixed_layout": ("FixedLayout",),
     "headrace.spec.implementation": ("Implementation",),
     "headrace.config.planner_config": ("PlannerConfig",),
@@ -97,6 +102,7 @@ _HOMES = {
     "headrace.planning": ("Problem",),
     "headrace.simulator": ("peak_bytes",),
     "headrace.spec": ("Architecture", "Cluster", "Lengths", "Plan", "Strategy", "Timeline"),
+    "headrace.engine.comparison": ("compare",),
     "headrace.engine.plans": ("baselines", "draw", "plan", "simulate"),
     "headrace.engine.training_run": ("TrainingRun",),
     "headrace.engine.training": ("profile", "train"),

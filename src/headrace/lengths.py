@@ -9,36 +9,48 @@ from headrace.units import parse_count
 __all__ = ["batches", "draw", "parse"]
 
 
-def draw(distribution: str, *, tokens: int | str, seed: int = 0) -> Lengths:
+def draw(
+    distribution: str,
+    *,
+    tokens: int | str | None = None,
+    sequences: int | None = None,
+    seed: int = 0,
+) -> Lengths:
     """Draw the lengths of one batch at random, independently of each other.
 
     A sequence that is longer than the whole budget stands alone.
 
     Args:
         distribution: A law (``"lognormal:median=2000,sigma=1.4,max=128Ki"``, ``"fixed:4096"``), a
-            preset (``"github-code"``), ``"list:LENGTH/..."``, ``"file:PATH"``, or a mixture
-            ``"0.3*A + 0.7*B"``.
+            preset (``"github-code"``), ``"list:LENGTH/..."``, ``"file:PATH"`` of a file of lengths
+            or of a histogram, or a mixture ``"0.3*A + 0.7*B"``.
         tokens: The most tokens of the batch, a number or a text such as ``"4M"``.
+        sequences: The number of its sequences, in place of tokens.
         seed: The same seed gives the same lengths.
 
     Returns:
         The lengths.
 
     Raises:
-        ConfigError: For a malformed distribution, a budget below one token, or a seed that is
-            negative.
-        DataError: For a file without lengths.
+        ConfigError: For a malformed distribution, a budget below one token or sequence, both
+            budgets or none, or a seed that is negative.
+        DataError: For a file that cannot be read or is malformed.
         SpecError: For a malformed text of ``tokens``.
 
     Example:
         >>> hr.lengths.draw("fixed:100", tokens="1Ki").tokens
         (100, 100, 100, 100, 100, 100, 100, 100, 100, 100)
     """
-    return batches(distribution, 1, tokens=tokens, seed=seed)[0]
+    return batches(distribution, 1, tokens=tokens, sequences=sequences, seed=seed)[0]
 
 
 def batches(
-    distribution: str, count: int, *, tokens: int | str, seed: int = 0
+    distribution: str,
+    count: int,
+    *,
+    tokens: int | str | None = None,
+    sequences: int | None = None,
+    seed: int = 0,
 ) -> tuple[Lengths, ...]:
     """Draw the lengths of several batches, one after the other, each as :func:`draw` makes it.
 
@@ -46,6 +58,7 @@ def batches(
         distribution: As for :func:`draw`.
         count: How many batches to draw.
         tokens: The most tokens of each batch, a number or a text such as ``"4M"``.
+        sequences: The number of sequences of each batch, in place of tokens.
         seed: The same seed gives the same batches.
 
     Returns:
@@ -54,11 +67,12 @@ def batches(
     Raises:
         ConfigError: As for :func:`draw`, and for fewer than one batch or more than two million
             sequences in all.
-        DataError: For a file without lengths.
+        DataError: As for :func:`draw`.
         SpecError: For a malformed text of ``tokens``.
     """
     budget = parse_count(tokens) if isinstance(tokens, str) else tokens
-    return tuple(draw_batches(parse_distribution(distribution), budget, count, seed))
+    law = parse_distribution(distribution)
+    return tuple(draw_batches(law, budget, count, seed, batch_sequences=sequences))
 
 
 def parse(text: str) -> Lengths:

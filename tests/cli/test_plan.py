@@ -305,7 +305,6 @@ BAD: dict[str, tuple[list[str], str]] = {
         "planner.group_sizes: got 3, wanted one of 1, 2",
     ),
     "nothing fits": (["plan", "{config}", "--set", "devices.memory=8KiB"], "8 KiB"),
-    "no budget to draw": (["plan", "{sequences}", "--lengths", "fixed:64"], "data.batch_tokens"),
 }
 
 
@@ -318,14 +317,11 @@ def sequences(config: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_mistakes_are_one_message_on_stderr(case: str, config, sequences, capsys) -> None:
+def test_mistakes_are_one_message_on_stderr(case: str, config: Path, capsys) -> None:
     """Catches a traceback, an exit code of success, and words on stdout that a script would
     read as data."""
     arguments, text = BAD[case]
-    filled = [
-        a.replace("{config}", str(config)).replace("{sequences}", str(sequences)) for a in arguments
-    ]
-    code, out, err = call(capsys, *filled)
+    code, out, err = call(capsys, *(a.replace("{config}", str(config)) for a in arguments))
     assert code == 2, err
     assert out == ""
     assert text in re.sub(r"[\s\u2502]+", " ", err), err
@@ -340,14 +336,17 @@ def test_bad_toml_is_one_message(tmp_path: Path, capsys) -> None:
     assert "bad.toml: got no TOML" in err
 
 
-def test_the_hint_about_budgets_can_be_followed(sequences: Path, capsys) -> None:
-    """Catches advice that leads to the next error."""
-    _, _, err = call(capsys, "plan", sequences, "--lengths", "fixed:64")
-    flags = re.findall(r"--set (data\.[a-z_]+)=", err)
-    values = {"data.batch_tokens": "640", "data.batch_sequences": ""}
-    changes = [word for flag in flags for word in ("--set", f"{flag}={values[flag]}")]
-    code, _, err = call(capsys, "plan", sequences, "--lengths", "fixed:64", *changes)
-    assert code == 0 or not flags, err
+def test_lengths_are_drawn_as_the_configuration_makes_batches(sequences: Path, capsys) -> None:
+    """Catches batches of tokens where the configuration counts sequences, and a curriculum that
+    drawn lengths do not follow."""
+    law = ("--lengths", "list:16/32/64/128/256", "--batches", 3, "--json")
+    found = plans(call(capsys, "plan", sequences, *law)[1])
+    assert [len(plan.lengths) for plan in found] == [4, 4, 4]
+    curriculum = ["--set", "data.curriculum=short-to-long", "--set", "data.curriculum_steps=5"]
+    found = plans(call(capsys, "plan", sequences, *law, *curriculum)[1])
+    assert [len(plan.lengths) for plan in found] == [4, 4, 4]
+    for plan, longest in zip(found, (16, 32, 64), strict=True):
+        assert plan.lengths.longest <= longest
 
 
 BLOCK = """

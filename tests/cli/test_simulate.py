@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import headrace as hr
 from headrace.cli import main
+from headrace.config import Config
 from headrace.costs import synthetic_costs
+from headrace.engine.setup import architecture_of, formula_costs
 from headrace.spec import Architecture, Plan, Program, Timeline, check_programs, compile_plan
 from headrace.spec.program import pushes_of
 
@@ -57,18 +62,108 @@ def call(capsys, *arguments: object) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("drawn", [(), DRAWN], ids=["corpus", "drawn"])
 def test_a_line_for_every_rank(config: Path, capsys, drawn: tuple[str, ...]) -> None:
-    """Catches a rank that is not drawn, and a batch without its numbers."""
+    """Catches a rank that is not drawn, a batch without its numbers, and pictures of all batches
+    that push the table out of sight."""
     code, out, err = call(capsys, config, "--batches", 2, *drawn)
     assert code == 0, err
-    blocks = out.split("\n\n")
+    *blocks, table = out.split("\n\n")
     assert len(blocks) == 2
     for number, block in enumerate(blocks):
         lines = block.splitlines()
         head = rf"batch {number}: \d+ sequences, [\d,]+ tokens, .*cp\d.*, programs checked"
         assert re.fullmatch(head, lines[0])
-        assert [line.split("|")[0].strip() for line in lines[1:4]] == ["0", "1", "2"]
+        drawn_ranks = [line.split("|")[0].strip() for line in lines if "|" in line]
+        assert drawn_ranks == (["0", "1", "2"] if number == 0 else [])
         assert re.search(r"^peak .+ of 64 MiB \(rank [012]\)$", block, re.MULTILINE)
+    assert table.startswith("planner ")
+    assert re.search(r"^assumed: 3 x ", table, re.MULTILINE)
     assert "costs by formula" in err
+
+
+def test_many_ranks_are_not_all_drawn(config: Path, capsys) -> None:
+    """Catches a thousand lines before the table, a picture that ends without saying so, and clocks
+    of a thousand ranks that nobody asked for."""
+    many = ("--ranks", 24, "--batches", 2, *DRAWN)
+    code, out, err = call(capsys, config, *many)
+    assert code == 0, err
+    first, second, _ = out.split("\n\n")
+    assert len(re.findall(r"^ ?\d+ \|", first, re.MULTILINE)) == 16
+    assert "and 8 more ranks" in first
+    assert "programs checked" in first
+    assert "programs checked" not in second
+    value = json.loads(call(capsys, config, *many, "--json")[1])
+    assert [batch["timeline"] is None for batch in value["batches"]] == [False, True]
+    assert [batch["programs"] is None for batch in value["batches"]] == [False, True]
+    both = json.loads(call(capsys, config, *many, "--json", "--programs")[1])
+    assert all(len(batch["programs"]) == 24 for batch in both["batches"])
+
+
+def test_planners_are_compared(config: Path, capsys) -> None:
+    """Catches a table of other plans than those of the batches, or of other costs."""
+    code, out, err = call(capsys, config, "--batches", 3, *DRAWN, "--json")
+    assert code == 0, err
+    value = json.loads(out)
+    compared = value["comparison"]
+    plans = [Plan.from_json(batch["plan"]) for batch in value["batches"]]
+    rows = {row["name"]: row for row in compared["planners"]}
+    assert next(iter(rows)) == "headrace"
+    assert rows["headrace"]["seconds"] == [plan.predicted_s for plan in plans]
+    costs = formula_costs(Config.load(config), architecture_of(Config.load(config)), 3)
+    for number, plan in enumerate(plans):
+        best = min(other.predicted_s for other in hr.baselines(plan.lengths, costs).values())
+        assert rows["best static of each batch"]["seconds"][number] == pytest.approx(best)
+    text = call(capsys, config, "--batches", 3, *DRAWN)[1]
+    for row in compared["planners"]:
+        [line] = [
+            line for line in text.splitlines() if re.match(rf"{row['name']}(, | {{2}})", line)
+        ]
+        assert f"{row['ratios']['mean']:.3f}" in line
+        assert f"{row['tokens_per_s_per_device']:,.0f}" in line
+        assert line.endswith("3 of 3")
+
+
+def test_devices_are_ranks(config: Path, capsys) -> None:
+    """Catches a flag that is taken and does nothing."""
+    found = [
+        json.loads(call(capsys, config, flag, 2, "--json", *DRAWN)[1])
+        for flag in ("--ranks", "--devices")
+    ]
+    assert found[0] == found[1]
+    assert found[0]["comparison"]["devices"] == 2
+
+
+def test_the_page_shows_the_comparison(config: Path, capsys, tmp_path: Path) -> None:
+    """Catches a page of other numbers than the JSON's, and one without its assumptions."""
+    pytest.importorskip("altair")
+    page = tmp_path / "plans.html"
+    code, out, err = call(capsys, config, "--batches", 2, *DRAWN, "--json", "--page", page)
+    assert code == 0, err
+    assert str(page) in err
+    html = page.read_text()
+    for row in json.loads(out)["comparison"]["planners"]:
+        assert f"{row['tokens_per_s_per_device']:,.0f}" in html
+        assert f"{row['ratios']['mean']:.3f}" in html
+    assert "3 x synthetic" in html
+    assert "costs by formula" in html
+
+
+def test_a_page_without_its_packages_is_refused_first(config: Path) -> None:
+    """Catches a refusal after minutes of planning, and one that does not say what to install."""
+    code = (
+        "import sys; sys.modules['altair'] = None\n"
+        "from headrace.cli import main\n"
+        "sys.exit(main(['simulate', sys.argv[1], '--page', 'page.html']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, config],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "--page needs the package altair; pip install 'headrace[report]'" in done.stderr
 
 
 def test_programs_are_printed_and_run(config: Path, capsys) -> None:
@@ -188,6 +283,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "unknown section": (["{config}", "--set", "models.layers=3"], "did you mean 'model'?"),
     "unknown distribution": (["{config}", "--lengths", "fixd:64"], "did you mean 'fixed'?"),
     "no costs": (["{config}", "--costs", "nowhere.json"], "nowhere.json: got No such file"),
+    "no page": (["{config}", "--page", "plans.pdf"], "--page plans.pdf: got ending '.pdf'"),
+    "no place": (["{config}", "--page", "no/where.html"], "got no such folder"),
     "nothing fits": (["{config}", "--set", "devices.memory=8KiB"], "8 KiB"),
 }
 

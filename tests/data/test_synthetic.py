@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.data.distributions import Bins, Distribution, LogNormal, Mixture, Resampled
+from headrace.data.distributions import Bins, Counted, Distribution, LogNormal, Mixture, Resampled
 from headrace.data.drawn_lengths import PRESETS, draw_batches, parse_distribution
 from headrace.data.length_summary import summarise_lengths
+from headrace.data.sampler import Sampler, SamplerOptions
 from headrace.errors import ConfigError, DataError
 
 
@@ -88,6 +90,7 @@ def test_commas_part_no_lengths(text: str) -> None:
             alpha=st.just(1.25),
         ),
         st.builds(Resampled, lengths=st.lists(st.integers(1, 99), min_size=1).map(tuple)),
+        st.builds(Counted, lengths=st.just((700, 16)), counts=st.tuples(POSITIVE, POSITIVE)),
         st.builds(Bins, edges=st.just((1, 70, 900)), shares=st.tuples(POSITIVE, POSITIVE)),
     ).flatmap(
         lambda one: st.one_of(
@@ -136,6 +139,9 @@ def test_texts() -> None:
         ("bins:edges=1/2,shares=1/2", "edges"),
         ("bins:edges=2/1,shares=1", "edges"),
         ("bins:edges=1/2,shares=0", "not all zero"),
+        ("counted:lengths=1/2,counts=1", "a count for each length"),
+        ("counted:lengths=1/2,counts=0/0", "not all zero"),
+        ("counted:lengths=0/2,counts=1/1", "length >= 1"),
         ("fixed:0", ">= 1"),
         ("fixed:10 + fixed:20", "WEIGHT"),
         ("0.5*fixed:10 + fixed:20", "weight before each"),
@@ -189,3 +195,60 @@ def test_a_digit_too_many_is_refused_soon(budget: int, count: int) -> None:
     """Catches a draw that goes on until memory ends."""
     with pytest.raises(ConfigError, match="got more than 2,000,000 sequences, wanted fewer"):
         draw_batches(parse_distribution("fixed:100"), budget, count)
+
+
+def test_counted_lengths_have_their_shares() -> None:
+    """Catches counts that slip by one length, and lengths of count zero that are drawn."""
+    lengths = drawn(Counted(lengths=(900, 16, 5, 70_000), counts=(3, 6, 1, 0)))
+    found, counts = np.unique(lengths, return_counts=True)
+    assert found.tolist() == [5, 16, 900]
+    np.testing.assert_allclose(counts / len(lengths), [0.1, 0.6, 0.3], atol=0.005)
+    assert Counted(lengths=(900, 70_000), counts=(1, 0)).longest == 900
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(0, 2**64 - 1))
+def test_batches_of_sequences(sequences: int, count: int, seed: int) -> None:
+    """Catches a batch with a sequence too few, or lengths that are left out between batches."""
+    law = LogNormal(median=300, sigma=1.5, max=4096)
+    batches = draw_batches(law, None, count, seed, batch_sequences=sequences)
+    assert [len(batch) for batch in batches] == [sequences] * count
+    ids = [i for batch in batches for i in batch.ids]
+    assert ids == list(range(len(ids)))
+    [whole] = draw_batches(law, None, 1, seed, batch_sequences=sequences * count)
+    assert whole.tokens == tuple(n for batch in batches for n in batch.tokens)
+
+
+@pytest.mark.parametrize(("tokens", "sequences"), [(None, None), (64, 4), (None, 0)])
+def test_a_batch_has_one_size(tokens: int | None, sequences: int | None) -> None:
+    """Catches a size that is taken silently where two or none are given."""
+    with pytest.raises(ConfigError):
+        draw_batches(parse_distribution("fixed:10"), tokens, 1, batch_sequences=sequences)
+
+
+@pytest.mark.parametrize(("tokens", "sequences"), [(200_000, None), (None, 500)])
+def test_a_curriculum_draws_as_the_sampler_does(tokens: int | None, sequences: int | None) -> None:
+    """Catches steps whose lengths grow sooner or later than those of a sampler with a large corpus,
+    and steps after the curriculum that are still short."""
+    law, steps = LogNormal(median=300, sigma=1.2, max=8192), 4
+    corpus = SimpleNamespace(name="drawn", fingerprint="0", lengths=drawn(law, 100_000))
+    options = SamplerOptions(
+        batch_tokens=tokens,
+        batch_sequences=sequences,
+        curriculum="short-to-long",
+        curriculum_steps=steps,
+        min_tokens=1,
+    )
+    trained = [batch.lengths for batch in Sampler(corpus, options).peek(steps + 2)]
+    batches = draw_batches(
+        law, tokens, steps + 2, batch_sequences=sequences, curriculum_steps=steps
+    )
+    for step, (ours, theirs) in enumerate(zip(batches, trained, strict=True)):
+        shortest = np.quantile(corpus.lengths, min(1.0, (step + 1) / steps))
+        if step < steps - 1:
+            assert max(ours.longest, theirs.longest) <= 1.05 * shortest
+        assert np.median(ours.tokens) == pytest.approx(np.median(theirs.tokens), rel=0.2)
+    ids = [i for batch in batches for i in batch.ids]
+    assert ids == list(range(len(ids)))
+    after = draw_batches(law, tokens, 1, batch_sequences=sequences)[0]
+    begins = batches[steps].tokens[:9]  # the first one may be left over from the step before
+    assert after.tokens[:8] in (begins[:8], begins[1:])

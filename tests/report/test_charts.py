@@ -92,7 +92,7 @@ def test_histogram_shows_all_documents_and_all_tokens(run: Run) -> None:
     """Catches bins dropped at the ends."""
     rows = next(
         rows
-        for rows in length_histogram(run).to_dict()["datasets"].values()
+        for rows in length_histogram(run.facts.corpus).to_dict()["datasets"].values()
         if "documents" in rows[0]
     )
     assert sum(row["documents"] for row in rows) == pytest.approx(1)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -20,38 +18,10 @@ from headrace.report.facts import started_text
 from headrace.report.run_reader import read_run
 from headrace.report.run_summary import summed_up
 from report.fake_run import fake_run, layered_run
+from report.html_pages import CHROMIUM, Tags, chromium
 
 pytest.importorskip("altair")
 from headrace.report.charts.figures import FIGURES
-
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-
-
-class Tags(HTMLParser):
-    """Collects start tags and the text outside scripts and styles."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.scripts: list[str] = []
-        self.inside = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self.inside = tag
-
-    def handle_endtag(self, tag: str) -> None:
-        self.inside = ""
-
-    def handle_data(self, data: str) -> None:
-        if self.inside == "script":
-            self.scripts.append(data)
-        elif self.inside != "style":
-            self.text.append(data)
 
 
 def test_every_figure_is_there_with_title_and_caption(page: Path, folder: Path) -> None:
@@ -246,18 +216,6 @@ def test_the_plan_is_shown_with_orders_and_layers(page: Path, folder: Path) -> N
     ]
     assert sorted(rows[1:]) == sorted(wanted)
     assert table.count('<td class="number">') == 4 * len(wanted)
-
-
-def chromium(page: Path, profile: Path) -> str:
-    """The page as a browser has drawn it."""
-    assert CHROMIUM is not None
-    quiet = ("quic", "gpu", "background-networking", "component-update", "sync")
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--no-first-run", "--dump-dom"]
-    command += [f"--disable-{name}" for name in quiet]
-    command += ["--virtual-time-budget=20000", "--window-size=1280,4000"]
-    command += [f"--user-data-dir={profile}", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
-    return done.stdout
 
 
 @pytest.mark.slow

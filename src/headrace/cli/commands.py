@@ -156,18 +156,22 @@ def _only(wanted: str, hint: str | None = None, /, **flags: object) -> None:
 
 @app.command
 def simulate(source: Path, *, flags: SimulateFlags = _SIMULATE) -> int:
-    """Run the programs of planned batches on a clock instead of devices.
+    """Run planned batches on a clock instead of devices, and compare them with other planners.
 
-    Shows every rank's timeline and memory as predicted, and checks the programs:
+    Shows timelines and memory of the first batch's ranks as predicted, and checks the programs.
+    Then the seconds of all batches, beside the best single group size, bucket and packed parallel,
+    as a table, as JSON or as a page of figures:
 
         headrace simulate examples/python-sources.toml --ranks 4 --trace step.json
+        headrace simulate examples/llama-8b.toml --devices 64 --batches 20 --lengths file:lengths.csv --page plans.html
+        headrace simulate my.toml --devices 1024 --hardware h100 --batches 20 --json > plans.json
 
     Parameters
     ----------
     source
         A configuration.
-    """
-    from headrace.cli.plan_batches import simulate as run
+    """  # noqa: E501
+    from headrace.cli.simulate_batches import simulate as run
 
     return run(source, flags)
 

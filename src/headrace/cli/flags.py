@@ -44,8 +44,8 @@ class PlanFlags:
     ranks
         Devices to plan for (devices.ranks).
     lengths
-        Draw lengths from a distribution instead of reading the corpus; without a configuration a
-        JSON file of lengths.
+        Draw lengths from a distribution, a preset or a histogram (file:PATH) instead of reading the
+        corpus; without a configuration a JSON file of lengths.
     costs
         A cost model, as written by profile --json; without a configuration a JSON file of kind
         pipelines or groups.
@@ -96,11 +96,12 @@ class SimulateFlags:
     Parameters
     ----------
     batches
-        How many batches to simulate.
+        How many batches to simulate and compare.
     ranks
         Devices to plan for (devices.ranks).
     lengths
-        Draw lengths from a distribution instead of reading the corpus.
+        Draw lengths from a distribution, a preset or a histogram (file:PATH) instead of reading the
+        corpus.
     costs
         A cost model, as written by profile --json.
     hardware
@@ -111,6 +112,8 @@ class SimulateFlags:
         (devices.implementation).
     trace
         Write a Chrome trace of all batches (opens in Perfetto).
+    page
+        Write the comparison of planners as a page with figures, an .html file.
     programs
         Print the actions of every rank.
     seed
@@ -118,12 +121,13 @@ class SimulateFlags:
     """
 
     batches: Whole = 1
-    ranks: Whole | None = None
+    ranks: Annotated[Whole | None, Parameter(name=("--ranks", "--devices"))] = None
     lengths: str | None = None
     costs: Path | None = None
     hardware: str | None = None
     implementation: str | None = None
     trace: Path | None = None
+    page: Path | None = None
     programs: Switch = False
     seed: Whole = 0
     json: Json = False

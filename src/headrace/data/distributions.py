@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import ConfigError
 
-__all__ = ["Bins", "Distribution", "LogNormal", "Mixture", "Resampled"]
+__all__ = ["Bins", "Counted", "Distribution", "LogNormal", "Mixture", "Resampled"]
 
 
 def _text(number: float) -> str:
@@ -137,6 +137,37 @@ class Resampled:
         if len(self.lengths) == 1:
             return f"fixed:{self.lengths[0]}"
         return "list:" + "/".join(str(length) for length in self.lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """``counts[i]`` of the lengths are ``lengths[i]``. Counts may be shares."""
+
+    lengths: tuple[int, ...]
+    counts: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError unless there is a count for each length, and one is above zero."""
+        if len(self.lengths) != len(self.counts) or not self.lengths or min(self.lengths) < 1:
+            raise ConfigError("counted", got=str(self), wanted="a count for each length >= 1")
+        if min(self.counts) < 0 or sum(self.counts) <= 0:
+            raise ConfigError("counted", got=str(self), wanted="counts >= 0, not all zero")
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a length that occurs."""
+        pairs = zip(self.lengths, self.counts, strict=True)
+        return max(length for length, count in pairs if count > 0)
+
+    def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        """Draw ``count`` lengths in tokens, an array [count]."""
+        borders = np.cumsum(self.counts)
+        which = np.searchsorted(borders, generator.random(count) * borders[-1], side="right")
+        return np.array(self.lengths)[which]
+
+    def __str__(self) -> str:
+        lengths, counts = ("/".join(_text(x) for x in row) for row in (self.lengths, self.counts))
+        return f"counted:lengths={lengths},counts={counts}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,29 +7,36 @@ The text forms, which :func:`parse_distribution` reads and ``str`` of a distribu
     bins:edges=64/4096/8192,shares=80/20
     fixed:4096
     list:512/700/90000
+    counted:lengths=512/700/90000,counts=30/12/1
     0.6*lognormal:median=500,sigma=1 + 0.4*bins:edges=8192/32768,shares=1
     file:lengths.txt
     github-code
+
+Files hold lengths or histograms of them (:mod:`headrace.data.length_files`).
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headrace.data.distributions import Bins, Distribution, LogNormal, Mixture, Resampled
-from headrace.errors import ConfigError, DataError, HeadraceError, did_you_mean
+from headrace.data.distributions import Bins, Counted, Distribution, LogNormal, Mixture, Resampled
+from headrace.data.length_files import read_lengths
+from headrace.errors import ConfigError, HeadraceError, did_you_mean
 from headrace.spec.lengths import Lengths
 from headrace.units import parse_count
 
 __all__ = ["PRESETS", "draw_batches", "parse_distribution"]
 
 _MOST_SEQUENCES = 2_000_000
+
+_SORTED = 1 << 16
+"""Lengths that are drawn and sorted to know the shortest share of a distribution."""
 
 PRESETS: dict[str, Distribution] = {
     # ParaDySe, Table 3: shares below 4K, 8K, ... and the longest. The least length is a guess.
@@ -168,15 +175,17 @@ def _list(text: str) -> Resampled:
     return Resampled(lengths=tuple(_int(length) for length in text.split("/")))
 
 
-def _file(text: str) -> Resampled:
-    """Lengths of a file: a JSON list, or numbers apart by space or comma."""
-    try:
-        content = Path(text).expanduser().read_text(encoding="utf-8")
-        listed = content.lstrip().startswith("[")
-        lengths = json.loads(content) if listed else re.split(r"[\s,]+", content.strip())
-        return Resampled(lengths=tuple(int(length) for length in lengths))
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"lengths of {text}", got=str(error), wanted="a list of whole numbers")
+def _counted(text: str) -> Counted:
+    """The distribution of ``lengths`` and ``counts``, each with slashes between its numbers."""
+    options = _options("counted", text, ("lengths", "counts"), 2)
+    return Counted(
+        lengths=tuple(_int(length) for length in options["lengths"].split("/")),
+        counts=tuple(_float("count", count) for count in options["counts"].split("/")),
+    )
+
+
+def _file(text: str) -> Distribution:
+    return read_lengths(Path(text))
 
 
 _KINDS: dict[str, Callable[[str], Distribution]] = {
@@ -184,50 +193,95 @@ _KINDS: dict[str, Callable[[str], Distribution]] = {
     "bins": _bins,
     "fixed": _one_length,
     "list": _list,
+    "counted": _counted,
     "file": _file,
 }
 
 
-def _stream(distribution: Distribution, seed: int) -> Iterator[int]:
-    """Lengths without end, drawn in chunks of 1024 from a generator of this seed."""
-    key = np.array([seed, 0], dtype=np.uint64)
-    generator = np.random.Generator(np.random.Philox(key=key))
-    while True:
-        yield from distribution.draw(1024, generator).tolist()
+class _Draws:
+    """Lengths without end, drawn in chunks of 1024 from a generator of a seed.
+
+    In the first ``curriculum_steps`` steps they are short: in step s drawn from the shortest
+    (s + 1) / curriculum_steps of the lengths, as a sampler draws from a large corpus
+    (:class:`headrace.data.sampler.SamplerOptions`).
+    """
+
+    def __init__(self, distribution: Distribution, seed: int, curriculum_steps: int) -> None:
+        self._distribution, self._steps = distribution, curriculum_steps
+        self._generator, self._chunk = _generator(seed, 0), iter(list[int]())
+        if curriculum_steps:
+            self._early = _generator(seed, 1)
+            self._sorted = np.sort(distribution.draw(_SORTED, _generator(seed, 2)))
+
+    def next(self, step: int) -> int:
+        """The next length, for the batch of a step."""
+        if step < self._steps:
+            shortest = ceil(_SORTED * (step + 1) / self._steps)
+            return int(self._sorted[self._early.integers(shortest)])
+        length = next(self._chunk, None)
+        if length is None:
+            self._chunk = iter(self._distribution.draw(1024, self._generator).tolist())
+            length = next(self._chunk)
+        return length
+
+
+def _generator(seed: int, stream: int) -> np.random.Generator:
+    """A generator of a seed; its streams are independent of each other."""
+    key = np.array([seed, stream], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key))
 
 
 def draw_batches(
-    distribution: Distribution, batch_tokens: int, batches: int, seed: int = 0
+    distribution: Distribution,
+    batch_tokens: int | None,
+    batches: int,
+    seed: int = 0,
+    *,
+    batch_sequences: int | None = None,
+    curriculum_steps: int = 0,
 ) -> list[Lengths]:
-    """So many batches of at most ``batch_tokens`` tokens; a single longer sequence stands alone.
+    """So many batches, each of at most ``batch_tokens`` tokens, where a single longer sequence
+    stands alone, or of ``batch_sequences`` sequences; one of the two is given.
 
-    Deterministic by seed, from 0 up to 2^64; ids count the sequences over all batches. Raises
-    ConfigError for a budget or a number of batches below one, another seed, or more than two
-    million sequences in all: a digit too many would take all memory, or for ever.
+    The first ``curriculum_steps`` batches draw from the shortest lengths, as a run with the
+    curriculum ``short-to-long`` does. Deterministic by seed, from 0 up to 2^64; ids count the
+    sequences over all batches. Raises ConfigError for a budget or a number of batches below one,
+    another seed, or more than two million sequences in all: a digit too many would take all memory,
+    or for ever.
     """
     if not 0 <= seed < 1 << 64:
         raise ConfigError("seed", got=seed, wanted="0 <= seed < 2^64")
-    if batch_tokens < 1 or batches < 1:
-        got = f"{batches} batches of {batch_tokens} tokens"
+    if (batch_tokens is None) == (batch_sequences is None):
+        got = "neither" if batch_tokens is None else "both"
+        raise ConfigError("tokens and sequences of a batch", got=got, wanted="one of them")
+    size, unit = batch_sequences or 0, "sequences"
+    if batch_tokens is not None:
+        size, unit = batch_tokens, "tokens"
+    budget = f"{size:,} {unit}"
+    if size < 1 or batches < 1:
+        got = f"{batches} batches of {budget}"
         raise ConfigError("batches to draw", got=got, wanted="at least 1 of 1")
+    draws = _Draws(distribution, seed, curriculum_steps)
     drawn: list[Lengths] = []
-    batch: list[int] = []
-    first = tokens = 0
-    for length in _stream(distribution, seed):
-        if batch and tokens + length > batch_tokens:
-            drawn.append(Lengths.of(batch, range(first, first + len(batch))))
-            if len(drawn) == batches:
+    first, held = 0, 0  # held: drawn, but the batch was full
+    for step in range(batches):
+        batch: list[int] = []
+        tokens = 0
+        while batch_sequences is None or len(batch) < batch_sequences:
+            length = held or draws.next(step)
+            held = 0
+            if batch and batch_tokens is not None and tokens + length > batch_tokens:
+                held = length
                 break
-            first += len(batch)
-            batch = []
-            tokens = 0
-        batch.append(length)
-        tokens += length
-        if first + len(batch) > _MOST_SEQUENCES:
-            raise ConfigError(
-                f"lengths of {batches:,} batches of {batch_tokens:,} tokens",
-                got=f"more than {_MOST_SEQUENCES:,} sequences",
-                wanted="fewer",
-                hint="draw fewer batches, smaller ones, or longer sequences",
-            )
+            batch.append(length)
+            tokens += length
+            if first + len(batch) > _MOST_SEQUENCES:
+                raise ConfigError(
+                    f"lengths of {batches:,} batches of {budget}",
+                    got=f"more than {_MOST_SEQUENCES:,} sequences",
+                    wanted="fewer",
+                    hint="draw fewer batches, smaller ones, or longer sequences",
+                )
+        drawn.append(Lengths.of(batch, range(first, first + len(batch))))
+        first += len(batch)
     return drawn

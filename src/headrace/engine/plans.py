@@ -32,18 +32,21 @@ from headrace.spec.program import Program, compile_plan
 from headrace.spec.strategy import Strategy
 
 __all__ = [
+    "PlanningCosts",
     "baselines",
     "draw",
     "listed_methods",
     "make_problem",
     "plan",
+    "plan_if_fits",
+    "problem_of",
     "programs_of",
     "rivals",
     "simulate",
     "sizes_left_out",
 ]
 
-_Costs = CostModel | PipelineCosts | GroupCosts | Problem
+PlanningCosts = CostModel | PipelineCosts | GroupCosts | Problem
 """Inputs that a plan can be made from: costs, or a problem that restricts the choices."""
 
 _recent: deque[Problem] = deque(maxlen=4)
@@ -52,7 +55,7 @@ _recent: deque[Problem] = deque(maxlen=4)
 
 def plan(
     lengths: Lengths | Iterable[int],
-    costs: _Costs,
+    costs: PlanningCosts,
     *,
     seed: int = 0,
     previous: Plan | None = None,
@@ -88,13 +91,13 @@ def plan(
     """
     from headrace.planners import PLANNERS
 
-    problem = _problem(costs)
+    problem = problem_of(costs)
     chosen = PLANNERS[problem.planner] if generators is None else generators
     found = plan_batch(problem, _lengths(lengths), seed=seed, previous=previous, generators=chosen)
     return _with_clock(found, problem)
 
 
-def baselines(lengths: Lengths | Iterable[int], costs: _Costs) -> dict[str, Plan]:
+def baselines(lengths: Lengths | Iterable[int], costs: PlanningCosts) -> dict[str, Plan]:
     """Plan one batch with groups of one size, as configured by hand, to compare with.
 
     Args:
@@ -108,14 +111,14 @@ def baselines(lengths: Lengths | Iterable[int], costs: _Costs) -> dict[str, Plan
     Raises:
         SpecError: For published costs without a problem, and for no lengths.
     """
-    problem = _problem(costs)
+    problem = problem_of(costs)
     return {
         made.planner: _with_clock(made, problem)
         for made in _static_plans(problem, _lengths(lengths))
     }
 
 
-def simulate(plan: Plan, costs: _Costs) -> Timeline:
+def simulate(plan: Plan, costs: PlanningCosts) -> Timeline:
     """Run a plan on a clock: what every rank does, and when.
 
     The programs of all ranks are compiled, checked and walked with the seconds of the costs.
@@ -202,13 +205,13 @@ def rivals(problem: Problem, lengths: Lengths, *, seed: int = 0) -> dict[str, Pl
     """Plans of other planners with the same costs, by name: the best static one, bucket and packed
     parallel; only those that can hold the batch."""
     made = {
-        called: _plan_if_fits(problem.replace(planner=name, static_size=None), lengths, seed)
+        called: plan_if_fits(problem.replace(planner=name, static_size=None), lengths, seed)
         for called, name in (("best static", "static"), ("bucket", "bucket"), ("packed", "packed"))
     }
     return {called: plan for called, plan in made.items() if plan is not None}
 
 
-def _plan_if_fits(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | None:
+def plan_if_fits(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | None:
     """The plan without restrictions on strategies; None when the batch does not fit."""
     from headrace.planners import PLANNERS
 
@@ -222,13 +225,13 @@ def _plan_if_fits(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | N
 def _static_plans(problem: Problem, lengths: Lengths) -> list[Plan]:
     """The plans of one scheme for each size of the problem that can hold the batch."""
     made = (
-        _plan_if_fits(problem.replace(planner="static", static_size=p), lengths)
+        plan_if_fits(problem.replace(planner="static", static_size=p), lengths)
         for p in problem.static_sizes
     )
     return [plan for plan in made if plan is not None]
 
 
-def _problem(costs: _Costs) -> Problem:
+def problem_of(costs: PlanningCosts) -> Problem:
     """The problem that costs belong to; one made for a cost model is kept, so that tables of the
     same costs are reused."""
     if isinstance(costs, Problem):

@@ -18,6 +18,7 @@ __all__ = [
     "gap_caption",
     "layers_caption",
     "lengths_caption",
+    "lengths_text",
     "loss_caption",
     "memory_caption",
     "options_caption",
@@ -56,12 +57,17 @@ def gantt_caption(of: RunSummary) -> str:
 
 def lengths_caption(of: RunSummary) -> str:
     """Which share of the tokens lies in the longest tenth of the documents."""
-    corpus = of.run.facts.corpus
+    return lengths_text(of.run.facts.corpus)
+
+
+def lengths_text(corpus: CorpusStatistics, noun: str = "document") -> str:
+    """Which share of the tokens lies in the longest tenth of the documents, or of what else has
+    the lengths."""
     counts = np.asarray(corpus.counts, dtype=float)
     before = (np.cumsum(counts) - counts) / counts.sum()
     share = float(np.asarray(tokens_share(corpus))[before >= 0.9].sum())
     long = float(counts[before >= 0.9].sum() / counts.sum())
-    text = f"Half of the documents are shorter than {known(corpus.median, count_text)} tokens"
+    text = f"Half of the {noun}s are shorter than {known(corpus.median, count_text)} tokens"
     if long > 0 and share > 0:
         return f"{text}, yet the longest {share_text(long)} hold {share_text(share)} of them all."
     return f"{text}; the longest has {known(corpus.max, count_text)}."

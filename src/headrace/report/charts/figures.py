@@ -71,7 +71,7 @@ FIGURES: tuple[Figure, ...] = (
         name="lengths",
         title="Lengths of the documents",
         section=_DATA,
-        draw=length_charts.length_histogram,
+        draw=lambda run: length_charts.length_histogram(run.facts.corpus),
         caption=captions.lengths_caption,
         known=lambda run: sum(run.facts.corpus.counts) > 0,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
@@ -12,30 +13,32 @@ from headrace.report.charts import theme
 from headrace.report.records import CorpusStatistics, Run
 from headrace.units import count_text
 
-__all__ = ["length_histogram", "placement_map"]
+__all__ = ["Assigned", "length_histogram", "placement_map", "size_map"]
+
+Assigned = Mapping[tuple[int, int], int]
+"""Counts of sequences by their length bin (b holds ``(2**(b - 1), 2**b]`` tokens) and ranks."""
 
 _DOCUMENTS, _TOKENS = "#9fb3c8", "#009E73"
 
 
-def length_histogram(run: Run) -> theme.Drawing:
-    """Share of documents (bars) and of tokens (area) over the length of a document, log axis,
-    with the median, 90 % and 99 % quantiles and the context as rules."""
-    corpus = run.facts.corpus
+def length_histogram(corpus: CorpusStatistics, noun: str = "document") -> theme.Drawing:
+    """Share of documents, or what else has a length (bars), and of tokens (area) over the length of
+    one, log axis, with the median, 90 % and 99 % quantiles and the context as rules."""
     rows = _bins(corpus)
-    axis = _length_axis(rows[0]["from"], max([rows[-1]["to"], *_finite(corpus.context)]))
-    names = {"documents": _DOCUMENTS, "tokens": _TOKENS}
+    axis = _length_axis(rows[0]["from"], max([rows[-1]["to"], *_finite(corpus.context)]), noun)
+    names = {f"{noun}s": _DOCUMENTS, "tokens": _TOKENS}
     color = theme.named_color(names, theme.legend("share of all", symbolType="square"))
     tooltip = [
         alt.Tooltip("from:Q", format=",.0f"),
         alt.Tooltip("to:Q", format=",.0f"),
-        alt.Tooltip("count:Q", title="documents", format=","),
-        alt.Tooltip("documents:Q", title="share of documents", format=".1%"),
+        alt.Tooltip("count:Q", title=f"{noun}s", format=","),
+        alt.Tooltip("documents:Q", title=f"share of {noun}s", format=".1%"),
         alt.Tooltip("tokens:Q", title="share of tokens", format=".1%"),
     ]
     base = alt.Chart(theme.data(rows)).encode(x=alt.X("from:Q", **axis), tooltip=tooltip)
     y = alt.Y("documents:Q", title=None, axis=alt.Axis(format=".0%"))
     bars = (
-        base.transform_calculate(name="'documents'")
+        base.transform_calculate(name=f"'{noun}s'")
         .mark_rect(stroke="white", strokeWidth=0.5)
         .encode(x2="to:Q", y=y, y2=alt.datum(0), color=color)
     )
@@ -52,11 +55,11 @@ def _finite(*values: float) -> list[float]:
     return [value for value in values if isfinite(value)]
 
 
-def _length_axis(low: float, high: float) -> dict[str, Any]:
+def _length_axis(low: float, high: float, noun: str) -> dict[str, Any]:
     """What all layers of the histogram must say of their axis, or it is mixed from them."""
     high = max(high, 1.01 * low)
     return {
-        "title": "length of a document, tokens",
+        "title": f"length of a {noun}, tokens",
         "axis": theme.log_axis(low, high, "~s", grid=False),
         "scale": alt.Scale(type="log", domain=[low, high], nice=False),
     }
@@ -104,14 +107,22 @@ def _rules(corpus: CorpusStatistics, axis: dict[str, Any]) -> list[alt.Chart]:
     return charts
 
 
+def size_map(assigned: Assigned) -> theme.Drawing:
+    """Length bins against group sizes, coloured by the share of a bin's sequences that ran in
+    groups of that size."""
+    bins = sorted({b for b, _ in assigned})
+    bins = list(range(bins[0], bins[-1] + 1)) if bins else []
+    return theme.styled(_cells(assigned, bins, _bin_axis(bins, labels=True)))
+
+
 def placement_map(run: Run) -> theme.Drawing:
     """Length bins against group sizes, coloured by the share of a bin's sequences that ran in
     groups of that size; below, when plans were read, what their layers recompute."""
-    bins = sorted({b for b, _ in run.assigned} | {b for b, _ in run.recomputed})
-    bins = list(range(bins[0], bins[-1] + 1)) if bins else []
     if not run.recomputed:
-        return theme.styled(_cells(run, bins, _bin_axis(bins, labels=True)))
-    top = _cells(run, bins, _bin_axis(bins, labels=False))
+        return size_map(run.assigned)
+    bins = sorted({b for b, _ in run.assigned} | {b for b, _ in run.recomputed})
+    bins = list(range(bins[0], bins[-1] + 1))
+    top = _cells(run.assigned, bins, _bin_axis(bins, labels=False))
     strip = _recompute_strip(run, bins, _bin_axis(bins, labels=True))
     return theme.styled(
         alt.vconcat(top, strip, spacing=10).resolve_scale(color="independent", x="shared")
@@ -145,16 +156,16 @@ def bin_label(b: int) -> str:
     return str(2**b)
 
 
-def _cells(run: Run, bins: list[int], x: alt.X) -> theme.Drawing:
+def _cells(assigned: Assigned, bins: list[int], x: alt.X) -> theme.Drawing:
     """For each bin of lengths, the share of its sequences that ran on each number of ranks."""
-    sizes = sorted({ranks for _, ranks in run.assigned})
-    totals = {b: sum(n for (at, _), n in run.assigned.items() if at == b) for b in bins}
+    sizes = sorted({ranks for _, ranks in assigned})
+    totals = {b: sum(n for (at, _), n in assigned.items() if at == b) for b in bins}
     rows = [
         {
             "length": bin_label(b),
             "ranks": size,
-            "sequences": run.assigned.get((b, size), 0),
-            "share": run.assigned.get((b, size), 0) / totals[b],
+            "sequences": assigned.get((b, size), 0),
+            "share": assigned.get((b, size), 0) / totals[b],
         }
         for b in bins
         for size in sizes

@@ -1,0 +1,151 @@
+"""What ``headrace plan`` and ``headrace simulate`` plan: batches, costs, and who plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.cli.display import tell
+from headrace.cli.flags import PlanFlags, SimulateFlags, overrides
+from headrace.config import Config
+from headrace.costs import CostModel
+from headrace.costs.rates import Assumed, Rates
+from headrace.data.drawn_lengths import draw_batches, parse_distribution
+from headrace.engine.cost_cache import costs_at_hand
+from headrace.engine.listener import ProgressLines
+from headrace.engine.plans import sizes_left_out
+from headrace.engine.robustness import Robustness, doubted, for_the_worst, robustness
+from headrace.engine.setup import architecture_of, assumed_by, open_data, roofline_of
+from headrace.engine.step_planner import StepPlanner
+from headrace.errors import ConfigError
+from headrace.spec.architecture import Architecture
+from headrace.spec.hardware import Hardware
+from headrace.spec.implementation import Implementation
+from headrace.spec.lengths import Lengths
+from headrace.spec.plan import Plan
+from headrace.spec.step import Planned, PlanRequest
+from headrace.units import bytes_text
+
+__all__ = ["PlanningWork", "fits", "prepare"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningWork:
+    """What to plan: who plans it, the batches' lengths, and where the costs are from."""
+
+    planner: StepPlanner
+    batches: tuple[Lengths, ...]
+    source: str
+    architecture: Architecture
+    assumed: Assumed
+    doubts: Mapping[str, StepPlanner]
+    pessimistic: bool = False
+
+    @property
+    def costs(self) -> CostModel:
+        """What work costs on the devices."""
+        return self.planner.costs
+
+    def plans(self) -> Iterator[Planned]:
+        """Plan one batch after the other, each knowing the plan before it."""
+        previous: Plan | None = None
+        for step, batch in enumerate(self.batches):
+            request = PlanRequest(lengths=batch, step=step, previous=previous)
+            if self.pessimistic:
+                planned = for_the_worst(request, self.planner, self.doubts)
+            else:
+                planned = self.planner.plan(request)
+            yield planned
+            previous = planned.plan
+
+    def rates(self, plan: Plan) -> Rates:
+        """Tokens a second and utilisation of a plan."""
+        return Rates.of(plan.lengths.tokens, plan.predicted_s, self.architecture, self.assumed)
+
+    def robustness(self, planned: Planned) -> Robustness | None:
+        """How far a plan stays best when the hardware is not as assumed; None where costs were
+        measured."""
+        if not self.doubts:
+            return None
+        return robustness(planned, self.doubts)
+
+
+def fits(planned: Planned, costs: CostModel) -> str:
+    """Words for the fullest rank: its peak in bytes of what it may use."""
+    peaks = planned.peak_bytes
+    rank = max(range(len(peaks)), key=lambda r: peaks[r])
+    return f"peak {bytes_text(peaks[rank])} of {bytes_text(costs.capacity_bytes)} (rank {rank})"
+
+
+def prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> PlanningWork:
+    """All that planning needs: batches from the data or from a distribution of lengths, costs, and
+    what they assume; raises ConfigError for flags that exclude each other."""
+    if flags.batches < 1:
+        raise ConfigError("--batches", got=flags.batches, wanted=">= 1")
+    if flags.costs is not None and flags.hardware is not None:
+        raise ConfigError("--hardware", got="--costs too", wanted="one of them")
+    keys = {
+        "devices.ranks": flags.ranks,
+        "devices.hardware": flags.hardware,
+        "devices.implementation": flags.implementation,
+    }
+    config = Config.load(config_path, *overrides(flags.changes, keys))
+    if flags.lengths is None:
+        data = open_data(config, ProgressLines())
+        architecture = data.architecture
+        batches = tuple(batch.lengths for batch in data.sampler.peek(flags.batches))
+    else:
+        architecture = architecture_of(config)
+        batches = _drawn(config, flags.lengths, flags.batches, flags.seed)
+    costs, remark = costs_at_hand(config, architecture, flags.costs)
+    for line in (remark, sizes_left_out(config.planner, costs.cluster.devices)):
+        if line:
+            tell(line)
+    planner = StepPlanner(costs=costs, options=config.planner, seed=config.run.seed)
+    doubts = _doubts(config, architecture) if flags.costs is None else {}
+    pessimistic = isinstance(flags, PlanFlags) and flags.pessimistic
+    if pessimistic and not doubts:
+        wanted = "costs of hardware that is not at hand (--hardware)"
+        raise ConfigError("--pessimistic", got="measured costs", wanted=wanted)
+    return PlanningWork(
+        planner=planner,
+        batches=batches,
+        source=remark or costs.fingerprint,
+        architecture=architecture,
+        assumed=assumed_by(config, costs),
+        doubts=doubts,
+        pessimistic=pessimistic,
+    )
+
+
+def _doubts(config: Config, architecture: Architecture) -> dict[str, StepPlanner]:
+    """Planners with the costs of the hardware that a configuration names under each doubt of it."""
+    options = config.devices
+    if options.hardware is None:
+        return {}
+    hardware = Hardware.parse(options.hardware)
+    kernels = Implementation.named(options.implementation)
+    return {
+        name: StepPlanner(
+            costs=roofline_of(config, architecture, options.ranks, *other),
+            options=config.planner,
+            seed=config.run.seed,
+        )
+        for name, other in doubted(hardware, kernels).items()
+    }
+
+
+def _drawn(config: Config, text: str, batches: int, seed: int) -> tuple[Lengths, ...]:
+    """The lengths of so many batches drawn from a distribution, each of as many tokens or sequences
+    as the configuration says, the first ones short where it has a curriculum."""
+    options = config.data
+    drawn = draw_batches(
+        parse_distribution(text),
+        options.batch_tokens,
+        batches,
+        seed,
+        batch_sequences=options.batch_sequences,
+        curriculum_steps=options.curriculum_steps,
+    )
+    return tuple(drawn)

@@ -1,0 +1,197 @@
+"""headrace and other planners over the same batches with the same costs; no torch here.
+
+Every planner is asked for plans, and their predicted seconds are compared: the clock of all ranks,
+which takes seconds for a thousand of them, is not needed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+
+from headrace.costs import CostModel
+from headrace.costs.pipeline_costs import PipelineCosts
+from headrace.engine.plans import PlanningCosts, plan_if_fits, problem_of, rivals, simulate
+from headrace.engine.plans import plan as plan_one
+from headrace.errors import InfeasiblePlan, SpecError
+from headrace.planning import Problem
+from headrace.simulator import micro_batch_seconds
+from headrace.spec.comparison import Comparison, PlannedBatch, PlannerResult
+from headrace.spec.lengths import Lengths
+from headrace.spec.plan import Plan
+
+__all__ = ["compare", "compare_plans"]
+
+Progress = Callable[[str, int, int], object]
+"""Is told that so many parts of some work are done, of so many."""
+
+_RIVALS = (
+    ("best static of each batch", "best static"),
+    ("bucket", "bucket"),
+    ("packed", "packed"),
+)
+"""Planners that plan batch by batch: their names beside each other, and those of ``rivals``."""
+
+_OWN = ("adaptive", "strategies")
+"""Names of the planners whose plans are headrace's."""
+
+
+def compare(
+    batches: Iterable[Lengths | Iterable[int]],
+    costs: PlanningCosts,
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compare headrace with what else could be done, over several batches.
+
+    Beside headrace stand the best single group size for all batches, as a launch script fixes it
+    (groups without stages and tensor blocks);
+    the best single size of each batch; bucket parallel and packed parallel, each with the best
+    group size of each batch (the two classes that Data-Centric Parallel starts from). All know the
+    same costs, methods and memory.
+
+    Args:
+        batches: The lengths of each batch.
+        costs: What work costs on the devices; or a problem, which restricts the choices of all
+            planners.
+        seed: Of the search.
+        progress: Called as ``progress(what, done, of)`` with the number of batches that are done.
+
+    Returns:
+        The predicted seconds of every batch by every planner, and what follows from them.
+
+    Raises:
+        InfeasiblePlan: When headrace cannot hold a batch; it names the batch. Other planners that
+            cannot hold one have no seconds for it.
+        SpecError: For no batches, a batch without lengths, and published costs of pipelines, with
+            which bucket and packed parallel have no groups.
+
+    Example:
+        >>> model = hr.Architecture.preset("llama-tiny")
+        >>> costs = hr.costs.roofline(model, "h100", devices=8)
+        >>> batches = hr.lengths.batches("lognormal:median=900,sigma=1.5", 2, tokens="64Ki")
+        >>> print(hr.compare(batches, costs))
+    """
+    problem = problem_of(costs)
+    _require_groups(problem)
+    given = [batch if isinstance(batch, Lengths) else Lengths.of(batch) for batch in batches]
+    plans = list[Plan]()
+    for number, lengths in enumerate(given):
+        previous = plans[-1] if plans else None
+        try:
+            plans.append(plan_one(lengths, problem, seed=seed, previous=previous))
+        except InfeasiblePlan as error:
+            raise InfeasiblePlan(
+                f"batch {number}, {error.what}",
+                got=error.got,
+                wanted=error.wanted,
+                hint=error.hint,
+            )
+        if progress is not None:
+            progress("planned batches", len(plans), len(given))
+    return compare_plans(plans, problem, seed=seed, progress=progress)
+
+
+def compare_plans(
+    plans: Sequence[Plan], problem: Problem, *, seed: int = 0, progress: Progress | None = None
+) -> Comparison:
+    """The plans of a problem's planner, one for each batch, beside what other planners make of the
+    batches. Raises SpecError as :func:`compare`."""
+    _require_groups(problem)
+    others = list[dict[str, Plan]]()
+    for made in plans:
+        others.append(rivals(problem, made.lengths, seed=seed))
+        if progress is not None:
+            progress("compared batches", len(others), len(plans))
+    fixed, size = _one_size(problem, plans, [found.get("best static") for found in others])
+    own = "headrace" if problem.planner in _OWN else f"planner {problem.planner}"
+    found: dict[str, Sequence[Plan | None]] = {own: plans}
+    for name, called in _RIVALS:
+        found[name] = [each.get(called) for each in others]
+        if name == _RIVALS[0][0]:
+            found["best static"] = fixed
+    return Comparison(
+        devices=problem.devices,
+        plans=tuple(plans),
+        results=tuple(_result(name, made, problem) for name, made in found.items()),
+        static_size=size,
+    )
+
+
+def _require_groups(problem: Problem) -> None:
+    """Raise SpecError for published costs of pipelines."""
+    if isinstance(problem.costs, PipelineCosts):
+        raise SpecError(
+            "costs to compare planners with",
+            got="published costs of pipelines",
+            wanted="costs of a model, or of groups",
+            hint="headrace plan --costs FILE --planner NAME plans with other planners of pipelines",
+        )
+
+
+def _one_size(
+    problem: Problem, plans: Sequence[Plan], best: Sequence[Plan | None]
+) -> tuple[list[Plan] | list[None], int | None]:
+    """The plans of the one group size that takes the least seconds over all batches, and that size;
+    None for each batch where no size holds all of them. ``best`` are the plans of the best size of
+    each batch: no size takes less, so one is given up as soon as it cannot become the best."""
+    none = [None] * len(plans)
+    least_s, known = 0.0, dict[tuple[int, int], Plan]()
+    for number, made in enumerate(best):
+        if made is None:
+            return none, None
+        least_s += made.predicted_s
+        known[_size(made), number] = made
+    often = Counter(size for size, _ in known)
+    found_s, found, chosen = inf, list[Plan](), None
+    for size in sorted(problem.static_sizes, key=lambda p: (-often[p], p)):
+        sized = problem.replace(planner="static", static_size=size, strategies=())
+        total_s, own = least_s, list[Plan]()
+        for number, reached in enumerate(best):
+            made = known.get((size, number)) or plan_if_fits(sized, plans[number].lengths)
+            if made is None or reached is None:
+                break
+            total_s += made.predicted_s - reached.predicted_s
+            if total_s >= found_s:
+                break
+            own.append(made)
+        if len(own) == len(plans):
+            found_s, found, chosen = total_s, own, size
+    return (none, None) if chosen is None else (found, chosen)
+
+
+def _size(static: Plan) -> int:
+    """Ranks of each group of a static plan."""
+    return static.strategy.counts[0][0].devices
+
+
+def _result(name: str, plans: Sequence[Plan | None], problem: Problem) -> PlannerResult:
+    """What a planner's plans say of each batch."""
+    batches = [
+        None
+        if made is None
+        else PlannedBatch(
+            seconds=made.predicted_s, strategy=str(made.strategy), idle=_idle(made, problem)
+        )
+        for made in plans
+    ]
+    return PlannerResult(name=name, batches=tuple(batches))
+
+
+def _idle(made: Plan, problem: Problem) -> float | None:
+    """The idle share of all devices' time, as a timeline says it, but of a model's costs without
+    the clock; None in lockstep, where micro-batches gather weights in seconds that are not
+    known apart."""
+    costs = problem.costs
+    if not isinstance(costs, CostModel):
+        return simulate(made, costs).idle
+    if made.semantics == "lockstep":
+        return None
+    each_s = micro_batch_seconds(made, costs)
+    busy_s = made.devices * costs.exchange_s.update_s * costs.scale
+    for seconds, micro in zip(each_s, made.micro_batches, strict=True):
+        pipeline = made.pipelines[micro.pipeline]
+        busy_s += seconds * len(pipeline.ranks) / pipeline.scheme.pipeline
+    return max(0.0, 1 - busy_s / (made.devices * made.predicted_s))
