@@ -92,8 +92,9 @@ def one_planner() -> Iterator[str]:
     yield from rows(titles, cells)
     yield ""
     yield (
-        f"Over the best of these for each batch it gains {geometric_mean(best):.2f} in the geometric"
-        f" mean, {min(best):.2f} at least and {max(best):.2f} at most."
+        "Steps of the best of these for each batch take"
+        f" {geometric_mean(best):.2f} times as long as ours in the geometric mean,"
+        f" {min(best):.3f} at least and {max(best):.2f} at most."
     )
 
 
@@ -121,8 +122,9 @@ def main_job() -> Iterator[str]:
     alone = found["one_rank"]["seconds"]
     yield (
         "Two ranks of one machine talk nearly for free, so there is little to gain over the best"
-        f" static choice. On one rank it is {alone['hand-written'] / alone['headrace']:.2f} times as"
-        " fast as a hand-written loop over the plain model."
+        " static choice. On one rank it is"
+        f" {alone['hand-written'] / alone['headrace']:.2f} times as fast as a hand-written"
+        " loop over the plain model."
     )
 
 
@@ -131,13 +133,19 @@ def methods() -> Iterator[str]:
     case = next(c for c in read("methods")["cases"] if (c["case"], c["ranks"]) == ("model", 4))
     yield (
         "Each method against torch's own parallelism of its kind, four layers of 512 features,"
-        f" weights sharded, {case['ranks']} ranks on the same cores (`python benchmarks/methods.py`):"
+        f" weights sharded, {case['ranks']} ranks on the same cores"
+        " (`python benchmarks/methods.py`):"
     )
     yield ""
     against = {row["name"]: row for row in case["against_torch"]}
     yield from rows(
-        ("method", "torch's best of the kind", "times as fast, by CPU seconds", "of its bytes sent")
-        + ("of its peak memory",),
+        (
+            "method",
+            "torch's best of the kind",
+            "times as fast, by CPU seconds",
+            "of its bytes sent",
+            "of its peak memory",
+        ),
         (
             (
                 f"`{name}`",
@@ -190,12 +198,12 @@ def truth() -> Iterator[str]:
     yield (
         f"Predictions: the simulator's step is off by {_percent(simulated['2'])} in the median with"
         f" one core a rank, by {_percent(simulated['4'])} with four ranks on two cores. At lengths"
-        f" left out of the fit seconds are off by {_span(seconds)} in the median, bytes by less than"
-        f" {_percent(1.2 * max(sizes))} (`python benchmarks/costs.py`); a rehearsed rank by"
-        f" {_span(rehearsed)} (`python benchmarks/rehearsal.py`); forecasts for hardware that is not"
-        f" at hand by {_percent(median(published))} in the median and {_percent(max(published))} at"
-        f" most of the tokens per second of {len(published)} published runs that nothing was fitted"
-        " to (`python benchmarks/forecasts.py`)."
+        f" left out of the fit seconds are off by {_span(seconds)} in the median, bytes by at most"
+        f" {_percent(max(sizes))} (`python benchmarks/costs.py`); a rehearsed rank by"
+        f" {_span(rehearsed)} (`python benchmarks/rehearsal.py`); forecasts for hardware that is"
+        f" not at hand by {_percent(median(published))} in the median"
+        f" and {_percent(max(published))} at most of the tokens per second of {len(published)}"
+        " published runs that nothing was fitted to (`python benchmarks/forecasts.py`)."
     )
 
 
@@ -282,12 +290,12 @@ def page() -> str:
     lines = [
         "# Benchmarks",
         "",
-        "Made by `docs/make_benchmarks.py` from the files in `benchmarks/results`; every number here"
-        " and between the marks in README.md is from them. `make benchmarks` runs all anew.",
+        "Made by `docs/make_benchmarks.py` from the files in `benchmarks/results`; every number"
+        " here and between the marks in README.md is from them. `make benchmarks` runs all anew.",
         "",
-        "Each row of a paper says what it claims, what headrace gets, and how many times as good that"
-        " is (of what should be small: how many times as small). *Simulated* rows are by the costs"
-        " that are named; nothing here ran on a GPU unless it says so.",
+        "Each row of a paper says what it claims, what headrace gets, and how many times as good"
+        " that is (of what should be small: how many times as small). *Simulated* rows are by the"
+        " costs that are named; nothing here ran on a GPU unless it says so.",
         "",
         "## headrace's own",
         "",
