@@ -17,6 +17,7 @@ from headrace.costs.rates import Assumed, Rates
 from headrace.data.drawn_lengths import draw_batches, parse_distribution
 from headrace.engine.cost_cache import costs_at_hand
 from headrace.engine.listener import ProgressLines
+from headrace.engine.planned_iterations import OWN
 from headrace.engine.plans import programs_of, rivals, sizes_left_out
 from headrace.engine.plans import simulate as run_clock
 from headrace.engine.robustness import Robustness, doubted, for_the_worst, robustness
@@ -195,6 +196,7 @@ def _prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> _Work:
     if flags.costs is not None and flags.hardware is not None:
         raise ConfigError("--hardware", got="--costs too", wanted="one of them")
     keys = {
+        "planner.name": _planner_name(flags),
         "devices.ranks": flags.ranks,
         "devices.hardware": flags.hardware,
         "devices.implementation": flags.implementation,
@@ -226,6 +228,12 @@ def _prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> _Work:
         doubts=doubts,
         pessimistic=pessimistic,
     )
+
+
+def _planner_name(flags: PlanFlags | SimulateFlags) -> str | None:
+    """The planner of ``--planner`` by its name in a configuration."""
+    name = flags.planner if isinstance(flags, PlanFlags) else None
+    return "adaptive" if name == OWN else name
 
 
 def _doubts(config: Config, architecture: Architecture) -> dict[str, StepPlanner]:

@@ -130,6 +130,21 @@ def test_a_run_plans_for_itself(how: str, tmp_path: Path) -> None:
     assert sum(len(plan.lengths) for plan in plans) == 2 * len(LENGTHS)
 
 
+@pytest.mark.parametrize("how", ["alone", "fsdp2"])
+def test_layers_by_algorithm_1_equal_one_process(how: str, tmp_path: Path) -> None:
+    """Catches a planner of others that a loop knows by its name and cannot run: groups of one size,
+    free or in lockstep, whose layers are chosen for each micro-batch."""
+    options = {"steps": 2, "planner": "paradyse"}
+    losses, _, plans, _, _ = run_ranks(2, planned_steps, how, tmp_path, options, timeout_s=200)[0]
+    model = llama()
+    wanted = alone(model, sgd(model), batches(dataset(), len(losses), batch_tokens=150))
+    assert losses == pytest.approx(wanted, rel=EXACT)
+    for plan in plans:
+        assert plan.planner == "paradyse"
+        assert plan.semantics == ("lockstep" if how == "fsdp2" else "free")
+        assert len({len(pipeline.ranks) for pipeline in plan.pipelines}) == 1
+
+
 class Elsewhere(StepPlanner):
     """A planner that is not asked here."""
 
