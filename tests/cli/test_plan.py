@@ -208,6 +208,40 @@ def test_the_static_planner_uses_one_size(config: Path, capsys) -> None:
     assert {str(pipeline.scheme) for pipeline in plan.pipelines} == {"cp2"}
 
 
+def test_a_planner_of_others_is_named_by_a_flag(config: Path, capsys) -> None:
+    """Catches a flag that is not obeyed beside a configuration, and a name that only one of plan
+    and simulate knows."""
+    [plan] = plans(call(capsys, "plan", config, "--json", "--planner", "paradyse")[1])
+    assert plan.planner == "paradyse"
+    assert all(len(micro.layers.counts) <= 2 for micro in plan.micro_batches)
+    [own] = plans(call(capsys, "plan", config, "--json", "--planner", "headrace")[1])
+    assert own.planner == "adaptive"
+    assert own.predicted_s <= plan.predicted_s * (1 + 1e-9)
+    code, out, err = call(
+        capsys, "simulate", config, "--json", "--set", "planner.name=paradyse", "--programs"
+    )
+    assert code == 0, err
+    (batch,) = json.loads(out)["batches"]
+    assert Plan.from_json(batch["plan"]).hash == plan.hash
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("paradise", "planner.name"),
+        ("best-static", "planner.name"),
+        ("static", "static_size"),
+    ],
+)
+def test_planners_that_a_configuration_lacks_are_refused(
+    config: Path, capsys, name: str, said: str
+) -> None:
+    """Catches another planner in the place of the one that is asked for."""
+    code, out, err = call(capsys, "plan", config, "--planner", name)
+    assert (code, out) == (2, "")
+    assert said in " ".join(err.split())
+
+
 def test_group_sizes_and_recompute_are_limits(config: Path, capsys) -> None:
     """Catches limits of the configuration that the planner does not see."""
     changes = ["--set", "planner.group_sizes=[2]", "--set", 'planner.recompute=["full"]']

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.costs.sources.formulas import layer_elements
+from headrace.data.drawn_lengths import PRESETS as DISTRIBUTIONS
 from headrace.errors import SpecError
 from headrace.spec import Architecture, weight_table
 from headrace.spec.architecture import PRESETS
@@ -160,6 +162,27 @@ def test_odd_head_features_are_fine_without_rotary_positions() -> None:
     """Catches llama's rule applied to gpt."""
     changes: dict[str, Any] = {"kind": "gpt", "hidden": 12, "positions": 8}
     assert Architecture.from_json(SMALL.to_json() | changes).head_features == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "heads", "layers"),
+    [
+        ("paradyse-bert", 1024, 16, 24),
+        ("paradyse-llama", 8192, 64, 8),
+        ("paradyse-gpt", 12288, 96, 8),
+    ],
+)
+def test_models_of_paradyse_are_those_of_its_table_4(
+    name: str, hidden: int, heads: int, layers: int
+) -> None:
+    """Catches fewer key-value heads, another feed-forward than the 12 h^2 elements of a layer of
+    Table 2, and a model that is too short for the longest sequence of GRCh38."""
+    a = Architecture.preset(name)
+    assert (a.hidden, a.heads, a.kv_heads, a.layers) == (hidden, heads, heads, layers)
+    assert layer_elements(a) == pytest.approx(12 * hidden**2, rel=0.01)
+    longest = DISTRIBUTIONS["grch38-3mer"].longest
+    assert longest == 624 * 1024
+    assert a.longest is None or a.longest >= longest
 
 
 @pytest.mark.parametrize("name", PRESETS)

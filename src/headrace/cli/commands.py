@@ -137,9 +137,8 @@ def plan(config: Path | None = None, *, flags: PlanFlags = _PLAN) -> int:
         )
     _only(
         "no configuration beside it",
-        "with one, --set changes it (planner.name, devices.ranks)",
+        "with one, --ranks says how many",
         devices=flags.devices,
-        planner=flags.planner,
         semantics=flags.semantics,
     )
     return run(config, flags)

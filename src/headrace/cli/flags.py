@@ -61,9 +61,10 @@ class PlanFlags:
     devices
         Devices to plan for, without a configuration.
     planner
-        Without a configuration: headrace, or one that it is compared with: hydraulis, flexsp,
-        static, best-static, max-length, token-balance, karmarkar-karp, dp-balanced, hybrid-cp,
-        bucket, packed or dcp; for pipelines switching, too.
+        headrace, or one that it is compared with: hydraulis, flexsp, static, max-length,
+        token-balance, karmarkar-karp, dp-balanced, hybrid-cp, bucket, packed or dcp; with a
+        configuration paradyse, too (planner.name); without one best-static, and for pipelines
+        switching.
     semantics
         Without a configuration, for groups: free (a group starts when its ranks are) or lockstep.
     picture

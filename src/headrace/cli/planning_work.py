@@ -14,6 +14,7 @@ from headrace.costs.rates import Assumed, Rates
 from headrace.data.drawn_lengths import draw_batches, parse_distribution
 from headrace.engine.cost_cache import costs_at_hand
 from headrace.engine.listener import ProgressLines
+from headrace.engine.planned_iterations import OWN
 from headrace.engine.plans import sizes_left_out
 from headrace.engine.robustness import Robustness, doubted, for_the_worst, robustness
 from headrace.engine.setup import architecture_of, assumed_by, open_data, roofline_of
@@ -86,6 +87,7 @@ def prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> PlanningWork
     if flags.costs is not None and flags.hardware is not None:
         raise ConfigError("--hardware", got="--costs too", wanted="one of them")
     keys = {
+        "planner.name": _planner_name(flags),
         "devices.ranks": flags.ranks,
         "devices.hardware": flags.hardware,
         "devices.implementation": flags.implementation,
@@ -117,6 +119,12 @@ def prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> PlanningWork
         doubts=doubts,
         pessimistic=pessimistic,
     )
+
+
+def _planner_name(flags: PlanFlags | SimulateFlags) -> str | None:
+    """The planner of ``--planner`` by its name in a configuration."""
+    name = flags.planner if isinstance(flags, PlanFlags) else None
+    return "adaptive" if name == OWN else name
 
 
 def _doubts(config: Config, architecture: Architecture) -> dict[str, StepPlanner]:

@@ -63,6 +63,9 @@ def rehearse(config_path: Path, flags: RehearseFlags) -> int:
         "devices.implementation": flags.implementation,
     }
     config = Config.load(config_path, *overrides(flags.changes, keys))
+    if config.planner.costs == "hybrid":
+        wanted = "'quadratic': a rehearsal measures too few lengths for a forest"
+        raise ConfigError("planner.costs", got="'hybrid'", wanted=wanted)
     length = parse_count(flags.length) if flags.length else config.data.context
     if length < 1:
         raise ConfigError("--length", got=length, wanted=">= 1 token")

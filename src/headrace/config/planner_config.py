@@ -77,6 +77,12 @@ class PlannerConfig(Section):
     """Methods that ``auto`` measures and chooses among; when empty all but ``colossal_z``
     and the composites ``ulysses_ring`` and ``tensor_ring``."""
 
+    costs: Literal["quadratic", "hybrid"] = "quadratic"
+    """What a measured profile is fitted by: ``quadratic`` fits what was measured; ``hybrid`` fits
+    ParaDySe's random forest within the profiled lengths and its polynomial beyond them, up to the
+    context. Packs are priced by quadratics in both. ``hybrid`` needs scikit-learn and a measured
+    profile; costs from elsewhere are refused with it."""
+
     smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Part of a micro-batch's time that may be lost to keep the layer options of the step before;
     0 always takes the quickest."""

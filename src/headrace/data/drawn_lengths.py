@@ -39,7 +39,8 @@ _SORTED = 1 << 16
 """Lengths that are drawn and sorted to know the shortest share of a distribution."""
 
 PRESETS: dict[str, Distribution] = {
-    # ParaDySe, Table 3: shares below 4K, 8K, ... and the longest. The least length is a guess.
+    # ParaDySe, Table 3: shares below 4K, 8K, ... and the longest, K = 1024 as its Table 5 shows
+    # (all lengths there are multiples of 512). The least length is a guess.
     "github-code": Bins(
         edges=(64, 4096, 8192, 16384, 32768, 65536, 131072, 309 * 1024 + 1),
         shares=(65.7, 14.5, 9.8, 5.1, 2.7, 1.1, 1.1),

@@ -18,9 +18,9 @@ from headrace.comm.mesh import Groups
 from headrace.config.model import PlannerConfig
 from headrace.costs import CostModel, fingerprint_of
 from headrace.costs.library import memory_margin_of
-from headrace.costs.sources.measured import costs_from_profile
 from headrace.engine.agreement import agreed_cluster, agreed_profile
 from headrace.engine.loop_costs import LoopProfiler, ModelProbes, shape_of, sizes_for
+from headrace.engine.profile_fit import fitted_costs, require_fit
 from headrace.errors import CostError, InfeasiblePlan
 from headrace.native.machine import machine_facts
 from headrace.native.spans import clock_of
@@ -86,6 +86,7 @@ def _find_costs(setup: LoopSetup, sample: Item) -> ModelCosts:
         return ModelCosts(
             probes=probes, profile=None, costs=_checked_costs(setup, probes, setup.costs)
         )
+    require_fit(setup.options)
     fingerprint = _fingerprint(setup, probes)
     kept = hashlib.sha256(fingerprint.encode()).hexdigest()[:24]
     path = setup.cache / "profiles" / f"loop-{kept}.json"
@@ -98,7 +99,7 @@ def _find_costs(setup: LoopSetup, sample: Item) -> ModelCosts:
         setup.groups,
         setup.say,
     )
-    costs = costs_from_profile(profile)
+    costs = fitted_costs(profile, setup.options, setup.groups, longest=setup.longest, say=setup.say)
     compared = ""
     if new and probes.layers is not None:
         compared = _extrapolated(setup, probes, costs.replace(cluster=cluster))

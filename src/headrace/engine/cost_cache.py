@@ -17,6 +17,7 @@ from headrace.config import Config
 from headrace.costs import CostModel, fingerprint_difference
 from headrace.costs.calibration import Calibration
 from headrace.costs.library import memory_margin_of
+from headrace.costs.paradyse.hybrid_costs import is_of_hybrid
 from headrace.costs.saving import save_whole, sealed, unsealed
 from headrace.engine.setup import formula_costs
 from headrace.errors import CostError
@@ -46,7 +47,10 @@ def calibration_path(config: Config, fingerprint: str) -> Path:
     Peaks depend on what fills the memory, so a run of another planner, optimizer, budget or memory
     learns for itself.
     """
-    planner = config.planner.model_dump(mode="json", exclude={"ahead", "memory_margin"})
+    left_out = {"ahead", "memory_margin"}
+    if config.planner.costs == "quadratic":
+        left_out.add("costs")  # files of before know no other
+    planner = config.planner.model_dump(mode="json", exclude=left_out)
     batch = config.data.model_dump(include={"context", "batch_tokens", "batch_sequences"})
     like = {
         "planner": planner,
@@ -62,7 +66,8 @@ def newest_costs(config: Config, architecture: Architecture, ranks: int) -> Cost
     """The costs last measured for this model on as many ranks, on this machine, with the memory
     and the margin of this configuration; None if never."""
     try:
-        text = _latest(config, architecture.shape, ranks).read_text()
+        hybrid = config.planner.costs == "hybrid"
+        text = _latest(config, architecture.shape, ranks, hybrid=hybrid).read_text()
         costs = CostModel.from_json(unsealed(text))
     except (OSError, ValueError, CostError):
         return None
@@ -86,7 +91,8 @@ def _learnt_margin(config: Config, costs: CostModel) -> float:
 
 def remember_costs(config: Config, costs: CostModel) -> None:
     """Keep costs where :func:`newest_costs` finds them. Raises CostError when it cannot."""
-    path = _latest(config, costs.shape, costs.cluster.devices)
+    hybrid = is_of_hybrid(costs)
+    path = _latest(config, costs.shape, costs.cluster.devices, hybrid=hybrid)
     save_whole(path, sealed(costs.to_json()), "profile")
 
 
@@ -130,8 +136,10 @@ def _folder(config: Config) -> Path:
     return config.data.cache_folder / "profiles"
 
 
-def _latest(config: Config, shape: ModelShape, ranks: int) -> Path:
-    """The file with the costs last used for a model of this shape on so many ranks."""
+def _latest(config: Config, shape: ModelShape, ranks: int, *, hybrid: bool) -> Path:
+    """The file with the costs last used for a model of this shape on so many ranks, fitted to
+    hybrids or not."""
     model = json.dumps(shape.to_json(), sort_keys=True)
-    digest = hashlib.sha256(f"{model} {ranks}".encode()).hexdigest()[:16]
+    of = f"{model} {ranks}{' hybrid' if hybrid else ''}"
+    digest = hashlib.sha256(of.encode()).hexdigest()[:16]
     return _folder(config) / f"latest-{digest}.json"

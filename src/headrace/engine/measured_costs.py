@@ -10,7 +10,6 @@ from headrace.comm.collectives import gather_bytes
 from headrace.costs import CostModel, fingerprint_of
 from headrace.costs.calibration import Calibration
 from headrace.costs.library import memory_margin_of
-from headrace.costs.sources.measured import costs_from_profile
 from headrace.engine.agreement import agreed_profile
 from headrace.engine.considered_methods import considered
 from headrace.engine.cost_cache import (
@@ -18,6 +17,7 @@ from headrace.engine.cost_cache import (
     profile_path,
     remember_costs,
 )
+from headrace.engine.profile_fit import fitted_costs, require_fit
 from headrace.engine.rank import Rank
 from headrace.errors import CostError
 from headrace.profiling.profiler import ProfileOptions, Profiler
@@ -30,8 +30,10 @@ __all__ = ["learnt", "measured_costs"]
 def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profile]:
     """The cached profile of this set-up, or a new one; the same on every rank.
 
-    Collective. The memory limit is not part of what is measured: it is taken from this run.
+    Collective. The memory limit is not part of what is measured: it is taken from this run. Raises
+    MissingExtra where ``planner.costs`` needs a library that is not installed.
     """
+    require_fit(rank.config.planner)
     sizes, methods = considered(
         rank.config.planner,
         rank.storage.architecture,
@@ -50,7 +52,9 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
 
     path = profile_path(rank.config, fingerprint)
     profile, _ = agreed_profile(path, fingerprint, measure, rank.groups, rank.say, fresh=fresh)
-    costs = costs_from_profile(profile)
+    costs = fitted_costs(
+        profile, rank.config.planner, rank.groups, longest=rank.config.data.context, say=rank.say
+    )
     margin = rank.config.planner.memory_margin
     if margin is None:
         margin = max(costs.memory_margin, memory_margin_of(rank.cluster.device))

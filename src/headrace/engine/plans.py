@@ -15,6 +15,7 @@ from typing import overload
 from headrace.config.model import PlannerConfig
 from headrace.costs import CostModel
 from headrace.costs.group_costs import GroupCosts
+from headrace.costs.paradyse.hybrid_costs import is_of_hybrid
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import ConfigError, InfeasiblePlan, SpecError
 from headrace.planning import Generator, Problem
@@ -41,6 +42,7 @@ __all__ = [
     "plan_if_fits",
     "problem_of",
     "programs_of",
+    "require_costs",
     "rivals",
     "simulate",
     "sizes_left_out",
@@ -262,7 +264,9 @@ def _with_clock(made: Plan, problem: Problem) -> Plan:
 def make_problem(
     costs: CostModel, options: PlannerConfig, *, semantics: Semantics = "free", stages: bool = True
 ) -> Problem:
-    """The problem that a configuration poses with these costs."""
+    """The problem that a configuration poses with these costs. Raises ConfigError for group sizes
+    without costs, and for hybrid costs that these are not."""
+    require_costs(costs, options)
     sizes = tuple(p for p in options.group_sizes if p <= costs.cluster.devices)
     unknown = [p for p in sizes or options.group_sizes if p not in costs.group_sizes]
     if unknown:
@@ -288,6 +292,17 @@ def make_problem(
         smoothing=options.smoothing,
         holding=("replicated", "sharded") if options.working == "auto" else (options.working,),
     )
+
+
+def require_costs(costs: CostModel, options: PlannerConfig) -> None:
+    """Raise ConfigError for costs that are not fitted as a configuration says."""
+    if options.costs == "hybrid" and not is_of_hybrid(costs):
+        raise ConfigError(
+            "planner.costs",
+            got="'hybrid', and costs that were not fitted so",
+            wanted="a profile measured on these ranks",
+            hint="headrace profile CONFIG measures one, and so does train",
+        )
 
 
 def sizes_left_out(options: PlannerConfig, ranks: int) -> str:

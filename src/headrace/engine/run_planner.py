@@ -17,6 +17,7 @@ from headrace.config.model import PlannerConfig
 from headrace.costs import CostModel
 from headrace.costs.calibration import Calibration, micro_batch_residuals
 from headrace.costs.drift import Drift
+from headrace.engine.plans import require_costs
 from headrace.engine.step_planner import MemoryMargin, StepPlanner
 from headrace.errors import InfeasiblePlan
 from headrace.simulator import peak_bytes
@@ -103,6 +104,7 @@ class RunPlanner:
     ) -> None:
         """A planner for ``groups`` (None: one process), whose first rank plans; of the steps
         in ``drawn`` all ranks' clocks are predicted."""
+        require_costs(costs, options)  # on all ranks, as the others wait for the first one's plans
         self.steps = StepPlanner(
             costs=costs, options=options, seed=seed, semantics=semantics, stages=stages
         )

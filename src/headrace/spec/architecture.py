@@ -224,7 +224,8 @@ class Architecture:
 
         Args:
             name: ``llama-tiny``, ``gpt-tiny``, ``bert-tiny``, ``gpt2``, ``gpt3-175b``,
-                ``bert-large``, ``llama-8b`` or ``llama-70b``.
+                ``bert-large``, ``llama-8b``, ``llama-70b``, ``paradyse-bert``, ``paradyse-llama``
+                or ``paradyse-gpt``.
             changes: Fields to change, by their names.
 
         Returns:
@@ -327,8 +328,6 @@ PRESETS: dict[str, Architecture] = {
         kind="gpt",
         positions=2048,
     ),
-    # As published; ParaDySe (Table 4) trains it on up to 600K tokens, which takes as many
-    # positions: Architecture.preset("bert-large", positions=...).
     "bert-large": Architecture(
         layers=24,
         hidden=1024,
@@ -361,6 +360,42 @@ PRESETS: dict[str, Architecture] = {
         vocabulary=128256,
         tied=False,
         rope_theta=500000.0,
+    ),
+    # ParaDySe, Table 4: h, n, and the layers of one node (of 80 and 96 of the whole LLaMA and GPT),
+    # which are what it trains; every head has its own keys and values (Table 2). Positions are for
+    # the 624K tokens of its longest sequence, the vocabulary is GPT-2's, as GitHubCode is read. The
+    # features of LLaMA's feed-forward give its three matrices the elements of Table 2's two.
+    "paradyse-bert": Architecture(
+        layers=24,
+        hidden=1024,
+        heads=16,
+        kv_heads=16,
+        ffn=4096,
+        vocabulary=50258,
+        kind="bert",
+        causal=False,
+        positions=624 * 1024,
+        norm_eps=1e-12,
+        mask_id=50257,
+    ),
+    "paradyse-llama": Architecture(
+        layers=8,
+        hidden=8192,
+        heads=64,
+        kv_heads=64,
+        ffn=22016,
+        vocabulary=50257,
+        tied=False,
+    ),
+    "paradyse-gpt": Architecture(
+        layers=8,
+        hidden=12288,
+        heads=96,
+        kv_heads=96,
+        ffn=49152,
+        vocabulary=50257,
+        kind="gpt",
+        positions=624 * 1024,
     ),
 }
 

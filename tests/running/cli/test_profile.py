@@ -12,9 +12,10 @@ import pytest
 from headrace.cli import main
 from headrace.costs import CostModel
 from headrace.costs.paradyse import HybridModel, fit_hybrid
+from headrace.costs.paradyse.hybrid_costs import is_of_hybrid
 from headrace.costs.sources.measured import costs_from_profile
 from profiles import made_up
-from running.cli.jobs import run, write_job
+from running.cli.jobs import losses, run, write_job
 
 # In the package this name is the command.
 profile = importlib.import_module("headrace.cli.profile_layers")
@@ -71,3 +72,45 @@ def test_hybrid_costs_of_a_job(tmp_path) -> None:
     code, out, err = run(*command)
     assert code == 0, err
     assert "forest to" in out
+
+
+def test_hybrid_costs_are_planned_with(tmp_path) -> None:
+    """Catches planner.costs that is ignored: where nothing is measured it is refused, a profile
+    then gives the costs, and runs with quadratics do not get them."""
+    pytest.importorskip("sklearn")
+    job = write_job(tmp_path)
+    hybrid = ("--set", "planner.costs=hybrid")
+    code, out, err = run("plan", job, "--ranks", 1, "--json", *hybrid)
+    assert (code, out) == (2, "")
+    assert "planner.costs" in err
+    assert "headrace profile" in err
+    code, out, err = run("profile", job, "--ranks", 1, "--json", *hybrid)
+    assert code == 0, err
+    assert "off by" in err
+    costs = CostModel.from_json(json.loads(out))
+    assert is_of_hybrid(costs)
+    code, out, err = run("plan", job, "--ranks", 1, "--json", *hybrid)
+    assert code == 0, err
+    assert json.loads(out)["costs"] == costs.fingerprint
+    code, out, err = run("plan", job, "--ranks", 1, "--json")
+    assert code == 0, err
+    assert "by formula" in json.loads(out)["costs"]
+
+
+def test_a_run_with_hybrid_costs_trains(tmp_path) -> None:
+    """Catches ranks that fit other forests than the first, and costs that a run cannot plan
+    with."""
+    pytest.importorskip("sklearn")
+    job = write_job(tmp_path, steps=2)
+    hybrid = ("--set", "planner.costs=hybrid")
+    code, _, err = run("train", job, "--out", tmp_path / "run", *hybrid)
+    assert code == 0, err
+    assert "hybrid costs: quadratics fitted" in err
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def test_a_rehearsal_has_no_hybrid_costs(tmp_path, capsys) -> None:
+    """Catches a choice that is ignored where nothing is measured for it."""
+    job = write_job(tmp_path)
+    assert main(["rehearse", str(job), "--set", "planner.costs=hybrid"]) == 2
+    assert "planner.costs" in capsys.readouterr().err

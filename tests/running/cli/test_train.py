@@ -57,6 +57,19 @@ def test_a_run_trains_and_says_so(whole):
     assert facts["costs"]["points"]
 
 
+def test_a_planner_of_others_trains_alike(whole, tmp_path):
+    """Catches a planner that plans in a table only: layers by Algorithm 1 train to the losses of
+    the run's own plans."""
+    config, folder, _ = whole
+    changes = ("--set", "planner.name=paradyse")
+    code, _, err = run("train", config, "--out", tmp_path / "run", *changes)
+    assert code == 0, err
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(folder), rtol=1e-4)
+    lines = (tmp_path / "run" / "plans.jsonl").read_text().splitlines()
+    assert len(lines) == len(losses(folder))
+    assert all('"paradyse"' in line for line in lines)
+
+
 def test_a_killed_run_resumes_to_the_same_bits(whole, tmp_path):
     """Would catch state outside the checkpoint: sampler, optimizer, schedule, costs."""
     config, folder, _ = whole

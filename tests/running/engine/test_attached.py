@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import headrace as hr
 from headrace.engine import loop_runner
 from headrace.engine.run_planner import RunPlanner
 from headrace.engine.step_planner import StepPlanner
+from headrace.errors import ConfigError
 from headrace.native.spans import HostClock
 from headrace.spec.step import Planned, PlanRequest
 from ranks import run_ranks
@@ -128,6 +130,65 @@ def test_a_run_plans_for_itself(how: str, tmp_path: Path) -> None:
     assert {plan.semantics for plan in plans} == {"lockstep" if how == "fsdp2" else "free"}
     assert all(plan.predicted_s > 0 for plan in plans)
     assert sum(len(plan.lengths) for plan in plans) == 2 * len(LENGTHS)
+
+
+@pytest.mark.parametrize("how", ["alone", "fsdp2"])
+def test_layers_by_algorithm_1_equal_one_process(how: str, tmp_path: Path) -> None:
+    """Catches a planner of others that a loop knows by its name and cannot run: groups of one size,
+    free or in lockstep, whose layers are chosen for each micro-batch."""
+    options = {"steps": 2, "planner": "paradyse"}
+    losses, _, plans, _, _ = run_ranks(2, planned_steps, how, tmp_path, options, timeout_s=200)[0]
+    model = llama()
+    wanted = alone(model, sgd(model), batches(dataset(), len(losses), batch_tokens=150))
+    assert losses == pytest.approx(wanted, rel=EXACT)
+    for plan in plans:
+        assert plan.planner == "paradyse"
+        assert plan.semantics == ("lockstep" if how == "fsdp2" else "free")
+        assert len({len(pipeline.ranks) for pipeline in plan.pipelines}) == 1
+
+
+def hybrid_steps(folder: Path, given: bool) -> tuple[list[float], str, list[str]]:
+    """Losses, the fingerprint of costs and what was said, with costs fitted to hybrids."""
+    model, said = llama(), list[str]()
+    run = hr.attach(
+        model,
+        sgd(model),
+        dataset(),
+        batch_tokens=150,
+        steps=2,
+        measure=hr.MeasureOptions(memory="256MiB", cache=folder, costs=costs(2) if given else None),
+        planner=hr.PlannerConfig(costs="hybrid", ahead=0),
+        say=said.append,
+    )
+    return trained(run, model), run.found.costs.fingerprint, said
+
+
+def test_a_loop_plans_with_hybrid_costs(tmp_path: Path) -> None:
+    """Catches a loop that ignores planner.costs, and ranks with forests of their own."""
+    pytest.importorskip("sklearn")
+    found = run_ranks(2, hybrid_steps, tmp_path, False, timeout_s=200)
+    model = llama()
+    wanted = alone(model, sgd(model), batches(dataset(), 2, batch_tokens=150))
+    for losses, fingerprint, _ in found:
+        assert losses == pytest.approx(wanted, rel=EXACT)
+        assert fingerprint == found[0][1]
+        assert fingerprint.endswith("fit=hybrid")
+    assert any("hybrid costs: quadratics fitted" in text for text in found[0][2])
+
+
+def refused_costs(folder: Path) -> str:
+    """What is said of given costs that were not fitted to a hybrid."""
+    try:
+        hybrid_steps(folder, True)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_given_costs_are_refused_as_hybrid(tmp_path: Path) -> None:
+    """Catches given costs that silently take the place of those that were asked for."""
+    for said in run_ranks(2, refused_costs, tmp_path, timeout_s=100):
+        assert "planner.costs" in said
 
 
 class Elsewhere(StepPlanner):
