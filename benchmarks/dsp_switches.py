@@ -15,7 +15,15 @@ from headrace.comm.collectives import all_to_all_rows
 from headrace.layouts.partition import split_sizes
 from headrace.ops.switch import Columns, switch, to_columns, to_tokens
 
-__all__ = ["heads_rows", "padded", "plain_columns", "plain_tokens", "switch_rows"]
+__all__ = [
+    "four_exchanges",
+    "heads_rows",
+    "layer_rows",
+    "padded",
+    "plain_columns",
+    "plain_tokens",
+    "switch_rows",
+]
 
 Row = dict[str, Any]
 
@@ -24,6 +32,10 @@ SWITCHES = ((16, 1024, 256), (15, 1023, 256), (5, 4096, 256), (64, 256, 256))
 
 HEADS = ((1024, 16, 64), (1023, 10, 64), (4096, 32, 128), (8192, 8, 128))
 """Tokens, heads and features of a head."""
+
+
+LAYER = (64, 256, 8, 32)
+"""Frames, patches, heads and features of a head of a layer's exchanges."""
 
 
 def padded(x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -107,6 +119,59 @@ def heads_rows(rounds: int) -> list[Row]:
         medians = _medians({"switch": ours, "plain": plain}, rounds)
         found.append({"ranks": ranks, "shape": [tokens, heads, features], **medians})
     return found
+
+
+def four_exchanges(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Heads for frames and back as DeepSpeed's Ulysses has it, of [t / N, s, n, d]: one exchange
+    for each of queries, keys, values and the result (here the queries), copied before and after.
+    Ranks divide frames and heads."""
+    gathered = [_heads_for_frames(x) for x in (q, k, v)]
+    return _frames_for_heads(gathered[0])
+
+
+def _heads_for_frames(x: torch.Tensor) -> torch.Tensor:
+    """[t / N, s, n, d] to [t, s, n / N, d]."""
+    ranks = dist.get_world_size()
+    sent = x.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4).contiguous()
+    came = torch.empty_like(sent)
+    dist.all_to_all_single(came, sent)
+    return came.flatten(0, 1)
+
+
+def _frames_for_heads(x: torch.Tensor) -> torch.Tensor:
+    """[t, s, n / N, d] to [t / N, s, n, d]."""
+    sent = x.unflatten(0, (dist.get_world_size(), -1)).contiguous()
+    came = torch.empty_like(sent)
+    dist.all_to_all_single(came, sent)
+    return came.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def layer_rows(rounds: int) -> Row:
+    """Seconds of what the two blocks of one layer exchange, forward: two switches; Ulysses by one
+    exchange of queries, keys and values, and one of the result; by four as in DeepSpeed; and two
+    switches as in the paper's code."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD
+    frames, patches, heads, features = LAYER
+    x = torch.randn(frames // ranks, patches, heads * features)
+    q, k, v = torch.randn(3, frames // ranks, patches, heads, features)
+    qkv = torch.randn(frames // ranks, patches, heads, 3 * features)
+    even = split_sizes(frames, ranks)
+
+    def ulysses() -> torch.Tensor:
+        own = switch(qkv, 0, 2, group)[..., :features]
+        return switch(own, 2, 0, group)
+
+    return _medians(
+        {
+            "dsp": lambda: switch(switch(x, 0, 1, group), 1, 0, group),
+            "ulysses": ulysses,
+            "four exchanges": lambda: four_exchanges(q, k, v),
+            "padded dsp": lambda: padded(
+                padded(x, even).transpose(0, 1).contiguous(), split_sizes(patches, ranks)
+            ),
+        },
+        rounds,
+    )
 
 
 def _medians(ways: Mapping[str, Callable[[], torch.Tensor]], rounds: int) -> dict[str, float]:
