@@ -38,18 +38,21 @@ LAYER = (64, 256, 8, 32)
 """Frames, patches, heads and features of a head of a layer's exchanges."""
 
 
-def padded(x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """A switch of dims 0 and 1 as the paper's code has it: both padded to a multiple of the ranks,
-    a list of messages, a cat, and what was padded cut off."""
+def padded(
+    x: torch.Tensor, sizes: Sequence[int], from_dim: int = 0, to_dim: int = 1
+) -> torch.Tensor:
+    """A switch of two dims of [rows, columns, h] as the paper's code has it: both padded to a
+    multiple of the ranks, a list of messages, a cat, and what was padded cut off."""
     ranks = len(sizes)
-    frames, patches = sum(sizes), x.shape[1]
-    rows, width = -(-frames // ranks), -(-patches // ranks) * ranks
-    x = torch.nn.functional.pad(x, (0, 0, 0, width - patches, 0, rows - x.shape[0]))
-    sent = [part.contiguous() for part in x.tensor_split(ranks, 1)]
+    rows, width = -(-sum(sizes) // ranks), -(-x.shape[to_dim] // ranks) * ranks
+    more = [0, 0, 0]
+    more[from_dim], more[to_dim] = rows - x.shape[from_dim], width - x.shape[to_dim]
+    x = torch.nn.functional.pad(x, (0, more[2], 0, more[1], 0, more[0]))
+    sent = [part.contiguous() for part in x.tensor_split(ranks, to_dim)]
     came = [torch.empty_like(sent[0]) for _ in range(ranks)]
     dist.all_to_all(came, sent)
-    whole = torch.cat(came, dim=0).contiguous()
-    return whole.narrow(0, 0, frames)
+    whole = torch.cat(came, dim=from_dim).contiguous()
+    return whole.narrow(from_dim, 0, sum(sizes))
 
 
 def plain_columns(x: torch.Tensor, sizes: Sequence[int], columns: Columns) -> torch.Tensor:
@@ -166,9 +169,7 @@ def layer_rows(rounds: int) -> Row:
             "dsp": lambda: switch(switch(x, 0, 1, group), 1, 0, group),
             "ulysses": ulysses,
             "four exchanges": lambda: four_exchanges(q, k, v),
-            "padded dsp": lambda: padded(
-                padded(x, even).transpose(0, 1).contiguous(), split_sizes(patches, ranks)
-            ),
+            "padded dsp": lambda: padded(padded(x, even), split_sizes(patches, ranks), 1, 0),
         },
         rounds,
     )

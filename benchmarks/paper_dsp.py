@@ -577,7 +577,7 @@ def measured_here(found: Mapping[str, Mapping[str, float]]) -> Iterator[Claim]:
     costs = "4 CPU ranks on 2 cores, 2 layers of 256 features"
     ratios = {m: found[m]["train"] / own["train"] for m in METHODS[1:]}
     nearest = min(ratios, key=lambda method: ratios[method])
-    bound = found[nearest]["train"] / found[ALONE]["train"]
+    bound = found[nearest]["train"] / min(found[ALONE]["train"], own["train"])
     yield Claim(
         where="Figure 6, small",
         what=f"DSP over the next, a step ({nearest})",
