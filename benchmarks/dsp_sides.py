@@ -15,18 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as f
+from dense_ring import ring_attention
 
 import headrace as hr
-from headrace.adopt.placement import Placement, placed_rows
 from headrace.comm.collectives import all_gather_rows, reduce_scatter_rows
 from headrace.layouts.partition import split_sizes
 from headrace.models.transformer_2d import Block2D, Transformer2D, attend_over
-from headrace.ops.core import Heads, attended
 from headrace.ops.switch import gather, split, switch
 
 __all__ = ["METHODS", "Prepared", "prepare"]
@@ -63,8 +63,7 @@ def prepare(method: str, model: Transformer2D, inputs: dict[str, torch.Tensor]) 
         elif method == "ulysses":
             layer.temporal.attend = _ulysses(group, sizes)
         else:
-            heads = layer.temporal.heads
-            layer.temporal.attend = _ring(group, sizes, inputs["x"], heads)
+            layer.temporal.attend = partial(ring_attention, sizes=sizes, group=group)
     share = ranks if method == "megatron-lm" else 1
     return Prepared(loss=lambda: model(**local).square().sum() / share)
 
@@ -76,29 +75,6 @@ def _ulysses(group: Any, sizes: tuple[int, ...]) -> Callable[[torch.Tensor], tor
         heads = split_sizes(qkv.shape[3], len(sizes))
         own = over_time(switch(qkv, 1, 3, group, sizes=sizes, to_sizes=heads))
         return switch(own, 3, 1, group, sizes=heads, to_sizes=sizes)
-
-    return attend
-
-
-def _ring(
-    group: Any, sizes: tuple[int, ...], x: torch.Tensor, heads: int
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    samples, frames, patches = x.shape[:3]
-    rows = samples * patches
-    placement = Placement(
-        tokens=placed_rows(((frames,),) * rows, len(sizes), "natural"),
-        rows=rows,
-        member=dist.get_rank(),
-        group=group,
-        exchange="ring",
-        targets=None,
-    )
-    core = placement.core(Heads(queries=heads, keys=heads), False, 0, x.device)
-
-    def attend(qkv: torch.Tensor) -> torch.Tensor:
-        b, t, s, n, _, d = qkv.shape
-        out = attended(core, qkv.permute(0, 2, 1, 4, 3, 5).reshape(b * s * t, 3 * n, d))
-        return out.view(b, s, t, n, d).transpose(1, 2)
 
     return attend
 

@@ -15,7 +15,15 @@ from headrace.comm.collectives import all_to_all_rows
 from headrace.layouts.partition import split_sizes
 from headrace.ops.switch import Columns, switch, to_columns, to_tokens
 
-__all__ = ["heads_rows", "padded", "plain_columns", "plain_tokens", "switch_rows"]
+__all__ = [
+    "four_exchanges",
+    "heads_rows",
+    "layer_rows",
+    "padded",
+    "plain_columns",
+    "plain_tokens",
+    "switch_rows",
+]
 
 Row = dict[str, Any]
 
@@ -26,18 +34,25 @@ HEADS = ((1024, 16, 64), (1023, 10, 64), (4096, 32, 128), (8192, 8, 128))
 """Tokens, heads and features of a head."""
 
 
-def padded(x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """A switch of dims 0 and 1 as the paper's code has it: both padded to a multiple of the ranks,
-    a list of messages, a cat, and what was padded cut off."""
+LAYER = (64, 256, 8, 32)
+"""Frames, patches, heads and features of a head of a layer's exchanges."""
+
+
+def padded(
+    x: torch.Tensor, sizes: Sequence[int], from_dim: int = 0, to_dim: int = 1
+) -> torch.Tensor:
+    """A switch of two dims of [rows, columns, h] as the paper's code has it: both padded to a
+    multiple of the ranks, a list of messages, a cat, and what was padded cut off."""
     ranks = len(sizes)
-    frames, patches = sum(sizes), x.shape[1]
-    rows, width = -(-frames // ranks), -(-patches // ranks) * ranks
-    x = torch.nn.functional.pad(x, (0, 0, 0, width - patches, 0, rows - x.shape[0]))
-    sent = [part.contiguous() for part in x.tensor_split(ranks, 1)]
+    rows, width = -(-sum(sizes) // ranks), -(-x.shape[to_dim] // ranks) * ranks
+    more = [0, 0, 0]
+    more[from_dim], more[to_dim] = rows - x.shape[from_dim], width - x.shape[to_dim]
+    x = torch.nn.functional.pad(x, (0, more[2], 0, more[1], 0, more[0]))
+    sent = [part.contiguous() for part in x.tensor_split(ranks, to_dim)]
     came = [torch.empty_like(sent[0]) for _ in range(ranks)]
     dist.all_to_all(came, sent)
-    whole = torch.cat(came, dim=0).contiguous()
-    return whole.narrow(0, 0, frames)
+    whole = torch.cat(came, dim=from_dim).contiguous()
+    return whole.narrow(from_dim, 0, sum(sizes))
 
 
 def plain_columns(x: torch.Tensor, sizes: Sequence[int], columns: Columns) -> torch.Tensor:
@@ -109,8 +124,65 @@ def heads_rows(rounds: int) -> list[Row]:
     return found
 
 
+def four_exchanges(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Heads for frames and back as DeepSpeed's Ulysses has it, of [t / N, s, n, d]: one exchange
+    for each of queries, keys, values and the result (here the queries), copied before and after.
+    Ranks divide frames and heads."""
+    gathered = [_heads_for_frames(x) for x in (q, k, v)]
+    return _frames_for_heads(gathered[0])
+
+
+def _heads_for_frames(x: torch.Tensor) -> torch.Tensor:
+    """[t / N, s, n, d] to [t, s, n / N, d]."""
+    ranks = dist.get_world_size()
+    sent = x.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4).contiguous()
+    came = torch.empty_like(sent)
+    dist.all_to_all_single(came, sent)
+    return came.flatten(0, 1)
+
+
+def _frames_for_heads(x: torch.Tensor) -> torch.Tensor:
+    """[t, s, n / N, d] to [t / N, s, n, d]."""
+    sent = x.unflatten(0, (dist.get_world_size(), -1)).contiguous()
+    came = torch.empty_like(sent)
+    dist.all_to_all_single(came, sent)
+    return came.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def layer_rows(rounds: int) -> Row:
+    """The least seconds of what the two blocks of one layer exchange, forward: two switches;
+    Ulysses by one exchange of queries, keys and values, and one of the result; by four as in
+    DeepSpeed; and two switches as in the paper's code."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD
+    frames, patches, heads, features = LAYER
+    x = torch.randn(frames // ranks, patches, heads * features)
+    q, k, v = torch.randn(3, frames // ranks, patches, heads, features)
+    qkv = torch.randn(frames // ranks, patches, heads, 3 * features)
+    even = split_sizes(frames, ranks)
+
+    def ulysses() -> torch.Tensor:
+        own = switch(qkv, 0, 2, group)[..., :features]
+        return switch(own, 2, 0, group)
+
+    seconds = _seconds(
+        {
+            "dsp": lambda: switch(switch(x, 0, 1, group), 1, 0, group),
+            "ulysses": ulysses,
+            "four exchanges": lambda: four_exchanges(q, k, v),
+            "padded dsp": lambda: padded(padded(x, even), split_sizes(patches, ranks), 1, 0),
+        },
+        rounds,
+    )
+    return {name: min(some) for name, some in seconds.items()}
+
+
 def _medians(ways: Mapping[str, Callable[[], torch.Tensor]], rounds: int) -> dict[str, float]:
-    """Seconds of each, all in every round and another one first; the first round warms up."""
+    """Median seconds of each."""
+    return {name: statistics.median(some) for name, some in _seconds(ways, rounds).items()}
+
+
+def _seconds(ways: Mapping[str, Callable[[], torch.Tensor]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each, all in every round and another one first; a first round warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
     with settled():
@@ -121,4 +193,4 @@ def _medians(ways: Mapping[str, Callable[[], torch.Tensor]], rounds: int) -> dic
                 ways[name]()
                 dist.barrier()
                 seconds[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(some[1:]) for name, some in seconds.items()}
+    return {name: some[1:] for name, some in seconds.items()}

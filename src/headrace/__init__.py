@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from headrace.engine.plans import baselines, draw, plan, simulate
     from headrace.engine.training import profile, train
     from headrace.engine.training_run import TrainingRun
+    from headrace.ops.dynamic_primitives import gather, split, switch
     from headrace.planning import Problem
     from headrace.simulator import peak_bytes
     from headrace.spec import Architecture, Cluster, Lengths, Plan, Strategy, Timeline
@@ -72,12 +73,15 @@ __all__ = [
     "draw",
     "errors",
     "forecast",
+    "gather",
     "lengths",
     "peak_bytes",
     "plan",
     "profile",
     "recomputed",
     "simulate",
+    "split",
+    "switch",
     "train",
     "trainer",
 ]
@@ -99,6 +103,7 @@ _HOMES = {
     "headrace.engine.attach_options": ("MeasureOptions", "SampleOptions", "SpreadOptions"),
     "headrace.adopt.token_model": ("compile",),
     "headrace.adopt.block_recompute": ("recomputed",),
+    "headrace.ops.dynamic_primitives": ("gather", "split", "switch"),
     "headrace.planning": ("Problem",),
     "headrace.simulator": ("peak_bytes",),
     "headrace.spec": ("Architecture", "Cluster", "Lengths", "Plan", "Strategy", "Timeline"),

@@ -70,8 +70,10 @@ def both_switches() -> bool:
     sizes = split_sizes(5, 2)
     x = torch.randn(sizes[dist.get_rank()], 7, 3)
     mine = switch(x, 0, 1, dist.group.WORLD, sizes=sizes)
-    theirs = dsp_switches.padded(x, sizes)
-    return torch.equal(mine, theirs[:, : mine.shape[1]])
+    theirs = dsp_switches.padded(x, sizes)[:, : mine.shape[1]]
+    widths = split_sizes(7, 2)
+    back = dsp_switches.padded(mine, widths, 1, 0)[: len(x)]
+    return torch.equal(mine, theirs) and torch.equal(x, back)
 
 
 def test_the_padded_switch_is_one() -> None:

@@ -227,14 +227,17 @@ def issue_shift(x: torch.Tensor, rows: int, group: dist.ProcessGroup | None) -> 
     return issue_all_to_all(x, send, receive, group)
 
 
-def gather_bytes(payload: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Every rank's payload in rank order, as bytes (no pickle on the wire)."""
+def gather_bytes(
+    payload: bytes, group: dist.ProcessGroup | None, *, device: str | torch.device = "cpu"
+) -> list[bytes]:
+    """Every rank's payload in rank order, as bytes (no pickle on the wire), by way of tensors on
+    ``device``."""
     if group is None:
         return [payload]
-    size = torch.tensor([len(payload)], dtype=torch.int64)
+    size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     sizes = [int(n) for n in all_gather_rows(size, [1] * dist.get_world_size(group), group)]
     mine = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
-    flat = bytes(all_gather_rows(mine, sizes, group).numpy())
+    flat = bytes(all_gather_rows(mine.to(device), sizes, group).cpu().numpy())
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
     return [flat[start : start + n] for start, n in zip(starts, sizes, strict=True)]
 

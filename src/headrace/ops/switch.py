@@ -39,14 +39,18 @@ __all__ = [
     "Coming",
     "Resharding",
     "Switching",
+    "dim_of",
     "gather",
     "issue_switch",
     "reordered",
+    "shard_sizes",
     "split",
     "switch",
     "switch_heads_back",
+    "switched_dims",
     "to_columns",
     "to_tokens",
+    "whole_sizes",
 ]
 
 _Shape = tuple[int, ...]
@@ -371,16 +375,11 @@ def issue_switch(
 ) -> Switching:
     """Start a :func:`switch`: compute something else, then ``wait()``. The backward starts its
     exchange where the forward waited, and waits where the forward started."""
-    own, other = _dim(x, from_dim), _dim(x, to_dim)
-    if own == other:
-        raise SpecError("switch", got=f"dim {from_dim} twice", wanted="two dims")
+    own, other = switched_dims(x, from_dim, to_dim)
     if group is None:
         return Switching(value=x)
-    ranks = _ranks(group)
-    sizes = sizes or (x.shape[own],) * ranks
-    to_sizes = to_sizes or split_sizes(x.shape[other], ranks)
-    _check_shard(x, own, sizes, group)
-    _check_whole(x, other, to_sizes, ranks)
+    sizes = shard_sizes(x, own, group, sizes)
+    to_sizes = whole_sizes(x, other, group, to_sizes)
     how = Resharding(
         from_dim=own, to_dim=other, sizes=sizes, columns=Columns.consecutive(to_sizes), group=group
     )
@@ -468,12 +467,11 @@ def split(
     returns   [.., sizes[r], ..]   a view
     backward  the gradient in its place, zeros elsewhere: the gradients of all ranks add up
     """
-    at = _dim(x, dim)
+    at = dim_of(x, dim)
     if group is None:
         return x
-    sizes = sizes or split_sizes(x.shape[at], _ranks(group))
+    sizes = whole_sizes(x, at, group, sizes)
     rank = dist.get_rank(group)
-    _check_whole(x, at, sizes, _ranks(group))
     return x.narrow(at, sum(sizes[:rank]), sizes[rank])
 
 
@@ -486,12 +484,10 @@ def gather(
     returns   [.., sum(sizes), ..]   on every rank
     backward  the sum of all ranks' gradients of this rank's shard
     """
-    at = _dim(x, dim)
+    at = dim_of(x, dim)
     if group is None:
         return x
-    sizes = sizes or (x.shape[at],) * _ranks(group)
-    _check_shard(x, at, sizes, group)
-    return _Gather.apply(x, at, sizes, group)  # type: ignore[no-any-return]
+    return _Gather.apply(x, at, shard_sizes(x, at, group, sizes), group)  # type: ignore[no-any-return]
 
 
 class _Gather(torch.autograd.Function):
@@ -520,7 +516,17 @@ class _Scatter(torch.autograd.Function):
         return _Gather.apply(grad, *ctx.rest), None, None, None
 
 
-def _dim(x: torch.Tensor, dim: int) -> int:
+def switched_dims(x: torch.Tensor, from_dim: int, to_dim: int) -> tuple[int, int]:
+    """The two dims of a switch, counted from the front. Raises SpecError for dims that are not
+    there, or the same."""
+    own, other = dim_of(x, from_dim), dim_of(x, to_dim)
+    if own == other:
+        raise SpecError("switch", got=f"dim {from_dim} twice", wanted="two dims")
+    return own, other
+
+
+def dim_of(x: torch.Tensor, dim: int) -> int:
+    """A dim counted from the front. Raises SpecError for one that is not there."""
     if not -x.dim() <= dim < x.dim():
         raise SpecError("dim of a tensor", got=dim, wanted=f"one of {list(x.shape)}")
     return dim % x.dim()
@@ -535,27 +541,37 @@ def _ranks(group: dist.ProcessGroup) -> int:
     return dist.get_world_size(group)
 
 
-def _check_shard(x: torch.Tensor, dim: int, sizes: _Sizes, group: dist.ProcessGroup) -> None:
-    """Raise SpecError unless ``sizes`` has a number of places for each rank, and x has this rank's
-    in ``dim``."""
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+def shard_sizes(
+    x: torch.Tensor, dim: int, group: dist.ProcessGroup, sizes: _Sizes | None
+) -> _Sizes:
+    """The places of a sharded ``dim`` on each rank, as many as here where they are left out. Raises
+    SpecError unless ``sizes`` has a number for each rank, and x has this rank's."""
+    ranks = _ranks(group)
+    sizes = sizes or (x.shape[dim],) * ranks
+    rank = dist.get_rank(group)
     if len(sizes) != ranks or sizes[rank] != x.shape[dim]:
         raise SpecError(
             f"dim {dim} of {list(x.shape)}",
             got=f"shards {list(sizes)}",
             wanted=f"one for each of {ranks} ranks, {x.shape[dim]} places on rank {rank}",
         )
+    return sizes
 
 
-def _check_whole(x: torch.Tensor, dim: int, sizes: _Sizes, ranks: int) -> None:
-    """Raise SpecError unless ``sizes`` has a number of places for each rank, and x has all of them
-    in ``dim``."""
+def whole_sizes(
+    x: torch.Tensor, dim: int, group: dist.ProcessGroup, sizes: _Sizes | None
+) -> _Sizes:
+    """The places of a whole ``dim`` for each rank, as even as can be where they are left out.
+    Raises SpecError unless ``sizes`` has a number for each rank, and x has all of them."""
+    ranks = _ranks(group)
+    sizes = sizes or split_sizes(x.shape[dim], ranks)
     if len(sizes) != ranks or sum(sizes) != x.shape[dim]:
         raise SpecError(
             f"dim {dim} of {list(x.shape)}",
             got=f"shards {list(sizes)}",
             wanted=f"one for each of {ranks} ranks, {x.shape[dim]} places in all",
         )
+    return sizes
 
 
 def switch_heads(

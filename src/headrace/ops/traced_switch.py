@@ -1,32 +1,57 @@
-"""The switch as a registered operator, for traced graphs; a number stands for its group."""
+"""Switch and gather as registered operators, for traced graphs; a number stands for their group."""
 
 from __future__ import annotations
 
 from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
 
+from headrace.comm.collectives import all_gather_rows, reduce_scatter_rows
 from headrace.errors import ModelError
 from headrace.ops.switch import Columns, Resharding
 
-__all__ = ["GroupSlot", "traced_switch"]
+__all__ = ["GroupSlot", "traced_gather", "traced_switch"]
 
 # A registered operator takes tensors and numbers only: it looks up the group by number.
 _slots: WeakValueDictionary[int, GroupSlot] = WeakValueDictionary()
+_slot_of_group: WeakKeyDictionary[dist.ProcessGroup, GroupSlot] = WeakKeyDictionary()
 _handles = count(1)
 
 
 class GroupSlot:
     """Registers a group under the number ``handle``, by which graphs find it as long as this object
-    exists."""
+    and the group exist; it does not keep the group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.handle = group, next(_handles)
+        self._group, self.handle = ref(group), next(_handles)
         self.rank = dist.get_rank(group)
         _slots[self.handle] = self
+
+    @classmethod
+    def named(cls, name: str) -> GroupSlot:
+        """The slot of the group that torch has under a name, the same one each time."""
+        find: Any = dist.distributed_c10d._resolve_process_group  # noqa: SLF001
+        group: dist.ProcessGroup = find(name)
+        if group not in _slot_of_group:
+            _slot_of_group[group] = cls(group)
+        return _slot_of_group[group]
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group; None once it is gone."""
+        return self._group()
+
+
+def _group_of(handle: int) -> dist.ProcessGroup:
+    """The group of a handle. Raises ModelError where it, or its slot, is gone."""
+    slot = _slots.get(handle)
+    group = None if slot is None else slot.group
+    if group is None:
+        raise ModelError("switch", got="a group that is gone", wanted="one that somebody holds")
+    return group
 
 
 @torch.library.custom_op("headrace::switch", mutates_args=())
@@ -44,15 +69,12 @@ def traced_switch(
     x         [.., sizes[rank], .., sum(to_sizes), ..]
     returns   [.., sum(sizes), .., to_sizes[rank], ..]
     """
-    slot = _slots.get(handle)
-    if slot is None:
-        raise ModelError("switch", got="a group that is gone", wanted="one that somebody holds")
     how = Resharding(
         from_dim=from_dim,
         to_dim=to_dim,
         sizes=tuple(sizes),
         columns=Columns.consecutive(tuple(to_sizes)),
-        group=slot.group,
+        group=_group_of(handle),
     )
     return how.out(x)
 
@@ -85,3 +107,57 @@ def _adjoint(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 traced_switch.register_autograd(_adjoint, setup_context=_keep)
+
+
+@torch.library.custom_op("headrace::gather", mutates_args=())
+def traced_gather(
+    x: torch.Tensor, dim: int, sizes: list[int], handle: int, rank: int
+) -> torch.Tensor:
+    """:func:`headrace.ops.switch.gather` on the group of a handle, of which this is a ``rank``.
+
+    x         [.., sizes[rank], ..]
+    returns   [.., sum(sizes), ..]
+    """
+    rows = all_gather_rows(x.movedim(dim, 0), sizes, _group_of(handle))
+    return rows.movedim(0, dim).contiguous()
+
+
+@traced_gather.register_fake
+def _(x: torch.Tensor, dim: int, sizes: list[int], handle: int, rank: int) -> torch.Tensor:
+    """An empty result of the gather, for tracing."""
+    return _resized(x, dim, sum(sizes))
+
+
+@torch.library.custom_op("headrace::gather_back", mutates_args=())
+def _traced_gather_back(
+    x: torch.Tensor, dim: int, sizes: list[int], handle: int, rank: int
+) -> torch.Tensor:
+    """The sum over ranks of this rank's places: the adjoint of :func:`traced_gather`."""
+    rows = reduce_scatter_rows(x.movedim(dim, 0), sizes, _group_of(handle))
+    return rows.movedim(0, dim).contiguous()
+
+
+@_traced_gather_back.register_fake
+def _(x: torch.Tensor, dim: int, sizes: list[int], handle: int, rank: int) -> torch.Tensor:
+    """An empty result of the sum, for tracing."""
+    return _resized(x, dim, sizes[rank])
+
+
+def _resized(x: torch.Tensor, dim: int, places: int) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim] = places
+    return x.new_empty(shape)
+
+
+def _gather_adjoint(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The sum of this rank's places, and None for the four other arguments."""
+    return (_traced_gather_back(grad, *ctx.rest), *(None,) * 4)
+
+
+def _gather_back_adjoint(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The gather, and None for the four other arguments."""
+    return (traced_gather(grad, *ctx.rest), *(None,) * 4)
+
+
+traced_gather.register_autograd(_gather_adjoint, setup_context=_keep)
+_traced_gather_back.register_autograd(_gather_back_adjoint, setup_context=_keep)

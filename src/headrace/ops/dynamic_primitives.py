@@ -1,0 +1,286 @@
+"""``hr.split``, ``hr.switch`` and ``hr.gather``: the primitives of DSP (Table 2), to be called in
+models.
+
+They are the operators of :mod:`headrace.ops.switch` for callers who need not know how many places
+other ranks have, and may be mistaken. Before anything is sent, ranks tell each other what they were
+called with, and all of them refuse calls that differ. A graph of torch.compile cannot wait for
+that: it breaks at the call, unless ``sizes`` are given and nothing is compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from headrace.comm.collectives import all_gather_rows, gather_bytes
+from headrace.errors import PlanMismatch, SpecError
+from headrace.ops.switch import dim_of, shard_sizes, switched_dims, whole_sizes
+from headrace.ops.switch import gather as gather_shards
+from headrace.ops.switch import split as take_shard
+from headrace.ops.switch import switch as switch_shards
+from headrace.ops.traced_switch import GroupSlot, traced_gather, traced_switch
+
+__all__ = ["gather", "split", "switch"]
+
+_Sizes = tuple[int, ...]
+
+_MESSAGE = struct.Struct("=q24s")
+"""The places of the sharded dim on one rank, and a digest of what the rank was called with."""
+
+
+def split(
+    x: torch.Tensor,
+    dim: int,
+    group: dist.ProcessGroup | None,
+    *,
+    sizes: Sequence[int] | None = None,
+    compare: bool = True,
+) -> torch.Tensor:
+    """Take this rank's shard of a tensor that all ranks of a group have alike (DSP, Table 2).
+
+    ``[.., S, ..]`` becomes ``[.., sizes[r], ..]`` on rank r, a view; nothing of the tensor is sent.
+    The adjoint puts the gradient in its place among zeros: the objective is the sum of all ranks'
+    losses, so the gradients of all ranks add up, and nothing is scaled.
+
+    Args:
+        x: The whole tensor. That its values are the same on all ranks is not looked at.
+        dim: The dim to shard; negative ones count from the end.
+        group: The ranks that share the tensor; None for a rank that has it alone, not for all ranks
+            as in torch.
+        sizes: The places for each rank, in rank order, 0 too; as even as can be where they are left
+            out, larger ones first.
+        compare: Whether ranks tell each other what they were called with: one small message.
+
+    Returns:
+        This rank's shard.
+
+    Raises:
+        SpecError: For what is no tensor, a dim that is not there, sizes that are not those of the
+            dim, and a group that this rank is not in.
+        PlanMismatch: On all ranks, where their tensors, dims or sizes differ.
+    """
+    _check("split", x, (dim,), group)
+    given = _sizes("split", sizes)
+    if group is not None and compare:
+        _told("split", x, (dim,), None, group, (given,))
+    return take_shard(x, dim, group, sizes=given)
+
+
+def switch(
+    x: torch.Tensor,
+    from_dim: int,
+    to_dim: int,
+    group: dist.ProcessGroup | None,
+    *,
+    sizes: Sequence[int] | None = None,
+    to_sizes: Sequence[int] | None = None,
+    compare: bool = True,
+) -> torch.Tensor:
+    """Gather one dim and shard another instead, by one all-to-all (DSP, Table 2 and Equation 10).
+
+    ``[.., sizes[r], .., S, ..]`` becomes ``[.., sum(sizes), .., to_sizes[r], ..]`` on rank r. Of
+    M bytes in all a rank sends M (N - 1) / N^2 to the N - 1 others; nothing is padded. The adjoint
+    is the switch back. A backward sends as much again, and so does a checkpoint that is computed
+    again with a switch in it.
+
+    Args:
+        x: This rank's shard.
+        from_dim: The dim that is sharded; negative ones count from the end.
+        to_dim: The dim to shard instead.
+        group: The ranks that share the tensor; None for a rank that has it alone, not for all ranks
+            as in torch.
+        sizes: The places of ``from_dim`` on each rank, in rank order; ranks tell each other where
+            they are left out.
+        to_sizes: The places of ``to_dim`` for each rank, 0 too; as even as can be where they are
+            left out, larger ones first, as :func:`split` has them.
+        compare: Whether ranks tell each other what they were called with: one small message, for
+            which a GPU is waited for. Without it ``sizes`` are needed, and calls that differ hang
+            or give garbage.
+
+    Returns:
+        This rank's shard of ``to_dim``, all of ``from_dim``.
+
+    Raises:
+        SpecError: For what is no tensor, dims that are not there or the same, sizes that are not
+            those of the dims, no sizes where ranks do not compare, and a group that this rank is
+            not in.
+        PlanMismatch: On all ranks, where their primitives, tensors, dims or sizes differ.
+    """
+    _check("switch", x, (from_dim, to_dim), group)
+    given, wanted = _sizes("switch", sizes), _sizes("switch", to_sizes)
+    if group is not None:
+        dims = (from_dim, to_dim)
+        given = _known("switch", x, dims, group, given, (wanted,), compare=compare)
+        if torch.compiler.is_compiling():
+            own, other = switched_dims(x, from_dim, to_dim)
+            full = shard_sizes(x, own, group, given), whole_sizes(x, other, group, wanted)
+            return traced_switch(
+                x, own, other, list(full[0]), list(full[1]), _handle(group), dist.get_rank(group)
+            )
+    return switch_shards(x, from_dim, to_dim, group, sizes=given, to_sizes=wanted)
+
+
+def gather(
+    x: torch.Tensor,
+    dim: int,
+    group: dist.ProcessGroup | None,
+    *,
+    sizes: Sequence[int] | None = None,
+    compare: bool = True,
+) -> torch.Tensor:
+    """Gather the shards of all ranks on every one of them (DSP, Table 2).
+
+    ``[.., sizes[r], ..]`` on rank r becomes ``[.., sum(sizes), ..]``. Of M bytes in all a rank
+    receives M (N - 1) / N. The adjoint is the sum of all ranks' gradients of this rank's shard, of
+    the same traffic: a loss that all ranks compute alike of the result is divided by their number.
+
+    Args:
+        x: This rank's shard.
+        dim: The dim that is sharded; negative ones count from the end.
+        group: The ranks that share the tensor; None for a rank that has it alone, not for all ranks
+            as in torch.
+        sizes: The places of each rank, in rank order; ranks tell each other where they are left
+            out.
+        compare: Whether ranks tell each other what they were called with, as in :func:`switch`.
+
+    Returns:
+        The whole tensor.
+
+    Raises:
+        SpecError: For what is no tensor, a dim that is not there, sizes that are not those of the
+            dim, no sizes where ranks do not compare, and a group that this rank is not in.
+        PlanMismatch: On all ranks, where their primitives, tensors, dims or sizes differ.
+    """
+    _check("gather", x, (dim,), group)
+    given = _sizes("gather", sizes)
+    if group is not None:
+        given = _known("gather", x, (dim,), group, given, (), compare=compare)
+        if torch.compiler.is_compiling():
+            at = dim_of(x, dim)
+            full = list(shard_sizes(x, at, group, given))
+            return traced_gather(x, at, full, _handle(group), dist.get_rank(group))
+    return gather_shards(x, dim, group, sizes=given)
+
+
+def _check(name: str, x: object, dims: tuple[object, ...], group: object) -> None:
+    """Raise SpecError for what is no plain tensor, no number of a dim, and no group of this
+    rank."""
+    if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
+        hint = "x.to_local() is a rank's shard" if isinstance(x, DTensor) else None
+        raise SpecError(f"x of {name}", got=type(x).__name__, wanted="a torch.Tensor", hint=hint)
+    for dim in dims:
+        if not isinstance(dim, int):
+            raise SpecError(f"dim of {name}", got=repr(dim), wanted="its number")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise SpecError(
+            f"group of {name}",
+            got=type(group).__name__,
+            wanted="a process group of torch.distributed that this rank is in",
+            hint="mesh.get_group() of a DeviceMesh, or torch.distributed.group.WORLD",
+        )
+
+
+def _sizes(name: str, given: Sequence[int] | None) -> _Sizes | None:
+    """Sizes as a tuple. Raises SpecError for what are no numbers of places."""
+    if given is None:
+        return None
+    found = tuple(given)
+    if not all(isinstance(size, int) and size >= 0 for size in found):
+        raise SpecError(f"sizes of {name}", got=list(found), wanted="whole numbers from 0 on")
+    return found
+
+
+def _known(
+    name: str,
+    x: torch.Tensor,
+    dims: tuple[int, ...],
+    group: dist.ProcessGroup,
+    sizes: _Sizes | None,
+    more: tuple[_Sizes | None, ...],
+    *,
+    compare: bool,
+) -> _Sizes:
+    """The places of the first of ``dims`` on each rank: as given, or as the ranks say."""
+    if compare:
+        return _told(name, x, dims, dims[0], group, (sizes, *more))
+    if sizes is None:
+        raise SpecError(
+            f"sizes of {name}",
+            got="none, with compare=False",
+            wanted="the places of each rank",
+            hint="with compare=True ranks tell each other",
+        )
+    return sizes
+
+
+@torch.compiler.disable(
+    reason="ranks compare what they were called with: give sizes and compare=False for one graph"
+)
+def _told(
+    name: str,
+    x: torch.Tensor,
+    dims: tuple[int, ...],
+    sharded: int | None,
+    group: dist.ProcessGroup,
+    sizes: tuple[_Sizes | None, ...],
+) -> _Sizes:
+    """The places of the sharded dim on each rank, once all ranks have said that they were called
+    alike. Raises PlanMismatch on all of them otherwise, and SpecError where ``sizes``, of the
+    sharded dim first, say something else. All else that an operator refuses follows from what is
+    compared, so that no rank is left waiting for one that has refused."""
+    own = 0
+    shape: list[Any] = list(x.shape)
+    if sharded is not None and -x.dim() <= sharded < x.dim():
+        own, shape[sharded] = x.shape[sharded], "_"
+    waits = sharded is not None and x.requires_grad and torch.is_grad_enabled()
+    text = ", ".join(
+        (
+            f"{name} of dims {' and '.join(map(str, dims))} of [{', '.join(map(str, shape))}]",
+            str(x.dtype).removeprefix("torch."),
+            "with a gradient" if waits else "without a gradient",
+            *(f"sizes {list(some)}" for some in sizes if some is not None),
+        )
+    )
+    found = _exchanged(own, text, group, x.device)
+    if sharded is not None and sizes[0] is not None and found != sizes[0]:
+        raise SpecError(
+            f"sizes of {name}", got=list(sizes[0]), wanted=f"{list(found)}, as the ranks have them"
+        )
+    return found
+
+
+def _exchanged(
+    own: int, text: str, group: dist.ProcessGroup, device: torch.device
+) -> tuple[int, ...]:
+    """``own`` of all ranks in rank order. Raises PlanMismatch on all of them where their texts
+    differ."""
+    digest = hashlib.sha256(text.encode()).digest()
+    words = torch.frombuffer(bytearray(_MESSAGE.pack(own, digest[:24])), dtype=torch.int64)
+    ranks = dist.get_world_size(group)
+    rows = all_gather_rows(words[None].to(device), [1] * ranks, group).tolist()
+    if all(row[1:] == rows[0][1:] for row in rows):
+        return tuple(row[0] for row in rows)
+    texts = [told.decode() for told in gather_bytes(text.encode(), group, device=device)]
+    odd = next(rank for rank, told in enumerate(texts) if told != texts[0])
+    raise PlanMismatch(
+        "split, switch or gather",
+        got=f"{texts[odd]} on rank {odd} of the group",
+        wanted=f"{texts[0]} as on rank 0",
+        hint="ranks that share a tensor call the same primitives in the same order",
+    )
+
+
+def _handle(group: dist.ProcessGroup) -> int:
+    """The number under which graphs find a group."""
+    return _handle_of_name(group.group_name)
+
+
+@torch.compiler.assume_constant_result
+def _handle_of_name(name: str) -> int:
+    return GroupSlot.named(name).handle
