@@ -61,9 +61,9 @@ class PlanFlags:
     devices
         Devices to plan for, without a configuration.
     planner
-        Without a configuration: headrace, or one that it is compared with: hydraulis, flexsp,
-        static, best-static, max-length, token-balance, karmarkar-karp, dp-balanced, hybrid-cp,
-        bucket, packed or dcp; for pipelines switching, too.
+        Without a configuration: headrace, or one that it is compared with: hydraulis,
+        hydraulis-tuned, flexsp, static, best-static, max-length, token-balance, karmarkar-karp,
+        dp-balanced, hybrid-cp, bucket, packed or dcp; for pipelines switching, too.
     semantics
         Without a configuration, for groups: free (a group starts when its ranks are) or lockstep.
     picture
