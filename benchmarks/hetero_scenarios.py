@@ -66,7 +66,7 @@ from rich.table import Table
 
 from headrace.cli.display import tell
 from headrace.costs.pipeline_costs import PipelineCosts
-from headrace.data.distributions import Distribution
+from headrace.data.distributions import Distribution, LogNormal
 from headrace.data.drawn_lengths import PRESETS, draw_batches
 from headrace.engine.planned_iterations import OWN, plan_iterations
 from headrace.planners.homogeneous import best_scheme, by_length
@@ -102,8 +102,15 @@ GOAL = 1.32
 PAPER = "Hydraulis, Figure 13: 1.32 to 2.66 times the throughput of the best baseline"
 BASELINES = ("megatron-like", "deepspeed-like", "hotspa-like")
 STRONGER = ("switching", "static", "token-balance")
-RANGES = {16_384: (4096, 16_384), 32_768: (4096, 16_384, 32_768), 8192: (4096, 8192)}
-"""Upper ends of the ranges of lengths that run in turn, by context (Hydraulis, appendix G)."""
+RANGES = {
+    16_384: (4096, 16_384),
+    32_768: (4096, 16_384, 32_768),
+    8192: (4096, 8192),
+    65_536: (4096, 16_384, 65_536),
+    131_072: (4096, 16_384, 131_072),
+}
+"""Upper ends of the ranges of lengths that run in turn, by context: those of 16K and 32K by
+Hydraulis, appendix G; beyond 32K three as well, as it says that more do not pay."""
 THEIRS = ("hydraulis", "hydraulis-tuned")
 PLANNERS = (*THEIRS, OWN)
 RATIOS = {
@@ -159,7 +166,10 @@ class Scenario:
         return PipelineCosts.load(HERE / "published" / f"{self.costs}.json")
 
     def lengths(self, iterations: int, seed: int) -> list[list[int]]:
-        law = Cut(law=PRESETS[CORPORA[self.corpus]], longest=self.context)
+        law = PRESETS[CORPORA[self.corpus]]
+        if isinstance(law, LogNormal) and law.max < self.context:
+            law = replace(law, max=self.context)
+        law = Cut(law=law, longest=self.context)
         return [list(own.tokens) for own in draw_batches(law, self.tokens, iterations, seed)]
 
 
