@@ -32,6 +32,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -209,7 +210,8 @@ def table_3(rows: Sequence[Mapping[str, Any]]) -> Rows:
             "Megatron-LM's tuned strategies that are the best by these costs too",
             None,
             fmean(cells.values()),
-            "the rest are quicker than the paper's, which makes baselines here stronger",
+            "where another is the best, that one is taken, so baselines here are no slower by "
+            "these costs than as the paper tuned them",
             unit="fraction",
         )
 
@@ -274,7 +276,8 @@ def figure_15(o: argparse.Namespace, facts: dict[str, Any]) -> Rows:
         "S0 here is dispatched by cost as well; no plan with these costs can have more than "
         f"{median(at_most):.2f} in the middle iteration",
     )
-    deep = plans_of(costs, scenario.devices, scenario.lengths(o.iterations, SEED + 1), OWN, SEED)
+    staged = replace(scenario_of("32b", 32, 200_000), corpus="GitHub")  # where ours has stages
+    deep = plans_of(costs, staged.devices, staged.lengths(o.iterations, SEED), OWN, SEED)
     clock = [
         one_f_one_b_s(pipeline_times(used, costs), Scheme.parse(used.scheme).pipeline)
         / used.seconds
@@ -283,7 +286,7 @@ def figure_15(o: argparse.Namespace, facts: dict[str, Any]) -> Rows:
     ]
     yield simulated(
         "Figure 15a",
-        "seconds of every pipeline by a clock of 1F1B over what is predicted",
+        "seconds of every pipeline by a clock of 1F1B over what is predicted, GitHub 32b on 32",
         None,
         ends(clock),
         "theirs is measured; the rank tests of headrace measure its own (benchmarks/hetero.py)",
@@ -298,6 +301,7 @@ def figure_15(o: argparse.Namespace, facts: dict[str, Any]) -> Rows:
     alone = [longest_s(costs, scenario.devices, max(own)) for own in lengths]
     bound = [s > (1 - 1e-3) * plan.predicted_s for s, plan in zip(alone, ours, strict=True)]
     why = (
+        f"least {min(gaps):.2f}, median {median(gaps):.2f} (theirs from {GAPS['Hydraulis'][0]}); "
         f"megatron-like here: {min(like):.2f} to {max(like):.2f} (theirs {GAPS['Megatron-LM'][0]} "
         f"to {GAPS['Megatron-LM'][1]}); steps are at most {max(near):.1%} above the lower bound of "
         f"all plans, so balance gains no more than that; in {sum(bound)} of {len(bound)} the "
@@ -305,16 +309,7 @@ def figure_15(o: argparse.Namespace, facts: dict[str, Any]) -> Rows:
     )
     yield simulated(
         "Figure 15b",
-        "how much earlier the quickest rank ends, least and most of the iterations",
-        GAPS["Hydraulis"],
-        ends(gaps),
-        why,
-        unit="fraction",
-        less=True,
-    )
-    yield simulated(
-        "Figure 15b",
-        "the same, most",
+        "how much earlier the quickest rank ends than the slowest, most of the iterations",
         GAPS["Hydraulis"][1],
         max(gaps),
         why,
@@ -483,17 +478,16 @@ def table_1(o: argparse.Namespace, facts: dict[str, Any]) -> Rows:
             f"{homogeneous}; propagation at the lower bound of all plans would give "
             f"{ours['homogeneous']['E2E'] / (ours[column]['E2E'] - saved_s):.2f}; theirs measured "
             "an O-P of 1.11 s where the bytes of its homogeneous strategy take "
-            f"{found['their_static']['O-P']['a node']:.2f} s",
+            f"{found['their_static']['O-P']['a node']:.2f} s; ours has {moved}",
         )
     for column in theirs:
         yield simulated(
             where,
-            f"O-P, {column}",
-            theirs[column]["O-P"],
+            f"O-P, {column} (theirs is measured, {theirs[column]['O-P']} s)",
+            None,
             ours[column]["O-P"],
-            moved,
+            f"cannot be compared: {moved}",
             unit="s",
-            less=True,
         )
 
 
