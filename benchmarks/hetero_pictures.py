@@ -36,7 +36,7 @@ def draw(found: dict[str, Any], folder: Path) -> list[Path]:
 def scenarios(rows: Sequence[dict[str, Any]]) -> alt.LayerChart:
     """Mean steps over ours, scenario by scenario; the rule is ours. What is like DeepSpeed is no
     quicker than what is like Megatron, and left out."""
-    names = ("megatron-like", "hotspa-like", "static", "hydraulis")
+    names = ("megatron-like", "hotspa-like", "static", "hydraulis-tuned")
     marks = [
         {
             "scenario": row["scenario"],

@@ -248,8 +248,8 @@ def test_the_defaults_are_shown() -> None:
     assert shown["data.paths"] == ("list of string", "required")
     assert shown["run.steps"] == ("integer", "100")
     names = "adaptive or static or strategies or bucket or packed or dcp or flexsp or hydraulis"
-    names += " or paradyse or karmarkar-karp or dp-balanced or hybrid-cp or max-length"
-    names += " or token-balance"
+    names += " or hydraulis-tuned or paradyse or karmarkar-karp or dp-balanced or hybrid-cp"
+    names += " or max-length or token-balance"
     assert shown["planner.name"] == (names, '"adaptive"')
     assert shown["data.context"] == ("integer", "8192")
     assert shown["report.html"] == ("boolean", "true")

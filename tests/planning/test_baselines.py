@@ -23,6 +23,7 @@ from headrace.planners.switching import sequences_of, switch_s
 from headrace.planning.batch import PriceTable
 from headrace.planning.packing import pack
 from headrace.planning.schedule import Assignment, placed
+from headrace.planning.static import best_static
 from headrace.spec.plan import Semantics
 from planning.group_worlds import batches, world_costs
 from planning.pipeline_worlds import batches as short_batches
@@ -230,6 +231,73 @@ def test_no_greedy_trial_is_lost() -> None:
         for some in (found, more)
     ]
     assert loads[1] <= loads[0]
+
+
+def test_tuned_trials_have_one_with_the_longest_first() -> None:
+    """Would catch ties that go to the first pipeline, and a first order that is drawn: two equal
+    pipelines, the long sequence first, then the short ones all beside it."""
+    made = costs_of(("cp1", 0.0, 1.0, 0.0, 100))
+    table = pipeline_table(made, [40, 10, 10, 10, 10], 2)
+    found = greedy(table, (2,), seed=0, trials=1, tuned=True)
+    assert sorted(sorted(own) for _, own in found) == [[0], [1, 2, 3, 4]]
+    # Until a long one has come, any pipeline keeps the slowest one alike.
+    table = pipeline_table(made, [40] + [10] * 6, 3)
+    loads = sorted(len(own) for _, own in greedy(table, (3,), seed=0, trials=1, tuned=True))
+    assert loads == [1, 3, 3]
+
+
+def test_the_tuned_planner_is_never_behind_static() -> None:
+    """Would catch strategies of one scheme that are no candidates, or that are dispatched worse
+    than ``static`` does, and candidates of the paper's form that are lost."""
+    theirs_s, tuned_s = 0.0, 0.0
+    for name, devices in (("hydraulis-7b", 16), ("hydraulis-13b", 32)):
+        lengths = [log_normal(150_000, seed, sigma=1.3) for seed in range(3)]
+        tables = [pipeline_table(published(name), own, devices) for own in lengths]
+        assert set(hydraulis_candidates(tables)) <= set(hydraulis_candidates(tables, tuned=True))
+        for table, made, theirs in zip(
+            tables,
+            prepared("hydraulis-tuned", tables),
+            prepared("hydraulis", tables),
+            strict=True,
+        ):
+            static = best_static(table)
+            assert static is not None
+            assert made.seconds <= static.seconds * (1 + 1e-9)
+            theirs_s, tuned_s = theirs_s + theirs.seconds, tuned_s + made.seconds
+    assert tuned_s < 0.95 * theirs_s
+
+
+def test_idle_devices_of_a_candidate_are_filled() -> None:
+    """Would catch strategies that leave room for one more of their pipelines."""
+    lengths = [tokens for seed in range(2) for tokens in log_normal(100_000, seed)]
+    table = pipeline_table(published("hydraulis-32b"), lengths, 64)
+    found = set(hydraulis_candidates([table], tuned=True))
+    short = [counts for counts in found if idle(table, counts) >= min(widths(table, counts))]
+    assert short
+    for counts in short:
+        fuller = [
+            other for other in found if all(a >= b for a, b in zip(other, counts, strict=True))
+        ]
+        assert any(idle(table, other) < min(widths(table, counts)) for other in fuller)
+
+
+def widths(table: PriceTable, counts: tuple[int, ...]) -> list[int]:
+    return [width for n, width in zip(counts, table.width, strict=True) if n]
+
+
+def idle(table: PriceTable, counts: tuple[int, ...]) -> int:
+    return table.devices - sum(n * w for n, w in zip(counts, table.width, strict=True))
+
+
+def test_constants_are_paid_per_micro_batch() -> None:
+    """Would catch the amortized program that still pays c for every sequence: of two schemes with
+    the same device-seconds a token, the wide one has the larger constant and by far the larger
+    micro-batches, so that only the constant for each sequence keeps it out."""
+    lengths = [10] * 100
+    made = costs_of(("cp1", 0.0, 1.0, 1.0, 10), ("tp2", 0.0, 0.5, 2.0, 1000))
+    table = pipeline_table(made, lengths, 4)
+    assert proposed(table, lengths, relaxed=False) == [(4, 0)]
+    assert proposed(table, lengths, relaxed=False, amortized=True) == [(0, 2)]
 
 
 @pytest.mark.parametrize("relaxed", [False, True])

@@ -61,10 +61,10 @@ class PlanFlags:
     devices
         Devices to plan for, without a configuration.
     planner
-        headrace, or one that it is compared with: hydraulis, flexsp, static, max-length,
-        token-balance, karmarkar-karp, dp-balanced, hybrid-cp, bucket, packed or dcp; with a
-        configuration paradyse, too (planner.name); without one best-static, and for pipelines
-        switching.
+        headrace, or one that it is compared with: hydraulis, hydraulis-tuned, flexsp, static,
+        max-length, token-balance, karmarkar-karp, dp-balanced, hybrid-cp, bucket, packed or dcp;
+        with a configuration paradyse, too (planner.name); without one best-static, and for
+        pipelines switching.
     semantics
         Without a configuration, for groups: free (a group starts when its ranks are) or lockstep.
     picture

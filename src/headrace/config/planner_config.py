@@ -36,6 +36,7 @@ class PlannerConfig(Section):
         "dcp",
         "flexsp",
         "hydraulis",
+        "hydraulis-tuned",
         "paradyse",
         "karmarkar-karp",
         "dp-balanced",
@@ -50,7 +51,8 @@ class PlannerConfig(Section):
     size and a batch for each bucket of lengths, and accumulation steps to end together;
     ``flexsp`` chooses the sizes of groups alone, with one option for all layers; ``paradyse`` the
     layers alone, by its Algorithm 1, on groups of one size; ``hydraulis`` strategies by its dynamic
-    program. ``karmarkar-karp``, ``dp-balanced``, ``hybrid-cp``, ``max-length`` and
+    program, as its authors' code does, and ``hydraulis-tuned`` without what that gives away.
+    ``karmarkar-karp``, ``dp-balanced``, ``hybrid-cp``, ``max-length`` and
     ``token-balance`` do as verl and Megatron do."""
 
     strategies: tuple[StrategyText, ...] = ()

@@ -18,7 +18,7 @@ from headrace.planners.homogeneous import (
     static,
     token_balance,
 )
-from headrace.planners.hydraulis import hydraulis
+from headrace.planners.hydraulis import hydraulis, hydraulis_tuned
 from headrace.planners.launched import fitting
 from headrace.planners.megatron import dp_balanced, hybrid
 from headrace.planners.switching import switching
@@ -248,6 +248,11 @@ BASELINES: Mapping[str, Baseline] = {
         _nothing_s,
         "strategies by a dynamic program, sequences by greedy trials (Hydraulis)",
     ),
+    "hydraulis-tuned": _of_all(
+        lambda tables, seed, _: hydraulis_tuned(tables, seed),
+        _nothing_s,
+        "Hydraulis with amortized constants, strategies of one scheme too, longest first",
+    ),
     "switching": _of_all(
         lambda tables, _, parameters: switching(tables, parameters),
         _nothing_s,
@@ -259,13 +264,13 @@ BASELINES: Mapping[str, Baseline] = {
 
 def _asked_again() -> Iterator[Generator]:
     """Planners of others for costs by formula: of pipelines those that plan any schemes, of groups
-    the others. Not ``switching``, as changing within a step would be free, nor ``hydraulis``, which
-    takes longer than the whole search."""
+    the others. Not ``switching``, as changing within a step would be free, nor Hydraulis' two,
+    which take longer than the whole search."""
     for name, baseline in BASELINES.items():
         if not baseline.staged:
             yield baseline.asked_again(name, "groups", "free", "lockstep")
             yield baseline.asked_again(name, "model", "lockstep")
-        elif name not in ("switching", "hydraulis"):
+        elif name not in ("switching", "hydraulis", "hydraulis-tuned"):
             yield baseline.asked_again(name, "pipelines", "free")
 
 

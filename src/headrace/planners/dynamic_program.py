@@ -4,7 +4,8 @@ lengths, each range of lengths on pipelines of its own.
     t[n][l] = min over k, d, l' of max(t[n - d N_k][l - l'], (1 / d) sum of T_k over (l - l', l])
 
 and t[n][l] <= t[n - 1][l]. As in the authors' code the sum runs over the whole data set, so that
-bubbles play no part, and T has the constant of a micro-batch for every sequence.
+bubbles play no part, and T has the constant of a micro-batch for every sequence; amortized, a
+sequence of l tokens has c l / MaxLen of it, as if all micro-batches were full.
 
 Whole pipelines: d is a number. Relaxed: d is any multiple of a fraction of a pipeline. Then among
 all k the one with the fewest device-seconds for the range, N_k sum T_k, is best whatever d is,
@@ -41,13 +42,14 @@ def proposed(
     lengths: Sequence[int],
     *,
     relaxed: bool,
+    amortized: bool = False,
     bins: int = _BINS,
     units: int = _UNITS,
 ) -> list[Counts]:
     """The different strategies S[N][l] of a table's schemes for all l of a data set, in the order
     of l; ``bins`` ranges of lengths, devices in at most ``units`` steps, relaxed ones of at least a
-    quarter of a device."""
-    program = _Program(table, lengths, relaxed, bins, units)
+    quarter of a device. ``amortized`` spreads constants over the tokens of full micro-batches."""
+    program = _Program(table, lengths, relaxed, amortized, bins, units)
     found: dict[Counts, None] = {}
     for at in range(1, len(program.edges)):
         amounts = [0.0] * len(table)
@@ -62,7 +64,13 @@ class _Program:
     steps of devices."""
 
     def __init__(
-        self, table: PriceTable, lengths: Sequence[int], relaxed: bool, bins: int, units: int
+        self,
+        table: PriceTable,
+        lengths: Sequence[int],
+        relaxed: bool,
+        amortized: bool,
+        bins: int,
+        units: int,
     ) -> None:
         self.table, self.relaxed, self.kinds = table, relaxed, roomiest_first(table)
         values = np.sort(np.array(lengths, dtype=np.float64))
@@ -78,8 +86,10 @@ class _Program:
         ]
         self.work = np.stack(
             [
-                np.concatenate([[0.0], np.cumsum((a * values + b) * values + c)])[at]
-                for a, b, c in rows
+                np.concatenate([[0.0], np.cumsum((a * values + b) * values + constants)])[at]
+                for (a, b, _), constants in zip(
+                    rows, self._constants(values, amortized), strict=True
+                )
             ]
         )
         self.units = min(units, table.devices * (_FRACTIONS if relaxed else 1))
@@ -91,6 +101,11 @@ class _Program:
         self.choice: dict[tuple[int, int], tuple[int, int, Part]] = {}
         for s in range(1, len(self.edges)):
             self._row(s)
+
+    def _constants(self, values: Floats, amortized: bool) -> Iterator[Floats]:
+        """Seconds of constants that sequences of ``values`` tokens pay on each scheme."""
+        for c, share in zip(self.table.c, self.table.share, strict=True):
+            yield share * values if amortized else np.full(len(values), c)
 
     def _row(self, s: int) -> None:
         """Fill the row of the table whose micro-batches begin at edge s."""

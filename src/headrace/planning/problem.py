@@ -324,6 +324,7 @@ _OTHERS = (
     "dcp",
     "flexsp",
     "hydraulis",
+    "hydraulis-tuned",
     "paradyse",
     "karmarkar-karp",
     "dp-balanced",
