@@ -87,8 +87,8 @@ def test_an_epoch_has_every_sample_once_in_plans_that_run(flow: Any, of_a_model:
 
 def test_accumulation_leaves_the_least_idle_share() -> None:
     """Catches equation 3 without its devices or in seconds: no other numbers of steps within T_max
-    leave a smaller share of the devices' time idle. All samples of a bucket are equal here, so every
-    choice can be tried."""
+    leave a smaller share of the devices' time idle. All samples of a bucket are equal here, so
+    every choice can be tried."""
     costs = published()
     rng = np.random.default_rng(3)
     lengths = rng.choice([100, 450, 900, 3000, 7900], size=6000, p=[0.5, 0.2, 0.15, 0.1, 0.05])
@@ -180,8 +180,8 @@ def test_a_launch_of_bucket_parallel_takes_no_longer_than_one_of_the_longest() -
 
 
 def test_another_number_of_ranks_takes_over_an_epoch() -> None:
-    """Catches samples that are repeated or lost where a run goes on with other ranks, and a position
-    that does not survive JSON; with the same ranks the same iterations must follow."""
+    """Catches samples that are repeated or lost where a run goes on with other ranks, and a
+    position that does not survive JSON; with the same ranks the same iterations must follow."""
     lengths, options = pool(), DrawOptions(seed=5)
     drawer = IterationDrawer(problem_of(8), lengths, options)
     seen = [i for _ in range(3) for i in drawer.draw().lengths.ids]

@@ -6,8 +6,8 @@ tokens it has follows from ranks and costs.
 
 Data-Centric Parallel, an iteration on W ranks (its sections 3.2 to 3.4 and appendix C):
 
-1. Samples of like lengths are a bucket. Each bucket has the group size p and the batch b of the most
-   tokens per device-second (equation 1), by the layers' recompute levels that the problem allows:
+1. Samples of like lengths are a bucket. Each bucket has the group size p and the batch b of the
+   most tokens per device-second (equation 1), by the recompute levels that the problem allows:
    ``full`` alone is DCP-inter, several are DCP-intra.
 2. Groups, each of one bucket, are drawn until no further one fits the ranks.
 3. Group j takes g_j launches of b samples of its bucket. Their seconds T are known, so g follows
@@ -23,12 +23,12 @@ Data-Centric Parallel, an iteration on W ranks (its sections 3.2 to 3.4 and appe
 Bucket parallel draws alike, with one group size for all buckets, one launch for each group, and
 batches that take no longer than one sample of the longest bucket.
 
-The next group is of the bucket that is behind most: of which the smallest share would be drawn after
-a part of one more group, at random. So all buckets go through the epoch together, wide groups that did
-not fit an iteration come first in the next, and each sample is as likely as any other; the reference
-implementation draws each bucket alike, whatever is in it. What bias remains is measured by
-:mod:`headrace.planners.draw_bias`. Within an epoch every sample comes once; its last iterations may
-leave ranks without work.
+The next group is of the bucket that is behind most: of which the smallest share would be drawn
+after a part of one more group, a part that is random for each bucket and epoch. So all buckets go
+through the epoch together, wide groups that did not fit an iteration come first in the next, and
+each sample is as likely as any other; the reference implementation draws each bucket alike,
+whatever is in it. What bias remains is measured by :mod:`headrace.planners.draw_bias`. Within an
+epoch every sample comes once; its last iterations may leave ranks without work.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ class DrawnLaunch:
 class DrawnIteration:
     """The samples of one optimizer step and who works on them.
 
-    It is a generator with a single schedule: ``hr.plan(drawn.lengths, problem, generators=[drawn])``
-    is its plan.
+    It is a generator with a single schedule, so its plan is
+    ``hr.plan(drawn.lengths, problem, generators=[drawn])``.
 
     Attributes:
         flow: What drew it.
@@ -403,8 +403,8 @@ class IterationDrawer:
             yield self.draw()
 
     def _order(self, epoch: int) -> tuple[list[Counts], list[float]]:
-        """For every bucket the order of its samples in an epoch, and the part of a group after which
-        its first one is due."""
+        """For every bucket the order of its samples in an epoch, and the part of a group after
+        which its first one is due."""
         if self._orders is None or self._orders[0] != epoch:
             key = np.array([self._options.seed, epoch], dtype=np.uint64)
             bits = np.random.Philox(key=key)
@@ -632,7 +632,7 @@ def _one_width(
 
 
 def _equal_s(frontier: Frontier, length: int, batches: Floats) -> Floats:
-    """Seconds of a launch of samples of one length under each layer plan, given its batch [rows]."""
+    """Seconds of launches of samples of one length, by layer plan and its batch [rows]."""
     return (frontier.a * length + frontier.b) * length * batches + frontier.c
 
 
