@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from headrace.engine.plans import baselines, draw, plan, simulate
     from headrace.engine.training import profile, train
     from headrace.engine.training_run import TrainingRun
+    from headrace.planners.drawn_iterations import DrawOptions
     from headrace.planning import Problem
     from headrace.simulator import peak_bytes
     from headrace.spec import Architecture, Cluster, Lengths, Plan, Strategy, Timeline
@@ -46,6 +47,7 @@ __all__ = [
     "Cluster",
     "Config",
     "CostModel",
+    "DrawOptions",
     "FixedLayout",
     "Forecast",
     "Implementation",
@@ -94,6 +96,7 @@ _HOMES = {
     "headrace.engine.attach_options": ("MeasureOptions", "SampleOptions", "SpreadOptions"),
     "headrace.adopt.token_model": ("compile",),
     "headrace.adopt.block_recompute": ("recomputed",),
+    "headrace.planners.drawn_iterations": ("DrawOptions",),
     "headrace.planning": ("Problem",),
     "headrace.simulator": ("peak_bytes",),
     "headrace.spec": ("Architecture", "Cluster", "Lengths", "Plan", "Strategy", "Timeline"),
