@@ -15,6 +15,7 @@ pool's tokens over its work this is the tokens per second of the whole pool.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -47,6 +48,7 @@ class Flow:
         tokens_per_s: Of all devices together, for samples as those of the pool.
         idle: The mean share of the devices' time in which they wait.
         step_tokens: Mean tokens of a step.
+        planning_s: The median of a plan's processor time, once the problem is warm.
         bound: Tokens per second that no plan of these samples beats, with the recompute levels and
             group sizes that it may use; of a flow that draws, those of its settings if no rank ever
             waited and gradients took no time.
@@ -62,6 +64,7 @@ class Flow:
     tokens_per_s: float
     idle: float
     step_tokens: float
+    planning_s: float
     bound: float
     pool: NDArray[np.int64] | None = None
     drawn: tuple[DrawnIteration, ...] = ()
@@ -77,6 +80,7 @@ class Flow:
             "tokens_per_s": self.tokens_per_s,
             "idle": self.idle,
             "step_tokens": self.step_tokens,
+            "planning_s": self.planning_s,
         }
         if self.bias is not None:
             row["bias"] = {
@@ -193,9 +197,12 @@ def _timed(
     """What the simulated steps of some batches come to, planned by what ``generators`` has for
     each; with ``pool``, for samples as those of the pool."""
     seconds, bound_s, idle, total, work = 0.0, 0.0, list[float](), 0, 0.0
+    planning = list[float]()
     for batch, own in zip(batches, generators, strict=True):
         lengths = batch if isinstance(batch, hr.Lengths) else batch.lengths
+        start_s = time.process_time()
         plan = hr.plan(lengths, problem, generators=own)
+        planning.append(time.process_time() - start_s)
         seconds, total = seconds + plan.predicted_s, total + lengths.total
         bound_s += plan.lower_bound_s
         work += _work(model, problem.devices, np.array(lengths.tokens))
@@ -212,6 +219,7 @@ def _timed(
         bound=of_pool * total / bound_s,
         idle=statistics.mean(idle),
         step_tokens=total / len(batches),
+        planning_s=statistics.median(planning),
     )
 
 

@@ -290,7 +290,7 @@ def _reached(
         f"{data} {bounds[data]:.2f} (bucket parallel idles {percent_text(cell['bucket'].idle)})"
         for data, cell in of.items()
     )
-    return f"{text} {each}"
+    return f"{text} {each}; the paper's data sets are pictures"
 
 
 def _cells(model: str, data: str, cell: dict[str, Flow]) -> Iterator[Claim]:
