@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headrace.engine.training import profile, train
     from headrace.engine.training_run import TrainingRun
     from headrace.ops.dynamic_primitives import gather, split, switch
+    from headrace.planners.drawn_iterations import DrawOptions
     from headrace.planning import Problem
     from headrace.simulator import peak_bytes
     from headrace.spec import Architecture, Cluster, Lengths, Plan, Strategy, Timeline
@@ -50,6 +51,7 @@ __all__ = [
     "Comparison",
     "Config",
     "CostModel",
+    "DrawOptions",
     "FixedLayout",
     "Forecast",
     "Implementation",
@@ -104,6 +106,7 @@ _HOMES = {
     "headrace.adopt.token_model": ("compile",),
     "headrace.adopt.block_recompute": ("recomputed",),
     "headrace.ops.dynamic_primitives": ("gather", "split", "switch"),
+    "headrace.planners.drawn_iterations": ("DrawOptions",),
     "headrace.planning": ("Problem",),
     "headrace.simulator": ("peak_bytes",),
     "headrace.spec": ("Architecture", "Cluster", "Lengths", "Plan", "Strategy", "Timeline"),

@@ -63,6 +63,7 @@ from headrace.engine.given_batches import (
     require_fitting,
     unfinished,
 )
+from headrace.engine.iteration_order import IterationOrder
 from headrace.engine.listener import ProgressLines, tell
 from headrace.engine.loop_checkpoint import LoopCheckpoints
 from headrace.engine.loop_runner import LoopMicroBatch, LoopRunner
@@ -184,8 +185,14 @@ def attach(
     refuse_former(former)
     samples = samples or SampleOptions()
     budget = None if batch_tokens is None else _tokens(batch_tokens)
-    asked = {"batch_sequences": batch_sequences, "epochs": epochs != 1, "steps": steps}
+    asked = {
+        "batch_sequences": batch_sequences,
+        "epochs": epochs != 1,
+        "steps": steps,
+    }
     require_fitting(dataset, {"longest": longest, "example": example}, asked)
+    if samples.iterations is not None:
+        _require_drawable(dataset, samples, budget, batch_sequences)
     return begin(
         model,
         optimizer,
@@ -907,6 +914,8 @@ class Attached:
             tell=setup.say,
         )
         planner.stop_when(self._stop_asked)
+        if isinstance(self._order, IterationOrder):
+            self._order.price(planner.steps.problem(costs.memory_margin))
         return planner
 
     def _plan_as(self, state: Mapping[str, Any]) -> None:
@@ -915,6 +924,8 @@ class Attached:
         self._planner.close()
         self.engine.planner = self._planner = self._planner_of(costs)
         self._planner.restore(state)
+        if self._order.longest is not None:
+            self._planner.check(self._order.longest)
 
     def _plan_ahead(self) -> None:
         """Have coming batches planned by another process, where their lengths are known."""
@@ -946,6 +957,10 @@ class Attached:
         self._require_agreement(
             f"{len(lengths)} samples of {sum(lengths):,} tokens: {lengths}", failure
         )
+        if isinstance(self._order, IterationOrder):
+            # Seconds decide what is drawn, and processors may round them differently.
+            drawn = f"samples {found[0].lengths.ids}"
+            agree("samples of the iteration", drawn, self._setup.groups.world)
         return found[0]
 
     def _failing(self, read: Callable[[], object]) -> Exception | None:
@@ -1039,7 +1054,10 @@ def _order(
     seed: int,
 ) -> SampleOrder:
     """The order in which samples come: drawn by number, or as a stream gives them."""
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+    if options.iterations is not None:
+        samples = Samples.of(dataset, options.lengths, reader)
+        return IterationOrder(samples, replace(options.iterations, seed=seed))
+    if _by_number(dataset):
         drawn = SamplerOptions(
             batch_tokens=budget,
             batch_sequences=sequences,
@@ -1064,6 +1082,32 @@ def _order(
     if budget is None:
         raise SpecError("batch_tokens", got="none", wanted="a budget, as samples come one by one")
     return StreamOrder(dataset, reader, batch_tokens=budget)
+
+
+def _by_number(dataset: Any) -> bool:
+    """Whether a data set gives its items by number."""
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+
+
+def _require_drawable(
+    dataset: Any, options: SampleOptions, budget: int | None, sequences: int | None
+) -> None:
+    """Raise SpecError for what iterations that choose their own samples cannot keep to."""
+    wrong = {
+        "no data set": dataset is None,
+        "batch_tokens": budget is not None,
+        "batch_sequences": sequences is not None,
+        "shuffle=False": not options.shuffle,
+        "workers": bool(options.workers),
+        "a stream of samples": not _by_number(dataset),
+    }
+    for got in (name for name, there in wrong.items() if there):
+        raise SpecError(
+            "SampleOptions(iterations=...)",
+            got=got,
+            wanted="a data set by number, whose steps are as large as ranks and costs make them",
+            hint="leave one of them out",
+        )
 
 
 def _tokens(value: int | str) -> int:

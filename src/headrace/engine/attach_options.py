@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from headrace.costs import CostModel
 from headrace.errors import SpecError
+from headrace.planners.drawn_iterations import DrawOptions
 
 if TYPE_CHECKING:
     from headrace.adopt.first_step import FirstStep
@@ -45,6 +46,9 @@ class SampleOptions:
             where it is None.
         workers: Processes of each rank that read the samples of the coming steps, of a data set by
             number; a stream may be a ``DataLoader`` with workers of its own.
+        iterations: How steps choose their own samples, after Data-Centric Parallel, in the place of
+            ``batch_tokens``: devices are filled with groups until they end together, and what fills
+            them is the step. Its samples and tokens follow from ranks and costs, and vary.
     """
 
     lengths: LengthSource = None
@@ -55,6 +59,7 @@ class SampleOptions:
     label_place: LabelPlace | None = None
     longest: int | str | None = None
     workers: int = 0
+    iterations: DrawOptions | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

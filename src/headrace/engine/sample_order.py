@@ -85,6 +85,11 @@ class Samples:
             fingerprint=digest,
         )
 
+    def facts(self) -> dict[str, Any]:
+        """The lengths, summarized, for reports."""
+        found = summarise_lengths(self.lengths, name=self.name).facts()
+        return found | {"fingerprint": self.fingerprint, "context": int(self.lengths.max())}
+
     def contents(self) -> str:
         """A hash of some samples, which ranks must read alike."""
         few = sorted({int(at) for at in np.linspace(0, len(self.lengths) - 1, _LOOKED_AT)})
@@ -275,8 +280,7 @@ class DrawnOrder:
 
     def facts(self) -> dict[str, Any]:
         """The lengths of the samples, summarized."""
-        found = summarise_lengths(self.samples.lengths, name=self.samples.name).facts()
-        return found | {"fingerprint": self.samples.fingerprint, "context": self.longest}
+        return self.samples.facts()
 
     def first(self) -> Item:
         """The longest sample of the data set."""

@@ -1,5 +1,8 @@
 """Gradient accumulation after Data-Centric Parallel, with idle time weighted by devices.
 
+The samples of the step are given here. In the paper they are chosen by what fills the devices:
+:mod:`headrace.planners.drawn_iterations`.
+
 1. Every bucket of like lengths takes the size p and the batch b of the best throughput, tokens per
    device-second (equation 1). That makes B launches of T seconds of it.
 2. Groups work in parallel, each on one bucket, with g accumulation steps. The paper minimises the
