@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 import headrace as hr
 from headrace.cli.display import tell
 from headrace.planners.draw_bias import DrawBias, draw_bias
-from headrace.planners.drawn_iterations import DrawnIteration, DrawOptions, IterationDrawer
+from headrace.planners.drawn_iterations import DrawnIteration, IterationDrawer
+from headrace.spec.draw_options import DrawOptions
 
 __all__ = ["Flow", "bucket_idle", "flow", "given_rows", "pool_of", "random_batches", "replanned"]
 

@@ -52,7 +52,8 @@ from rich.console import Console
 from rich.table import Table
 
 import headrace as hr
-from headrace.planners.drawn_iterations import DrawOptions, IterationDrawer
+from headrace.planners.drawn_iterations import IterationDrawer
+from headrace.spec.draw_options import DrawOptions
 from headrace.spec.hardware import Hardware
 from headrace.units import percent_text
 

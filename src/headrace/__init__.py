@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from headrace.engine.training import profile, train
     from headrace.engine.training_run import TrainingRun
     from headrace.ops.dynamic_primitives import gather, split, switch
-    from headrace.planners.drawn_iterations import DrawOptions
     from headrace.planning import Problem
     from headrace.simulator import peak_bytes
     from headrace.spec import Architecture, Cluster, Lengths, Plan, Strategy, Timeline
     from headrace.spec.comparison import Comparison
+    from headrace.spec.draw_options import DrawOptions
     from headrace.spec.fixed_layout import FixedLayout
     from headrace.spec.implementation import Implementation
     from headrace.trainers.planned_trainer import trainer
@@ -106,7 +106,7 @@ _HOMES = {
     "headrace.adopt.token_model": ("compile",),
     "headrace.adopt.block_recompute": ("recomputed",),
     "headrace.ops.dynamic_primitives": ("gather", "split", "switch"),
-    "headrace.planners.drawn_iterations": ("DrawOptions",),
+    "headrace.spec.draw_options": ("DrawOptions",),
     "headrace.planning": ("Problem",),
     "headrace.simulator": ("peak_bytes",),
     "headrace.spec": ("Architecture", "Cluster", "Lengths", "Plan", "Strategy", "Timeline"),

@@ -9,8 +9,9 @@ import pytest
 import headrace as hr
 from headrace.config.planner_config import PlannerConfig
 from headrace.costs import CostModel
+from headrace.costs.fingerprint import is_of_hybrid
 from headrace.costs.paradyse import fit_hybrid
-from headrace.costs.paradyse.hybrid_costs import costs_of_hybrid, is_of_hybrid
+from headrace.costs.paradyse.hybrid_costs import costs_of_hybrid
 from headrace.costs.sources.measured import costs_from_profile
 from headrace.engine.plans import make_problem
 from headrace.errors import ConfigError, CostError
@@ -91,10 +92,10 @@ def test_costs_from_elsewhere_are_refused_with_hybrid() -> None:
     """Catches a choice of the configuration that is ignored, and a mark that is lost in a file."""
     costs, options = of_hybrid(made_up()), PlannerConfig(costs="hybrid")
     read = CostModel.from_json(costs.to_json())
-    assert is_of_hybrid(read)
+    assert is_of_hybrid(read.fingerprint)
     assert make_problem(read, options).costs is read
     plain = costs_from_profile(made_up())
-    assert not is_of_hybrid(plain)
+    assert not is_of_hybrid(plain.fingerprint)
     with pytest.raises(ConfigError, match=r"planner.costs.*headrace profile"):
         make_problem(plain, options)
     assert make_problem(plain, PlannerConfig()).costs is plain

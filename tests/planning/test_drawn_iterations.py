@@ -15,11 +15,11 @@ from headrace.errors import DataError, InfeasiblePlan, SpecError
 from headrace.planners.draw_bias import draw_bias
 from headrace.planners.drawn_iterations import (
     DrawnIteration,
-    DrawOptions,
     DrawPosition,
     IterationDrawer,
     bucket_numbers,
 )
+from headrace.spec.draw_options import DrawOptions
 
 LEVELS = ("none", "attention", "full")
 

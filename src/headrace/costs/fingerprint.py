@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from headrace.errors import CostError
 
-__all__ = ["fingerprint_difference", "fingerprint_of"]
+__all__ = ["HYBRID", "fingerprint_difference", "fingerprint_of", "is_of_hybrid"]
+
+HYBRID = "fit=hybrid"
+"""What the fingerprint of costs has besides the profile's, where they were fitted to a hybrid."""
 
 
 def fingerprint_of(**facts: object) -> str:
@@ -52,3 +55,8 @@ def fingerprint_difference(stored: str, wanted: str) -> str:
                 f"{key} is {here.get(key, 'absent')} instead of {there.get(key, 'absent')}"
             )
     return ", ".join(texts)
+
+
+def is_of_hybrid(fingerprint: str) -> bool:
+    """Whether costs with this fingerprint were fitted to a hybrid (ParaDySe)."""
+    return HYBRID in fingerprint.split("; ")

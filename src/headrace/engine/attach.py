@@ -63,7 +63,6 @@ from headrace.engine.given_batches import (
     require_fitting,
     unfinished,
 )
-from headrace.engine.iteration_order import IterationOrder
 from headrace.engine.listener import ProgressLines, tell
 from headrace.engine.loop_checkpoint import LoopCheckpoints
 from headrace.engine.loop_runner import LoopMicroBatch, LoopRunner
@@ -74,6 +73,7 @@ from headrace.engine.run_planner import RunPlanner, Stopped
 from headrace.engine.sample_order import (
     DrawnOrder,
     LoopBatch,
+    PricedOrder,
     SampleOrder,
     Samples,
     StreamOrder,
@@ -914,7 +914,7 @@ class Attached:
             tell=setup.say,
         )
         planner.stop_when(self._stop_asked)
-        if isinstance(self._order, IterationOrder):
+        if isinstance(self._order, PricedOrder):
             self._order.price(planner.steps.problem(costs.memory_margin))
         return planner
 
@@ -957,7 +957,7 @@ class Attached:
         self._require_agreement(
             f"{len(lengths)} samples of {sum(lengths):,} tokens: {lengths}", failure
         )
-        if isinstance(self._order, IterationOrder):
+        if isinstance(self._order, PricedOrder):
             # Seconds decide what is drawn, and processors may round them differently.
             drawn = f"samples {found[0].lengths.ids}"
             agree("samples of the iteration", drawn, self._setup.groups.world)
@@ -1055,6 +1055,8 @@ def _order(
 ) -> SampleOrder:
     """The order in which samples come: drawn by number, or as a stream gives them."""
     if options.iterations is not None:
+        from headrace.engine.iteration_order import IterationOrder  # what it draws with is large
+
         samples = Samples.of(dataset, options.lengths, reader)
         return IterationOrder(samples, replace(options.iterations, seed=seed))
     if _by_number(dataset):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headrace.costs import CostModel
 from headrace.errors import SpecError
-from headrace.planners.drawn_iterations import DrawOptions
+from headrace.spec.draw_options import DrawOptions
 
 if TYPE_CHECKING:
     from headrace.adopt.first_step import FirstStep

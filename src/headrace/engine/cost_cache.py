@@ -16,8 +16,8 @@ from pathlib import Path
 from headrace.config import Config
 from headrace.costs import CostModel, fingerprint_difference
 from headrace.costs.calibration import Calibration
+from headrace.costs.fingerprint import is_of_hybrid
 from headrace.costs.library import memory_margin_of
-from headrace.costs.paradyse.hybrid_costs import is_of_hybrid
 from headrace.costs.saving import save_whole, sealed, unsealed
 from headrace.engine.setup import formula_costs
 from headrace.errors import CostError
@@ -91,7 +91,7 @@ def _learnt_margin(config: Config, costs: CostModel) -> float:
 
 def remember_costs(config: Config, costs: CostModel) -> None:
     """Keep costs where :func:`newest_costs` finds them. Raises CostError when it cannot."""
-    hybrid = is_of_hybrid(costs)
+    hybrid = is_of_hybrid(costs.fingerprint)
     path = _latest(config, costs.shape, costs.cluster.devices, hybrid=hybrid)
     save_whole(path, sealed(costs.to_json()), "profile")
 

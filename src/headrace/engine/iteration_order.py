@@ -15,8 +15,9 @@ from typing import Any
 from headrace.adopt.spread_model import Item
 from headrace.engine.sample_order import LoopBatch, Samples
 from headrace.errors import DataError
-from headrace.planners.drawn_iterations import DrawOptions, DrawPosition, IterationDrawer
+from headrace.planners.drawn_iterations import DrawPosition, IterationDrawer
 from headrace.planning import Problem
+from headrace.spec.draw_options import DrawOptions
 from headrace.spec.lengths import Lengths
 
 __all__ = ["IterationOrder"]

@@ -14,8 +14,8 @@ from typing import overload
 
 from headrace.config.model import PlannerConfig
 from headrace.costs import CostModel
+from headrace.costs.fingerprint import is_of_hybrid
 from headrace.costs.group_costs import GroupCosts
-from headrace.costs.paradyse.hybrid_costs import is_of_hybrid
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import ConfigError, InfeasiblePlan, SpecError
 from headrace.planning import Generator, Problem
@@ -296,7 +296,7 @@ def make_problem(
 
 def require_costs(costs: CostModel, options: PlannerConfig) -> None:
     """Raise ConfigError for costs that are not fitted as a configuration says."""
-    if options.costs == "hybrid" and not is_of_hybrid(costs):
+    if options.costs == "hybrid" and not is_of_hybrid(costs.fingerprint):
         raise ConfigError(
             "planner.costs",
             got="'hybrid', and costs that were not fitted so",

@@ -9,8 +9,6 @@ from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
 from headrace.config.planner_config import PlannerConfig
 from headrace.costs import CostModel
-from headrace.costs.paradyse import need_scikit_learn
-from headrace.costs.paradyse.hybrid_costs import costs_of_hybrid
 from headrace.costs.sources.measured import costs_from_profile
 from headrace.spec.profile import Profile
 
@@ -21,6 +19,8 @@ def require_fit(options: PlannerConfig) -> None:
     """Raise MissingExtra, before anything is measured, where costs cannot be fitted here as the
     configuration says."""
     if options.costs == "hybrid":
+        from headrace.costs.paradyse import need_scikit_learn
+
         need_scikit_learn()
 
 
@@ -41,6 +41,8 @@ def fitted_costs(
     """
     if options.costs == "quadratic":
         return costs_from_profile(profile)
+    from headrace.costs.paradyse.hybrid_costs import costs_of_hybrid
+
     found = costs_of_hybrid(profile, longest)
     if groups.rank == 0:
         say(f"hybrid costs: {found}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,10 +24,12 @@ from headrace.spec.lengths import Lengths
 
 if TYPE_CHECKING:
     from headrace.engine.read_ahead import ReadAhead
+    from headrace.planning import Problem
 
 __all__ = [
     "DrawnOrder",
     "LoopBatch",
+    "PricedOrder",
     "SampleOrder",
     "Samples",
     "StreamOrder",
@@ -209,6 +211,15 @@ class SampleOrder(Protocol):
 
     def close(self) -> None:
         """End what reads samples beside the loop."""
+        ...
+
+
+@runtime_checkable
+class PricedOrder(Protocol):
+    """An order in which costs and ranks decide what a batch holds."""
+
+    def price(self, problem: Problem) -> None:
+        """Draw for these costs and ranks from now on."""
         ...
 
 

@@ -37,7 +37,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import ceil, floor, inf, log2
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,20 +50,16 @@ from headrace.planning.priced import Frontier, PricedScheme
 from headrace.planning.problem import Problem
 from headrace.planning.schedule import Assignment
 from headrace.spec import Lengths
+from headrace.spec.draw_options import DrawOptions, Flow
 
 __all__ = [
-    "DrawOptions",
     "DrawPosition",
     "DrawnIteration",
     "DrawnLaunch",
-    "Flow",
     "IterationDrawer",
     "Setting",
     "bucket_numbers",
 ]
-
-Flow = Literal["dcp", "bucket"]
-"""What fills an iteration: accumulated launches, or one launch for each group."""
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -82,47 +78,6 @@ def bucket_numbers(lengths: Counts, ratio: float) -> Counts:
         Numbers of buckets [samples].
     """
     return np.ceil(np.log2(lengths) / log2(ratio) - ROUNDING).astype(np.int64)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawOptions:
-    """How iterations are drawn.
-
-    Attributes:
-        flow: ``dcp`` accumulates launches until all groups end together, ``bucket`` has one launch
-            for each group.
-        least_steps: G_min, the accumulation steps that some group has at least.
-        most_steps: G_max, the accumulation steps of the group with the longest launch at most. The
-            paper has no number; with 5 ranks of its Transformer-1D are idle for 2 to 6 % of their
-            time, with 3 for 4 to 10 %.
-        bucket_ratio: The longest over the shortest length of a bucket; with 2 the idle shares above
-            are up to twice as large.
-        width: Ranks of all groups of bucket parallel; the smallest that hold the longest sample
-            when left out.
-        seed: Of the order of samples and of the groups.
-
-    Raises:
-        SpecError: For a value out of range.
-    """
-
-    flow: Flow = "dcp"
-    least_steps: int = 2
-    most_steps: int = 5
-    bucket_ratio: float = 2**0.25
-    width: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Raise SpecError for options out of range, and for a width that nothing would use."""
-        if self.flow not in get_args(Flow):
-            raise SpecError("flow", got=repr(self.flow), wanted="dcp or bucket")
-        if not self.least_steps >= 1 or not self.most_steps >= 1:
-            got = f"{self.least_steps} to {self.most_steps}"
-            raise SpecError("accumulation steps", got=got, wanted=">= 1 each")
-        if not self.bucket_ratio > 1:
-            raise SpecError("bucket_ratio", got=self.bucket_ratio, wanted="> 1")
-        if self.width is not None and self.flow != "bucket":
-            raise SpecError("width", got=self.width, wanted="flow 'bucket' with it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ import pytest
 
 from headrace.cli import main
 from headrace.costs import CostModel
+from headrace.costs.fingerprint import is_of_hybrid
 from headrace.costs.paradyse import HybridModel, fit_hybrid
-from headrace.costs.paradyse.hybrid_costs import is_of_hybrid
 from headrace.costs.sources.measured import costs_from_profile
 from profiles import made_up
 from running.cli.jobs import losses, run, write_job
@@ -88,7 +88,7 @@ def test_hybrid_costs_are_planned_with(tmp_path) -> None:
     assert code == 0, err
     assert "off by" in err
     costs = CostModel.from_json(json.loads(out))
-    assert is_of_hybrid(costs)
+    assert is_of_hybrid(costs.fingerprint)
     code, out, err = run("plan", job, "--ranks", 1, "--json", *hybrid)
     assert code == 0, err
     assert json.loads(out)["costs"] == costs.fingerprint

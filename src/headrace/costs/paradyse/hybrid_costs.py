@@ -18,17 +18,16 @@ from statistics import median
 import numpy as np
 
 from headrace.costs.cost_model import CostModel
+from headrace.costs.fingerprint import HYBRID
 from headrace.costs.paradyse.hybrid import HybridModel, Target, fit_hybrid
 from headrace.costs.quadratic import FitError
 from headrace.costs.sources.measured import costs_from_profile, fit_parts, points_by_option
 from headrace.spec.profile import Profile, ProfilePoint
 
-__all__ = ["HybridCosts", "costs_of_hybrid", "is_of_hybrid"]
+__all__ = ["HybridCosts", "costs_of_hybrid"]
 
 _SAMPLES = 48
 """Lengths at which a hybrid is sampled: several for each step of a forest over a dozen points."""
-
-_MARK = "fit=hybrid"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +59,6 @@ def costs_of_hybrid(profile: Profile, longest: int) -> HybridCosts:
     )
 
 
-def is_of_hybrid(costs: CostModel) -> bool:
-    """Whether costs were fitted to a hybrid."""
-    return _MARK in costs.fingerprint.split("; ")
-
-
 def _sampled(profile: Profile, model: HybridModel, longest: int) -> Profile:
     """The profile with the hybrid's predictions in the place of what was measured."""
     points = [
@@ -72,7 +66,7 @@ def _sampled(profile: Profile, model: HybridModel, longest: int) -> Profile:
         for own in points_by_option(profile).values()
         for point in _samples(model, own, longest)
     ]
-    fingerprint = f"{profile.fingerprint}; {_MARK}"
+    fingerprint = f"{profile.fingerprint}; {HYBRID}"
     return replace(profile, points=tuple(points), fingerprint=fingerprint)
 
 
