@@ -14,7 +14,7 @@ DOCS   := $(VENV)/.headrace-docs
 TESTS  := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test slow long gpu attack lint docs reference lock clean
+.PHONY: help demo picture test slow long gpu benchmarks attack lint docs reference lock clean
 
 help: ## list what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,10 @@ gpu: $(READY) ## test and measure on this machine's GPU, in five commands
 	$(BIN)/python benchmarks/gpu_layer.py --json $(GPU_RESULTS)/layer.json
 	$(BIN)/python benchmarks/gpu_step.py --json $(GPU_RESULTS)/step.json
 	$(BIN)/headrace profile $(LARGER) --ranks 1 --set model.layers=2 --efficiency $(GPU_RESULTS)/device.json
+
+benchmarks: $(READY) ## hold the papers' claims beside headrace anew, and write what the docs say of it
+	$(BIN)/headrace papers --out benchmarks/results/papers
+	$(BIN)/python docs/make_benchmarks.py
 
 attack: $(READY) ## attack the library at random for MINUTES=60 (ARGS=--help: what else)
 	PYTHONPATH=src:tests $(BIN)/python -m attacks --minutes $(MINUTES) --seed $(SEED) $(ARGS)
