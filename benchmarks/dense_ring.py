@@ -71,7 +71,7 @@ class _Ring(torch.autograd.Function):
         """The keys' and values' gradients begin at the rank after theirs, and end there."""
         q, own, out, lse = ctx.saved_tensors
         sizes, group = ctx.rest
-        rows, dout = _heads(q), _heads(grad.transpose(0, 1))
+        rows, d_out = _heads(q), _heads(grad.transpose(0, 1))
         dq, before = torch.zeros_like(rows), Arriving.there(own[:0])
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         mine = torch.zeros_like(own)
@@ -79,7 +79,7 @@ class _Ring(torch.autograd.Function):
             dkv = torch.zeros_like(passing)
             if len(passing) and len(q):
                 keys, values = map(_heads, passing.unbind(1))
-                parts = _backward(dout, rows, keys, values, out, lse, 0.0, False)
+                parts = _backward(d_out, rows, keys, values, out, lse, 0.0, False)
                 dq += parts[0]
                 dkv = torch.stack([_frames(part, q) for part in parts[1:]], dim=1)
             if step == 0:

@@ -3,6 +3,8 @@
 docs/benchmarks.md is generated whole: every claim of the papers, and what headrace's own numbers
 are. In README.md the lines between the marks ``<!-- NAME -->`` and ``<!-- end of NAME -->`` are.
 
+docs/pictures/one-planner.svg is drawn from them.
+
 python docs/make_benchmarks.py           write them
 python docs/make_benchmarks.py --check   exit 1 when they are not as written
 """
@@ -16,11 +18,14 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
+import benchmark_pictures as pictures
+
 from headrace.units import bytes_text, seconds_text
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
+PICTURE = ROOT / "docs" / "pictures" / "one-planner.svg"
 
 PAPERS = {
     "paradyse": "ParaDySe",
@@ -104,6 +109,30 @@ def one_planner() -> Iterator[str]:
         "The last row is what no planner with these costs could exceed. The search is a lottery"
         f" within a fraction of a percent: for single batches the least ratio is {least:.3f}."
     )
+
+
+def picture() -> str:
+    """The table of :func:`one_planner` with what single batches give, least to most."""
+    found = read("papers/planner")["worlds"]
+    marks = [
+        {
+            "what": text,
+            "model": f"{model.upper()} on {devices}",
+            "least": min(overs),
+            "mean": geometric_mean(overs),
+            "most": max(overs),
+        }
+        for model, devices in dict.fromkeys((w["model"], w["devices"]) for w in found)
+        for name, text in RESTRICTED.items()
+        if (
+            overs := [
+                w["seconds"][name] / w["step_s"]
+                for w in found
+                if (w["model"], w["devices"]) == (model, devices) and w["seconds"][name]
+            ]
+        )
+    ]
+    return pictures.one_planner(marks, list(RESTRICTED.values()))
 
 
 def main_job() -> Iterator[str]:
@@ -336,7 +365,10 @@ def page() -> str:
         "",
         "## headrace's own",
         "",
-        *(f"{text}\n" for text in sections().values()),
+        sections()["gains"],
+        "![Steps of restricted planners over ours, least, mean and most](pictures/one-planner.svg)",
+        "",
+        sections()["measured"],
     ]
     for name, title in {**PAPERS, "planner": "One planner beside each paper alone"}.items():
         if (RESULTS / "papers" / f"{name}.json").exists():
@@ -360,7 +392,7 @@ def readme() -> str:
 def main() -> int:
     """Write or check both."""
     stale = list[str]()
-    for path, text in ((PAGE, page()), (README, readme())):
+    for path, text in ((PAGE, page()), (README, readme()), (PICTURE, picture())):
         if "--check" not in sys.argv[1:]:
             path.write_text(text, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != text:

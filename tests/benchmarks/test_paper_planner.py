@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from paper_planner import LAWS, RESTRICTIONS, World, problem_of
+
 from benchmarks.scripts import Ran, run
 
 SMALL = ("--models", "8b", "--devices", "8", "--laws", "crawl", "long", "--tokens", "4096")
