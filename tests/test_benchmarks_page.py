@@ -20,8 +20,9 @@ RATIO = re.compile(r"\d\.\d+ times")
 
 
 @pytest.fixture
-def generator() -> ModuleType:
+def generator(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """docs/make_benchmarks.py as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
     spec = importlib.util.spec_from_file_location("pages", ROOT / "docs/make_benchmarks.py")
     assert spec is not None
     assert spec.loader is not None
