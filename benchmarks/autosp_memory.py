@@ -201,6 +201,14 @@ def compile_only(
     layers: int, tokens: int, partition: Callable[..., Any], level: str = "none"
 ) -> Cost:
     """Of a compiled step, whose graphs are made and not run."""
+    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    return partitioned(small(layers, level), (ids, ids), partition)
+
+
+def partitioned(
+    model: Callable[..., Any], inputs: Sequence[torch.Tensor], partition: Callable[..., Any]
+) -> Cost:
+    """Of a compiled call, whose graphs are made and not run; what is kept is without inputs."""
     found: list[tuple[GraphModule, GraphModule]] = []
 
     def cut(*args: Any, **kwargs: Any) -> Any:
@@ -208,10 +216,9 @@ def compile_only(
         raise Partitioned
 
     torch._dynamo.reset()  # noqa: SLF001
-    ids = torch.zeros(1, tokens, dtype=torch.int64)
     backend = aot_autograd(fw_compiler=lambda graph, _: graph, partition_fn=cut)
     with contextlib.suppress(Exception):  # the compiler wraps it
-        torch.compile(small(layers, level), backend=backend, fullgraph=True)(ids, ids)
+        torch.compile(model, backend=backend, fullgraph=True)(*inputs)
     if not found:
         sys.exit("torch.compile made no graph of the model")
     forward, backward = found[0]

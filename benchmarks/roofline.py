@@ -8,6 +8,10 @@
     paradyse-*    the longest sequence that trains
     autosp-*      the longest sequence that trains, seconds of a step
 
+Where a source's file says of which implementation its memory is (``memory_of``), its longest
+sequences are forecasts of that one, whose loss holds the logits of all tokens of a rank; elsewhere
+the loss is in chunks, as headrace's is.
+
 What is attained of an A100's products and attention (and of an A800's, which has the same units),
 and the seconds of a launch on NVIDIA devices, are calibrated on the seconds of FlexSP alone
 (``--calibrate`` does it again, the presets round it). The other sources are a check, though not a
@@ -29,6 +33,7 @@ import argparse
 import json
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -39,7 +44,9 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.costs import CostModel, Quadratic, roofline_costs
+from headrace.costs.forecast import Recomputed, forecast
 from headrace.spec import Architecture, LayerOption, LayerPlan
+from headrace.spec.fixed_layout import FixedLayout
 from headrace.spec.hardware import DEVICES, Device, Hardware
 from headrace.spec.implementation import IMPLEMENTATIONS
 from headrace.units import MIB, percent_text
@@ -48,6 +55,10 @@ FOLDER = Path(__file__).parent / "published"
 IDEAL = IMPLEMENTATIONS["ideal"]
 CALIBRATED_ON = "flexsp-7b-a100"
 LENGTHS = (1024, 4096, 16384)
+MOST_TOKENS_A_RANK = 1 << 24
+
+LEVELS: dict[str, Recomputed] = {"none": "none", "attention": "selective", "full": "full"}
+"""Recompute levels of layer plans, and what forecasts call them."""
 
 LLAMAS = {
     # hidden: heads and features of the feed-forward of the LLaMA of this size, which the fits do
@@ -194,6 +205,14 @@ def of_lengths(data: dict[str, Any]) -> Iterator[Comparison]:
             for method in row["methods"]
         }
         longest = max(costs.max_tokens(p, layers, "sharded") for layers in plans.values())
+        if (held := data.get("memory_of")) is not None:
+            longest = longest_forecast(
+                architecture,
+                data["hardware"],
+                held["layout"],
+                LEVELS[row["recompute"]],
+                held["implementation"],
+            )
         yield Comparison(
             source=data["name"],
             what="longest",
@@ -213,6 +232,26 @@ def of_lengths(data: dict[str, Any]) -> Iterator[Comparison]:
                 published=row["step_s"],
                 predicted=step + costs.exchange_s.update_s,
             )
+
+
+def longest_forecast(
+    model: Architecture, hardware: str, layout: str, recompute: Recomputed, implementation: str
+) -> int:
+    """The longest sequence that fits a fixed layout, its memory as ``implementation`` holds it; one
+    of so many tokens that each rank of the layout's group has as many."""
+    group = FixedLayout.parse(layout).group
+
+    def too_long(each: int) -> bool:
+        return not forecast(
+            model,
+            hardware,
+            layout,
+            sequence_tokens=each * group,
+            recompute=recompute,
+            implementation=implementation,
+        ).fits
+
+    return (bisect_left(range(1, MOST_TOKENS_A_RANK), True, key=too_long)) * group
 
 
 KINDS: dict[str, Callable[[dict[str, Any]], Iterator[Comparison]]] = {
