@@ -77,7 +77,6 @@ def kept_bytes(branch: str, shape: tuple[int, int, int, int], tokens: int) -> Ke
     torch.set_default_dtype(torch.bfloat16)
     try:
         module = BRANCHES[branch](hidden, ffn, heads, keys, causal)
-        one = 2.0 * hidden
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             without_values(module, fake)
             angles = [torch.zeros(tokens, hidden // heads) for _ in range(2)]
@@ -88,6 +87,7 @@ def kept_bytes(branch: str, shape: tuple[int, int, int, int], tokens: int) -> Ke
         compiled = _compiled_bytes(branch, shape, tokens)
     finally:
         torch.set_default_dtype(before)
+    one = 2.0 * hidden
     return Kept(
         none=eager / tokens, torch=compiled / tokens + one, headrace=again / tokens, input=one
     )
