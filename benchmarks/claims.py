@@ -81,7 +81,7 @@ def _ends(number: float | tuple[float, float]) -> tuple[float, float]:
 
 def _text(number: float | tuple[float, float] | None, unit: str) -> str:
     if number is None:
-        return "a picture"
+        return "not given"
     if isinstance(number, tuple):
         return f"{_text(number[0], unit)} to {_text(number[1], unit)}"
     if unit == "fraction":

@@ -306,7 +306,7 @@ def sections() -> dict[str, str]:
 
 def _number(number: float | list[float] | None, unit: str) -> str:
     if number is None:
-        return "a picture"
+        return "not given"
     if isinstance(number, list):
         return f"{_number(number[0], unit)} to {_number(number[1], unit)}"
     if unit == "bytes":
