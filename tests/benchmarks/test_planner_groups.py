@@ -34,7 +34,7 @@ def test_planners_are_compared_in_one_cell(tmp_path: Path) -> None:
     ratios = {x["planner"]: x["ratio"] for x in cell["planners"]}
     assert 1 <= ratios["headrace"] <= 1.03
     assert min(ratios.values()) == ratios["headrace"]
-    assert len(ratios) == 13
+    assert len(ratios) == 14
 
 
 def test_long_tails_in_lockstep_are_near_the_bound(tmp_path: Path) -> None:

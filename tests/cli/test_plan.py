@@ -405,7 +405,7 @@ for kind, devices in (("hydraulis-7b", "32"), ("flexsp-7b-a100", "8")):
     assert headrace.cli.main(["plan", *files]) == 0
 assert headrace.cli.main(["config"]) == 0
 models = {"AxisExample", "AxisStage", "adapt", "attach", "compile", "profile", "recomputed"}
-models |= {"train", "trainer"}
+models |= {"train", "trainer", "gather", "split", "switch"}
 for name in set(headrace.__all__) - models:
     getattr(headrace, name)
 assert "torch" not in sys.modules
