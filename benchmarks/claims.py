@@ -57,7 +57,7 @@ class Claim:
 
     @property
     def ratio(self) -> float | None:
-        """How much better ours is than theirs; of ranges, than the better end of theirs."""
+        """How many times as good ours is as theirs; of ranges the better ends are compared."""
         if self.theirs is None:
             return None
         pick = min if self.less else max

@@ -357,7 +357,8 @@ def page() -> str:
         "# Benchmarks",
         "",
         "Made by `docs/make_benchmarks.py` from the files in `benchmarks/results`; every number"
-        " here and between the marks in README.md is from them. `make benchmarks` runs all anew.",
+        " here and between the marks in README.md is from them. `make benchmarks` runs those"
+        " of the papers anew.",
         "",
         "Each row of a paper says what it claims, what headrace gets, and how many times as good"
         " that is (of what should be small: how many times as small). *Simulated* rows are by the"

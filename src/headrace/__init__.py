@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from headrace.costs.forecast import Forecast, forecast
     from headrace.engine.attach import attach
     from headrace.engine.attach_options import MeasureOptions, SampleOptions, SpreadOptions
-    from headrace.engine.comparison import compare
+    from headrace.engine.compared_planners import compare
     from headrace.engine.plans import baselines, draw, plan, simulate
     from headrace.engine.training import profile, train
     from headrace.engine.training_run import TrainingRun
@@ -110,7 +110,7 @@ _HOMES = {
     "headrace.planning": ("Problem",),
     "headrace.simulator": ("peak_bytes",),
     "headrace.spec": ("Architecture", "Cluster", "Lengths", "Plan", "Strategy", "Timeline"),
-    "headrace.engine.comparison": ("compare",),
+    "headrace.engine.compared_planners": ("compare",),
     "headrace.engine.plans": ("baselines", "draw", "plan", "simulate"),
     "headrace.engine.training_run": ("TrainingRun",),
     "headrace.engine.training": ("profile", "train"),

@@ -33,6 +33,7 @@ def of(claims: list[dict[str, Any]], where: str, what: str = "") -> dict[str, An
     return found
 
 
+@pytest.mark.slow
 def test_counted_volumes_are_the_papers_less_what_stays(claims: list[dict[str, Any]]) -> None:
     """Catches exchanges that are padded, repeated in a recompute, or not counted: on 8 ranks, as
     rationals of M."""
@@ -53,6 +54,7 @@ def test_counted_volumes_are_the_papers_less_what_stays(claims: list[dict[str, A
         assert of(claims, f"Table 8, {name}")["ours"] == pytest.approx(volume)
 
 
+@pytest.mark.slow
 def test_what_is_behind_has_a_reason(claims: list[dict[str, Any]]) -> None:
     """Catches a row that is behind and says nothing, and a claim that is left out."""
     assert all(c["why"] for c in claims if c["verdict"] == "behind")
@@ -61,6 +63,7 @@ def test_what_is_behind_has_a_reason(claims: list[dict[str, Any]]) -> None:
     assert of(claims, "sections 1 and 6")["verdict"] == "behind"
 
 
+@pytest.mark.slow
 def test_verdicts_that_must_hold(claims: list[dict[str, Any]]) -> None:
     """Catches exchanges that are priced otherwise than their bytes, and rivals that became weak: a
     Ulysses of twice the bytes takes twice the time, not the paper's six times."""

@@ -54,6 +54,10 @@ def test_unknown_papers_and_missing_scripts_are_refused(clone: Path, capsys) -> 
     code, _, err = call(capsys, "papers", "three")
     assert code == 2
     assert "one, two" in err
+    file = clone / "benchmarks" / "paper_one.py"
+    code, _, err = call(capsys, "papers", "two", "--out", file)
+    assert code == 2
+    assert "--out" in err
     for script in (clone / "benchmarks").iterdir():
         script.unlink()
     code, _, err = call(capsys, "papers")

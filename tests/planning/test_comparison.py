@@ -10,7 +10,7 @@ import pytest
 
 import headrace as hr
 from headrace.costs import synthetic_costs
-from headrace.engine.comparison import compare_plans
+from headrace.engine.compared_planners import compare_plans
 from headrace.planners import PLANNERS
 from headrace.planning import plan as plan_batch
 from headrace.spec.comparison import Comparison, PlannedBatch, PlannerResult

@@ -135,12 +135,9 @@ def plan(config: Path | None = None, *, flags: PlanFlags = _PLAN) -> int:
                 as_json=flags.json,
             )
         )
-    _only(
-        "no configuration beside it",
-        "with one, --ranks says how many",
-        devices=flags.devices,
-        semantics=flags.semantics,
-    )
+    alone = "no configuration beside it"
+    _only(alone, "with one, --ranks says how many", devices=flags.devices)
+    _only(alone, "with one, groups are free", semantics=flags.semantics)
     return run(config, flags)
 
 

@@ -21,6 +21,8 @@ def papers(name: str | None, *, quick: bool, out: Path | None) -> int:
     scripts = _scripts()
     if name is not None and name not in scripts:
         raise ConfigError("NAME", got=name, wanted=", ".join(scripts))
+    if out is not None:
+        _require_folder(out)
     for paper in scripts if name is None else [name]:
         tell(f"claims of {paper}")
         command = [sys.executable, str(scripts[paper]), *(["--quick"] if quick else [])]
@@ -30,6 +32,14 @@ def papers(name: str | None, *, quick: bool, out: Path | None) -> int:
         if code != 0:
             return code
     return 0
+
+
+def _require_folder(out: Path) -> None:
+    """Make the folder of results, before anything runs. Raises ConfigError where that fails."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}", got=error.strerror, wanted="a folder to write to")
 
 
 def _scripts() -> dict[str, Path]:

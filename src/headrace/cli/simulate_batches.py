@@ -12,7 +12,7 @@ import headrace
 from headrace.cli.display import tell
 from headrace.cli.flags import SimulateFlags
 from headrace.cli.planning_work import PlanningWork, fits, prepare
-from headrace.engine.comparison import compare_plans
+from headrace.engine.compared_planners import compare_plans
 from headrace.engine.listener import ProgressLines
 from headrace.engine.plans import programs_of
 from headrace.errors import ConfigError, MissingExtra

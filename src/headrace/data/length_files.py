@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.data.distributions import Bins, Counted, Distribution, Resampled
-from headrace.errors import ConfigError, DataError, SpecError, did_you_mean
+from headrace.errors import ConfigError, DataError, SpecError, did_you_mean, shortened
 from headrace.units import parse_count
 
 __all__ = ["read_lengths"]
@@ -89,10 +89,11 @@ def _of_numbers(what: str, content: str, suffix: str) -> Resampled:
     if suffix in (".csv", ".tsv") and len(rows) > 1 and all(len(row) > 1 for row in rows):
         got = f"{len(rows[0])} columns without names"
         raise DataError(f"{what}, line 1", got=got, wanted=_WANTED)
-    try:
-        return Resampled(lengths=tuple(int(word) for word in re.split(r"[\s,]+", content.strip())))
-    except ValueError as error:
-        raise DataError(what, got=str(error), wanted="a list of whole numbers")
+    words = re.split(r"[\s,]+", content.strip())
+    for word in words:
+        if not word.lstrip("+-").isdecimal():
+            raise DataError(what, got=shortened(word), wanted="a list of whole numbers")
+    return Resampled(lengths=tuple(map(int, words)))
 
 
 def _of_json(what: str, content: str) -> Distribution:

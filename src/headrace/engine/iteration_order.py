@@ -67,12 +67,12 @@ class IterationOrder:
     @property
     def longest(self) -> int:
         """Tokens of the longest sample."""
-        return int(self.samples.lengths.max())
+        return self.samples.longest
 
     @property
     def total(self) -> int:
         """Sum of the tokens of all samples."""
-        return int(self.samples.lengths.sum())
+        return self.samples.total
 
     @property
     def fingerprint(self) -> str:

@@ -92,6 +92,16 @@ class Samples:
         found = summarise_lengths(self.lengths, name=self.name).facts()
         return found | {"fingerprint": self.fingerprint, "context": int(self.lengths.max())}
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return int(self.lengths.max())
+
+    @property
+    def total(self) -> int:
+        """Sum of the tokens of all samples."""
+        return int(self.lengths.sum())
+
     def contents(self) -> str:
         """A hash of some samples, which ranks must read alike."""
         few = sorted({int(at) for at in np.linspace(0, len(self.lengths) - 1, _LOOKED_AT)})
@@ -240,12 +250,12 @@ class DrawnOrder:
     @property
     def longest(self) -> int | None:
         """Tokens of the longest sample."""
-        return int(self.samples.lengths.max())
+        return self.samples.longest
 
     @property
     def total(self) -> int:
         """Sum of the tokens of all samples."""
-        return int(self.samples.lengths.sum())
+        return self.samples.total
 
     @property
     def fingerprint(self) -> str:
