@@ -11,7 +11,7 @@ from headrace.costs import CostModel, ExchangeCost, Speeds, synthetic_costs
 from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem, plan
 from headrace.planning.batch import PriceTable, SortedBatch
-from headrace.planning.bounds import BoundRows, allows, lower_bound, step_bound_s
+from headrace.planning.bounds import Bound, BoundRows, allows, lower_bound, step_bound_s
 from headrace.planning.explain import require_fit
 from headrace.simulator import peak_bytes, step_s
 from headrace.spec import Architecture, Lengths, MicroBatch, Pipeline, Plan, Scheme
@@ -130,13 +130,15 @@ def test_more_work_never_lowers_the_bound(costs: CostModel, lengths: Lengths) ->
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32), staged=st.booleans())
 def test_no_step_beats_its_bound(seed: int, staged: bool) -> None:
-    """Catches pull and push charged in full beside the computations that hide them, and a bound
-    that misses the costs' scale."""
+    """Catches pull and push charged in full beside the computations that hide them, a bound that
+    misses the costs' scale, and one of plans that all move everything."""
     rng = np.random.default_rng(seed)
     devices, layers = int(rng.integers(1, 9)), int(rng.integers(2, 7))
     pull_s, push_s = 10 ** rng.uniform(-4, 0, 2)
     costs = synthetic_costs(devices, layers).replace(
-        exchange_s=ExchangeCost(pull_s=pull_s, push_s=push_s, update_s=0.01),
+        exchange_s=ExchangeCost(
+            pull_s=pull_s, push_s=push_s, update_s=0.01, sharded_share=rng.uniform()
+        ),
         scale=rng.uniform(0.5, 2),
     )
     methods = {p: ("local" if p == 1 else "ulysses_z",) for p in costs.group_sizes}
@@ -144,7 +146,8 @@ def test_no_step_beats_its_bound(seed: int, staged: bool) -> None:
     draw = random_strategy if staged else random_plan
     drawn = draw(lengths, devices, layers, rng, methods=methods)
     compute_s = step_s(drawn, costs.replace(exchange_s=ExchangeCost(), scale=1.0))
-    assert step_bound_s(costs, compute_s) <= step_s(drawn, costs) * (1 + 1e-12)
+    bound = Bound(seconds=compute_s, longest_s=0.0, sharded_s=compute_s)
+    assert step_bound_s(costs, bound) <= step_s(drawn, costs) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("tokens", [1, 100_000])
@@ -156,7 +159,7 @@ def test_the_bound_of_one_micro_batch_is_close(tokens: int) -> None:
     )
     made = step_s(plan_alone(costs, tokens), costs)
     compute_s = step_s(plan_alone(costs, tokens), costs.replace(exchange_s=ExchangeCost()))
-    bound = step_bound_s(costs, compute_s)
+    bound = step_bound_s(costs, Bound(seconds=compute_s, longest_s=0.0))
     assert bound <= made <= bound * 1.01
     longer = (3e-2, compute_s)[tokens > 1] + 1e-3
     assert bound > longer * 0.999

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.costs import CostModel
+from headrace.costs import CostModel, ExchangeCost
 from headrace.errors import InfeasiblePlan
 from headrace.planning import Known, Nested, Problem, SideBySide
 from headrace.planning.batch import Chains, PriceTable, SortedBatch
@@ -30,7 +30,10 @@ def drafts(costs: CostModel, lengths: Lengths) -> list[Draft]:
         return []
     moved = costs.exchange_s
     table = PriceTable(
-        batch, schemes, problem.devices, pull_s=moved.pull_s + 1e-3, push_s=moved.push_s + 1e-3
+        batch,
+        schemes,
+        problem.devices,
+        exchange=ExchangeCost(pull_s=moved.pull_s + 1e-3, push_s=moved.push_s + 1e-3),
     )
     low_s = bound_s(table)
     known = Known(problem=problem, bound_s=low_s, best_s=4 * low_s, packed_s=4 * low_s)

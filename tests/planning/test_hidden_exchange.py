@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -22,14 +24,9 @@ def priced(devices: int, pull_s: float, lengths: Lengths) -> tuple[CostModel, Pr
     )
     schemes = Problem(costs=costs, devices=devices).pricing.groups("replicated")
     batch = SortedBatch.of(lengths)
-    return costs, PriceTable(
-        batch,
-        schemes,
-        devices,
-        pull_s=pull_s,
-        push_s=2 * pull_s,
-        unhidden=sum(costs.shape.bucket_shares[:2]),
-    )
+    unhidden = sum(costs.shape.bucket_shares[:2])
+    table = PriceTable(batch, schemes, devices, exchange=costs.exchange_s, unhidden=unhidden)
+    return costs, table
 
 
 @pytest.mark.parametrize("pull_s", [1e-4, 0.02, 0.3])
@@ -62,6 +59,22 @@ def test_pipelines_start_and_end_with_their_longest() -> None:
     assert step_s(made, costs) < step_s(turned, costs)
     programs = compile_plan(made, costs.shape.bucket_count)
     assert simulate(programs, made, costs).seconds == pytest.approx(made.predicted_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("devices", [4, 6])
+def test_weights_that_stay_where_they_are_stored_hide_nothing(devices: int) -> None:
+    """Catches a short step that moves all weights although one group of all devices would work with
+    its own rows, and one that is planned so although weights move then, too."""
+    costs = synthetic_costs(devices, 8).replace(
+        exchange_s=ExchangeCost(pull_s=1.0, push_s=2.0, update_s=1e-3, sharded_share=1e-3)
+    )
+    lengths = Lengths.of([700, 300])
+    made = plan(Problem(costs=costs, devices=devices), lengths)
+    assert (made.working, str(made.strategy)) == ("sharded", f"1*cp{devices}")
+    assert made.lower_bound_s <= made.predicted_s < 1.0
+    all_move = costs.replace(exchange_s=replace(costs.exchange_s, sharded_share=1.0))
+    made = plan(Problem(costs=all_move, devices=devices), lengths)
+    assert made.predicted_s >= made.lower_bound_s >= 3.0
 
 
 def test_few_tokens_for_many_weights_are_packed_to_hide_them() -> None:

@@ -162,6 +162,26 @@ def test_scale_multiplies_the_whole_timeline() -> None:
     )
 
 
+def test_a_share_moves_where_all_devices_shard_weights() -> None:
+    """Catches all of pull and push charged to a group that works with stored rows, and a share to
+    plans in which a rank needs others' rows, too."""
+    costs = costs_of(4)
+    few = costs.replace(exchange_s=replace(costs.exchange_s, sharded_share=0.25))
+    everyone, alone = (0, 1, 2, 3), (0,)
+    for jobs, working, moved in (
+        ([(everyone, (1000,))], "sharded", 0.25),
+        ([(everyone, (1000,))], "replicated", 1.0),
+        ([(everyone, (1000,)), (alone, (10,))], "sharded", 1.0),
+    ):
+        plan = plan_of(4, jobs).replace(working=working)
+        exchange = ExchangeCost(pull_s=moved, push_s=2 * moved, update_s=3.0)
+        expected_s = step_s(plan, costs.replace(exchange_s=exchange))
+        assert step_s(plan, few) == pytest.approx(expected_s)
+        assert max(row.end_s for row in rows_of_plan(plan, few).values()) == pytest.approx(
+            expected_s
+        )
+
+
 def test_sharded_weights_are_slower() -> None:
     """Catches a clock that does not know how the plan holds its weights."""
     costs, plan = costs_of(2).replace(exchange_s=ExchangeCost()), plan_of(2, [((0, 1), (300,))])

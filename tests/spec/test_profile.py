@@ -96,6 +96,14 @@ def test_profiles_of_format_3_are_read() -> None:
     assert Profile.from_json(value) == Profile.from_json(_json())
 
 
+@pytest.mark.parametrize("older", [3, 4])
+def test_a_profile_without_the_share_that_moves_is_read(older: int) -> None:
+    """Catches profiles of last month that have to be measured again for one number."""
+    value = _json() | {"format": older}
+    del value["sharded_share"]
+    assert Profile.from_json(value).sharded_share == 1.0
+
+
 def test_another_format_is_refused() -> None:
     """Catches numbers of an older meaning that are taken as they are."""
     with pytest.raises(SpecError, match=f"format of a profile: got 0, wanted {PROFILE_FORMAT}"):

@@ -24,7 +24,7 @@ from headrace.spec.architecture import stored_shape
 from headrace.spec.cluster import Cluster
 from headrace.spec.layer_plan import LayerOption, LayerPlan
 from headrace.spec.model_shape import ModelShape
-from headrace.spec.plan import Pipeline, TokenOrder, Working
+from headrace.spec.plan import Pipeline, Plan, TokenOrder, Working
 from headrace.spec.profile import stored_working_bytes
 from headrace.spec.strategy import Scheme, Stage
 
@@ -114,12 +114,14 @@ class OptionCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeCost:
-    """Seconds that every step pays once, whatever its plan.
+    """Seconds that a step pays once.
 
     Attributes:
         pull_s: Seconds in which all weights are pulled before the first forward.
         push_s: Seconds in which all gradients are pushed after the last backward.
         update_s: Seconds in which the weights are updated.
+        sharded_share: The share of pull and push that plans of one group of all devices move when
+            that shards weights: it works with rows where they are stored, as far as they lie alike.
 
     Raises:
         CostError: For seconds that are negative or not finite.
@@ -128,6 +130,7 @@ class ExchangeCost:
     pull_s: float = 0.0
     push_s: float = 0.0
     update_s: float = 0.0
+    sharded_share: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -138,6 +141,17 @@ class ExchangeCost:
     def total_s(self) -> float:
         """Seconds of pull, push and update together."""
         return self.pull_s + self.push_s + self.update_s
+
+    def of_share(self, share: float) -> ExchangeCost:
+        """What is paid where only a share of the weights moves.
+
+        Args:
+            share: The share of pull and push, from 0 to 1.
+
+        Returns:
+            The seconds.
+        """
+        return replace(self, pull_s=self.pull_s * share, push_s=self.push_s * share)
 
 
 FORMAT = 3
@@ -685,6 +699,18 @@ def segment_rows(
     for way, line in enumerate((ends.forward, ends.backward)):
         rows[way].append((line.a, line.b, line.c))
     return np.array(rows[0]) * costs.scale, np.array(rows[1]) * costs.scale
+
+
+def exchange_of(costs: CostModel, plan: Plan) -> ExchangeCost:
+    """What the step of a plan pays once: all of pull and push, or the share that moves when all of
+    its weights are sharded over all devices."""
+    exchange = costs.exchange_s
+    if exchange.sharded_share == 1 or plan.working != "sharded":
+        return exchange
+    used = {micro.pipeline for micro in plan.micro_batches}
+    if any(plan.pipelines[n].scheme.width < plan.devices for n in used):
+        return exchange
+    return exchange.of_share(exchange.sharded_share)
 
 
 def message_s(costs: CostModel, rows: int) -> float:

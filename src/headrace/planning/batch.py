@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.costs import ExchangeCost
 from headrace.planning.priced import Columns, Frontier, Line, PricedScheme
 from headrace.spec import Lengths
 
@@ -291,9 +292,9 @@ class PriceTable:
         fluid: Whether each scheme's frontier has several rows, so that a micro-batch is hardly
             dearer if it holds a little more.
         staged: Whether each scheme has several stages.
-        pull_s: Seconds in which weights arrive if no computation hides them.
-        push_s: Seconds in which gradients leave if no computation hides them.
+        exchange: Seconds in which weights arrive and gradients leave if no computation hides them.
         unhidden: The share of both that is never hidden.
+        moved: The share of both that moves for plans of each scheme alone.
         packs: Cache of packed pipelines, by scheme and members.
         needs: Cache of the devices that sequences take, by step of the time
             (:mod:`headrace.planning.filling`).
@@ -306,12 +307,11 @@ class PriceTable:
         schemes: Sequence[PricedScheme],
         devices: int,
         *,
-        pull_s: float = 0.0,
-        push_s: float = 0.0,
+        exchange: ExchangeCost | None = None,
         unhidden: float = 0.0,
     ) -> None:
         self.batch, self.devices = batch, devices
-        self.pull_s, self.push_s, self.unhidden = pull_s, push_s, unhidden
+        self.exchange, self.unhidden = exchange or ExchangeCost(), unhidden
         self.schemes = sorted(schemes, key=lambda s: (s.devices, s.depth, s.scheme.tensor))
         self.tokens = batch.tokens
         self.width = [scheme.devices for scheme in self.schemes]
@@ -324,6 +324,8 @@ class PriceTable:
         self.stages = np.array([[float(depth)] for depth in self.depth])
         self.fluid = [len(scheme.frontier.caps) > 1 for scheme in self.schemes]
         self.staged = [depth > 1 for depth in self.depth]
+        share = self.exchange.sharded_share
+        self.moved = [share if scheme.shards_over(devices) else 1.0 for scheme in self.schemes]
         self.needs: dict[int, Floats] = {}
         self.rankings: dict[int, list[tuple[list[int], int]]] = {}
         self.packs: dict[tuple[int, ...], Packed] = {}
@@ -340,8 +342,7 @@ class PriceTable:
             table.batch,
             schemes,
             table.devices,
-            pull_s=table.pull_s,
-            push_s=table.push_s,
+            exchange=table.exchange,
             unhidden=table.unhidden,
         )
 
@@ -465,15 +466,17 @@ class PriceTable:
         with the step, and for gradients after it. ``first_s`` and ``last_s`` are seconds of its
         first and last micro-batch, forward and backward: the forward of the one hides some of the
         pull, the backward of the other some of the push."""
-        if not self.push_s:
+        exchange = self.exchange
+        if not exchange.push_s:
             return 0.0, 0.0
         # A rank moves the weights of its own stage only.
-        pull_s, push_s = self.pull_s / self.depth[k], self.push_s / self.depth[k]
+        all_s = exchange.pull_s * self.moved[k], exchange.push_s * self.moved[k]
+        pull_s, push_s = all_s[0] / self.depth[k], all_s[1] / self.depth[k]
         waited_s = pull_s - first_s * _FORWARD
         behind_s = push_s - last_s * (1 - _FORWARD)
         # Embedding and first layer lie whole on one stage, so what nothing hides stays as large.
-        waited_s = max(waited_s, self.unhidden * self.pull_s)
-        return waited_s, max(behind_s, self.unhidden * self.push_s)
+        waited_s = max(waited_s, self.unhidden * all_s[0])
+        return waited_s, max(behind_s, self.unhidden * all_s[1])
 
     def times(self, k: int, packed: Packed) -> Times:
         """Estimated times of a pipeline of scheme k with its micro-batches."""

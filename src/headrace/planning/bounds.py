@@ -61,9 +61,11 @@ Pulls and pushes overlap with computations, so of the whole step
 6. The loss needs the last pull, and the first push a gradient of the loss. Pulls move one after
    the other, and so do pushes: without the update, a step takes at least pull + push.
 
-All ranks meet at the update, which adds: max(x + tau + y, pull + push) + update is a bound. In
-lockstep every micro-batch waits for others and starts no earlier than it could: the bound holds,
-and :mod:`headrace.planning.wave_bounds` has a closer one.
+All ranks meet at the update, which adds: max(x + tau + y, pull + push) + update is a bound. Plans
+of one group of all devices that shards weights move a share s of pull and push only: with their own
+tau', max(s x + tau' + s y, s (pull + push)) + update is a bound of them, and the smaller of both is
+one of all plans. In lockstep every micro-batch waits for others and starts no earlier than it
+could: the bound holds, and :mod:`headrace.planning.wave_bounds` has a closer one.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import sqrt
+from math import inf, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,12 +102,15 @@ class Bound:
             (:mod:`headrace.planning.wave_bounds`).
         exact: Whether it is the time of the best plan, which a dynamic program has found
             (:mod:`headrace.planning.exact_waves`).
+        sharded_s: The bound of plans of one group of all devices that shards weights, which move
+            less of them; infinite where there are none or they move as much.
     """
 
     seconds: float
     longest_s: float
     by_wave: bool = False
     exact: bool = False
+    sharded_s: float = inf
 
     @property
     def by_longest(self) -> bool:
@@ -347,9 +352,15 @@ def _least_tau(crowding: Callable[[float], float], low_s: float, low: float, clo
     return low_s
 
 
-def step_bound_s(costs: CostModel, compute_s: float) -> float:
-    """The bound of a whole step in scaled seconds, from unscaled seconds of its computations."""
+def step_bound_s(costs: CostModel, bound: Bound) -> float:
+    """The bound of a whole step in scaled seconds, from that of its computations."""
     exchange = costs.exchange_s
-    moved_s = (exchange.pull_s + exchange.push_s) * (1 - ROUNDING)
-    seconds = max(compute_s + exposed_s(costs) * (1 - ROUNDING), moved_s) + exchange.update_s
-    return seconds * costs.scale
+    exposed, moved_s = exposed_s(costs), exchange.pull_s + exchange.push_s
+
+    def with_share(compute_s: float, share: float) -> float:
+        return max(compute_s + share * exposed * (1 - ROUNDING), share * moved_s * (1 - ROUNDING))
+
+    least_s = with_share(bound.seconds, 1.0)
+    if bound.sharded_s < inf:
+        least_s = min(least_s, with_share(bound.sharded_s, exchange.sharded_share))
+    return (least_s + exchange.update_s) * costs.scale

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from headrace.costs.cost_model import exchange_of
 from headrace.errors import InfeasiblePlan
 from headrace.planning.batch import GAIN, NEAR
 from headrace.planning.bounds import Bound, step_bound_s
@@ -126,8 +127,8 @@ def _busiest(best: Candidate) -> str:
 def _binding(problem: Problem, bound: Bound, best: Candidate, plan: Plan) -> str:
     """What a model's step is bound by: the exchange, the longest sequence, memory or all work."""
     costs, batch = problem.model, best.schedule.table.batch
-    if costs.exchange_s.total_s > best.schedule.seconds:
-        seconds = _text(problem, costs.exchange_s.total_s)
+    if (exchange := exchange_of(costs, plan)).total_s > best.schedule.seconds:
+        seconds = _text(problem, exchange.total_s)
         return f"bound by pull, push and update: {seconds} of every step"
     if bound.by_longest:
         where = next(k for k, _, members in best.schedule.groups if 0 in members)
@@ -141,7 +142,7 @@ def _binding(problem: Problem, bound: Bound, best: Candidate, plan: Plan) -> str
             f"bound by memory: {bytes_text(costs.capacity_bytes)} of a rank, "
             f"{bytes_text(costs.state_bytes)} of it state, weights {plan.working}"
         )
-    bound_s = step_bound_s(costs.replace(scale=1.0), bound.seconds)
+    bound_s = step_bound_s(costs.replace(scale=1.0), bound)
     return (
         f"bound by the total work: it keeps {counted(problem.devices, 'rank')} busy for "
         f"{_text(problem, bound_s)}, exchange included"
@@ -152,7 +153,7 @@ def _flat(problem: Problem, bound: Bound, flat: Bound, best: Candidate) -> str |
     """The gap to the bound of unstaged plans, where it is much smaller than that to ``bound``."""
     unscaled = problem.model.replace(scale=1.0)
     over, flat_over = (
-        _ratio(best.seconds, step_bound_s(unscaled, low.seconds)) - 1 for low in (bound, flat)
+        _ratio(best.seconds, step_bound_s(unscaled, low)) - 1 for low in (bound, flat)
     )
     if flat_over < 0 or flat_over > over - NEAR:
         return None

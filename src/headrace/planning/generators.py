@@ -202,7 +202,7 @@ class Draft:
     def of(cls, table: PriceTable, seconds: float, groups: list[Group], source: str) -> Draft:
         """Pipelines that compute for ``seconds``."""
         expected_s, ends = seconds, list[int]()
-        if table.push_s:
+        if table.exchange.push_s:
             times = [table.times(k, likely(table, k, own)) for k, _, own in groups]
             chains = table.chained(ranks for _, ranks, _ in groups)
             sent = chains.sent_s(times)

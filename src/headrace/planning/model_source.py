@@ -8,7 +8,7 @@ and the simulator says when the step ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from math import inf
@@ -68,8 +68,10 @@ class ModelSource:
             return
         require_fit(problem, longest, index)
         for weights in problem.holding:
-            table = self._table(problem.pricing.groups(weights))
-            if table is not None and not any(_dominates(other, table) for other in self._groups):
+            table = self._table(schemes := problem.pricing.groups(weights))
+            if table is not None and any(_dominates(other, table) for other in self._groups):
+                table = self._table(self._moving_less(schemes))
+            if table is not None:
                 self._groups.append(table)
         if self._groups:
             rows = BoundRows.joined([*map(BoundRows.of, self._groups)])
@@ -111,6 +113,32 @@ class ModelSource:
     @property
     def bound(self) -> Bound:
         """The bound of all plans that the tables asked for allow."""
+        return replace(self._computing, sharded_s=self._sharded_s)
+
+    @cached_property
+    def _sharded_s(self) -> float:
+        """The bound of plans of one group of all devices that move less as it shards weights."""
+        problem, pricing = self.problem, self.problem.pricing
+        if problem.strategies:
+            schemes = [scheme for offer, _ in self._given for scheme in offer.table.schemes]
+        elif "sharded" in problem.holding:
+            schemes = [*pricing.groups("sharded"), *pricing.deeper("sharded")]
+        else:
+            return inf
+        table = self._table(self._moving_less(schemes))
+        if table is None:
+            return inf
+        return lower_bound(BoundRows.of(table), problem.devices).seconds
+
+    def _moving_less(self, schemes: Sequence[PricedScheme]) -> list[PricedScheme]:
+        """The schemes whose plans move less of the weights."""
+        if self.problem.model.exchange_s.sharded_share == 1:
+            return []
+        return [one for one in schemes if one.shards_over(self.problem.devices)]
+
+    @property
+    def _computing(self) -> Bound:
+        """The bound of the computations of all plans that the tables asked for allow."""
         if self._given:
             return min((bound for _, bound in self._given), key=lambda bound: bound.seconds)
         if self.flat is not None:
@@ -134,11 +162,14 @@ class ModelSource:
         if best is not None:
             self.timed(best)
         least_s = min((one.seconds for one, _ in self.laid), default=inf)
-        return least_s - exposed_s(costs) - costs.exchange_s.update_s
+        least_s -= costs.exchange_s.update_s
+        shared_s = exposed_s(costs) * costs.exchange_s.sharded_share
+        return least_s - (shared_s if self._sharded_s + shared_s < least_s else exposed_s(costs))
 
     def least_s(self, schedule: Assignment) -> float:
         """Seconds that the step of a schedule takes at least, without the costs' scale."""
-        return schedule.seconds + exposed_s(self._costs)
+        moved = max(schedule.table.moved[k] for k, _, _ in schedule.groups)
+        return schedule.seconds + exposed_s(self._costs) * moved
 
     def timed(self, schedule: Assignment) -> Candidate:
         """A schedule with the seconds of its simulated step, without the costs' scale."""
@@ -155,7 +186,7 @@ class ModelSource:
         made = next(plan for one, plan in self.laid if one is best)
         if previous is not None and self.problem.smoothing > 0:
             made = smoothed(self.problem, made, previous)
-        bound_s, scale = step_bound_s(self._costs, bound.seconds), self.problem.model.scale
+        bound_s, scale = step_bound_s(self._costs, bound), self.problem.model.scale
         assert bound_s <= made.predicted_s * (1 + 1e-9), "a bound is below every plan"
         return made.replace(
             predicted_s=made.predicted_s * scale,
@@ -188,14 +219,13 @@ class ModelSource:
             return None
         key = tuple((scheme.scheme, scheme.weights, id(scheme.frontier)) for scheme in schemes)
         if key not in self._tables:
-            moved, shares = self.problem.model.exchange_s, self.problem.model.shape.bucket_shares
+            costs = self.problem.model
             self._tables[key] = PriceTable(
                 self.batch,
                 schemes,
                 self.problem.devices,
-                pull_s=moved.pull_s,
-                push_s=moved.push_s,
-                unhidden=sum(shares[:2]),
+                exchange=costs.exchange_s,
+                unhidden=sum(costs.shape.bucket_shares[:2]),
             )
         return self._tables[key]
 

@@ -685,6 +685,10 @@ class PricedScheme:
         """Tokens of the longest sequence that a micro-batch holds."""
         return self.frontier.most_tokens
 
+    def shards_over(self, devices: int) -> bool:
+        """Whether all of ``devices`` hold the weights together, a part each."""
+        return self.weights == "sharded" and self.scheme.width == devices
+
     def layer_plan(self, row: int) -> LayerPlan | None:
         """The layer plan of a row; None where the source knows none."""
         return self.frontier.layer_plan(row) if self.frontier.options else None

@@ -178,7 +178,7 @@ def _ends(
     seconds until all ranks have sent their gradients."""
     chains = table.chained(ranks for _, ranks, _ in groups)
     free_s = max(chains.free_s((0.0, own.seconds, 0.0) for own in packs), default=0.0)
-    if not table.push_s:
+    if not table.exchange.push_s:
         return free_s, free_s
     times = [table.times(k, own) for (k, _, _), own in zip(groups, packs, strict=True)]
     return free_s, max(chains.sent_s(times).values(), default=0.0)

@@ -10,7 +10,7 @@ import torch
 
 from headrace.comm.collectives import all_to_all_rows
 from headrace.comm.mesh import Groups
-from headrace.layouts.partition import group_shards, storage_partition
+from headrace.layouts.partition import group_shards, storage_partition, storage_partitions
 from headrace.native.executor import Executor
 from headrace.native.spans import Clock
 from headrace.native.storage import Storage
@@ -53,6 +53,26 @@ def working_bytes(a: Architecture, ranks: int, p: int, dtype: torch.dtype) -> di
         if p > 1 and weight.unit is not None and weight.bucket == 1:
             gathered += each * weight.elements
     return {"replicated": replicated, "sharded": min(replicated, shards + gathered)}
+
+
+def sharded_share(a: Architecture, ranks: int, node_ranks: int | None) -> float:
+    """What a rank receives in a pull, or sends in a push, where one group of all ``ranks`` shards
+    weights, as a share of what it would where they are replicated. ``node_ranks`` are neighbours on
+    each node, None where all are on one."""
+    if ranks == 1:
+        return 1.0
+    table = list(weight_table(a))
+    stored = storage_partitions(table, ranks, node_ranks)
+    kinds: dict[tuple[int, int | None], int] = {}
+    received = everything = 0
+    for weight in table:
+        key = weight.rows, weight.unit
+        if key not in kinds:
+            parts = zip(group_shards(weight, ranks), stored[weight.name].parts, strict=True)
+            kinds[key] = max(len(own) - len(own.meet(here)) for own, here in parts)
+        received += kinds[key] * weight.row_elements
+        everything += weight.elements
+    return received / (everything * (ranks - 1) / ranks)
 
 
 class StepConstants:

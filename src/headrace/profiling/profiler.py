@@ -22,7 +22,7 @@ from headrace.errors import InfeasiblePlan
 from headrace.native.spans import Clock
 from headrace.native.storage import Storage
 from headrace.profiling.branches import BranchTarget, ProfileOptions, targets, with_equal_levels
-from headrace.profiling.constants import StepConstants, working_bytes
+from headrace.profiling.constants import StepConstants, sharded_share, working_bytes
 from headrace.profiling.probe import seconds_of
 from headrace.profiling.sweep import Sweeper, slowest
 from headrace.profiling.two_layers import TwoLayers
@@ -99,6 +99,9 @@ class Profiler:
             gather_s={p: constants.gather(p) for p in self._options.sizes if p > 1},
             links={p: constants.link(p) for p in self._options.sizes if p > 1},
             element_bytes=self._dtype.itemsize,
+            sharded_share=sharded_share(
+                self._storage.architecture, self._groups.ranks, self._groups.node_ranks
+            ),
             feed_forwards={m.name: m.owner for m in FACTS.values() if m.owner != m.name},
             measured_in_s=slowest(self._groups, [time.perf_counter() - started])[0],
         )

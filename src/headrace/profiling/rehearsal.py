@@ -27,7 +27,7 @@ from headrace.comm.mesh import Groups
 from headrace.native.counted import ByteCounter, DeviceBytes
 from headrace.native.spans import clock_of
 from headrace.profiling.branches import BranchTarget, ProfileOptions, targets, with_equal_levels
-from headrace.profiling.constants import working_bytes
+from headrace.profiling.constants import sharded_share, working_bytes
 from headrace.profiling.link_clock import LinkClock, Modelled, Stalls, Timed
 from headrace.profiling.probe import Probe, bytes_of, observe, seconds_of
 from headrace.profiling.two_layers import TwoLayers
@@ -105,6 +105,7 @@ class Rehearsal:
             gather_s=gathers,
             links={p: self._link(p) for p in self.sizes if p > 1},
             element_bytes=self.dtype.itemsize,
+            sharded_share=sharded_share(a, self.ranks, self.hardware.node_ranks(self.ranks)),
             feed_forwards={m.name: m.owner for m in FACTS.values() if m.owner != m.name},
             measured_in_s=time.perf_counter() - started,
         )

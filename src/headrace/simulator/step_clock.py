@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.costs.cost_model import CostModel, message_s, segment_rows, segment_seconds
+from headrace.costs.cost_model import (
+    CostModel,
+    ExchangeCost,
+    exchange_of,
+    message_s,
+    segment_rows,
+    segment_seconds,
+)
 from headrace.errors import CostError, ProgramError
 from headrace.simulator.staged_clock import StagedPipeline
 from headrace.spec.measurement import Row, Timeline
@@ -89,17 +96,19 @@ def segments_of(plan: Plan, micro: MicroBatch, stage: Stage, costs: CostModel) -
     )
 
 
-def arrivals(costs: CostModel) -> tuple[float, ...]:
+def arrivals(costs: CostModel, exchange: ExchangeCost) -> tuple[float, ...]:
     """Seconds from the begin of a step until the weights of each bucket are there, with the costs'
-    scale."""
-    pull_s = costs.exchange_s.pull_s * costs.scale
+    scale; ``exchange`` is what the plan's step pays once."""
+    pull_s = exchange.pull_s * costs.scale
     return tuple(accumulate(share * pull_s for share in costs.shape.bucket_shares))
 
 
-def push_ends(costs: CostModel, issued: Iterable[tuple[int, float]]) -> list[float]:
+def push_ends(
+    costs: CostModel, exchange: ExchangeCost, issued: Iterable[tuple[int, float]]
+) -> list[float]:
     """Seconds until the push of each bucket ends, given (bucket, seconds until the last rank issued
-    it) in the order of the pushes."""
-    shares, push_s = costs.shape.bucket_shares, costs.exchange_s.push_s * costs.scale
+    it) in the order of the pushes, and the plan's ``exchange``."""
+    shares, push_s = costs.shape.bucket_shares, exchange.push_s * costs.scale
     ends, end_s = list[float](), 0.0
     for bucket, ready_s in issued:
         end_s = max(end_s, ready_s) + shares[bucket] * push_s
@@ -108,7 +117,8 @@ def push_ends(costs: CostModel, issued: Iterable[tuple[int, float]]) -> list[flo
 
 
 def exposed_s(costs: CostModel) -> float:
-    """Seconds of pull and push, without the costs' scale, that no computation hides.
+    """Seconds of pull and push, without the costs' scale, that no computation hides where all of
+    both moves.
 
     Before the first layer all ranks wait for its weights and the embedding's; the gradients of
     both are complete when the last rank has nothing left to compute.
@@ -137,9 +147,10 @@ class Walk:
     def __init__(self, programs: Sequence[Program], plan: Plan, costs: CostModel) -> None:
         check_costs(plan, costs)
         self._plan, self._costs = plan, costs
+        self._exchange = exchange_of(costs, plan)
         self._actions = {program.rank: program.actions for program in programs}
         self._world = tuple(self._actions)
-        self._arrivals = arrivals(costs)
+        self._arrivals = arrivals(costs, self._exchange)
         self._stages: dict[int, tuple[Stage, ...]] = {}
         self._segments: dict[tuple[int, int], tuple[Stage, Segments]] = {}
         self._tokens = [sum(plan.tokens_of(micro)) for micro in plan.micro_batches]
@@ -364,7 +375,7 @@ class Walk:
                     wanted=f"{order} as on rank {group[0]}",
                 )
         issued = [(bucket, max(self._pushes[rank][bucket] for rank in group)) for bucket in order]
-        return list(zip(order, push_ends(self._costs, issued), strict=True))
+        return list(zip(order, push_ends(self._costs, self._exchange, issued), strict=True))
 
     def _record(
         self,
@@ -410,7 +421,8 @@ def step_s(plan: Plan, costs: CostModel) -> float:
     """
     check_costs(plan, costs)
     forward, backward = _segments(plan, costs)
-    there = np.array(arrivals(costs))
+    exchange = exchange_of(costs, plan)
+    there = np.array(arrivals(costs, exchange))
     issued, last_s = np.zeros(len(there)), float(there[-1])
     staged = [n for n, pipeline in enumerate(plan.pipelines) if pipeline.scheme.pipeline > 1]
     deep = set(staged)
@@ -428,8 +440,8 @@ def step_s(plan: Plan, costs: CostModel) -> float:
             np.maximum(issued, line.issued, out=issued)
             last_s = max(last_s, line.end_s)
     order = [(bucket, float(issued[bucket])) for bucket in reversed(range(len(there)))]
-    pushed = push_ends(costs, order)
-    return max(pushed[-1], last_s, 0.0) + costs.exchange_s.update_s * costs.scale
+    pushed = push_ends(costs, exchange, order)
+    return max(pushed[-1], last_s, 0.0) + exchange.update_s * costs.scale
 
 
 def micro_batch_seconds(plan: Plan, costs: CostModel) -> tuple[float, ...]:

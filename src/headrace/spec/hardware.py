@@ -421,6 +421,11 @@ class Hardware:
         inside_s = self.inside.seconds(each * (ranks - 1 - crossing))
         return inside_s + (self.across.seconds(each * crossing) if crossing else 0.0)
 
+    def node_ranks(self, ranks: int) -> int | None:
+        """Neighbouring ranks of each node where the first ``ranks`` fill several, else None."""
+        each = self.devices_per_node
+        return each if ranks > each and ranks % each == 0 else None
+
     @classmethod
     def parse(cls, text: str) -> Hardware:
         """The inverse of ``str``. Raises SpecError for a name that is no preset."""

@@ -25,9 +25,9 @@ __all__ = [
 ENDS = "ends"
 """The option name of embedding, last norm, head and loss together."""
 
-PROFILE_FORMAT = 4
+PROFILE_FORMAT = 5
 
-_READABLE = (3, PROFILE_FORMAT)
+_READABLE = (3, 4, PROFILE_FORMAT)
 """Profiles of format 3 have the whole architecture in the place of its shape."""
 
 
@@ -99,7 +99,8 @@ class Profile:
     of one element of the activations. ``feed_forwards`` names for every method without a
     feed-forward of its own the method whose it uses, so that equal ones are measured once.
     ``links[p]`` is (seconds to start, bytes per second that leave a rank) of collectives in groups
-    of p. ``not_fitting`` are the packs at which memory ran out.
+    of p. ``not_fitting`` are the packs at which memory ran out. ``sharded_share`` is the share of
+    pull and push that moves where one group of all devices shards weights.
     """
 
     fingerprint: str
@@ -114,6 +115,7 @@ class Profile:
     feed_forwards: Mapping[str, str] = field(default_factory=dict)
     links: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     not_fitting: tuple[NotFitting, ...] = ()
+    sharded_share: float = 1.0
     measured_in_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -132,6 +134,7 @@ class Profile:
             "feed_forwards": dict(self.feed_forwards),
             "links": {str(p): list(pair) for p, pair in self.links.items()},
             "not_fitting": [asdict(pack) for pack in self.not_fitting],
+            "sharded_share": self.sharded_share,
             "measured_in_s": self.measured_in_s,
         }
 
@@ -154,6 +157,8 @@ class Profile:
                 feed_forwards=dict(value["feed_forwards"]),
                 links={int(p): (s, b) for p, (s, b) in value["links"].items()},
                 not_fitting=tuple(NotFitting(**pack) for pack in value["not_fitting"]),
+                # Before format 5 all plans were said to move all weights.
+                sharded_share=value["sharded_share"] if value["format"] > 4 else 1.0,
                 measured_in_s=value["measured_in_s"],
             )
         except (KeyError, TypeError, ValueError, AttributeError, SpecError) as error:

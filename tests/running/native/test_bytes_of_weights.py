@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 from headrace.comm.mesh import Groups
+from headrace.costs import synthetic_costs
 from headrace.native.executor import Executor
 from headrace.native.optimizers import AdamW
 from headrace.native.storage import Storage
-from headrace.profiling.constants import working_bytes
+from headrace.profiling.constants import sharded_share, working_bytes
 from headrace.spec import Architecture, Lengths
 from headrace.spec.architecture import parameter_count
 from headrace.spec.layer_plan import LayerOption, LayerPlan
@@ -59,6 +61,28 @@ def _held(p: int, working: Working, dtype: torch.dtype) -> tuple[int, int]:
         layer = 4 * 64 * 64 + 3 * 64 * 256
         counted -= layer * (dtype.itemsize + 4)
     return storage.bytes_now(), counted
+
+
+def _received(a: Architecture, working: Working, dtype: torch.dtype) -> int:
+    """Bytes that this rank receives in the pull of a plan of one group of all ranks."""
+    groups = Groups()
+    storage = Storage(a, groups, seed=1, working_dtype=dtype)
+    return storage.working(_plan(groups.ranks, groups.ranks, working)).pull_bytes
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_one_group_moves_the_share_that_is_counted(ranks: int, kv_heads: int) -> None:
+    """Catches weights of few heads, which no rank stores as it works with them, that are counted as
+    if they stayed, and a share that the formulas see otherwise."""
+    a = replace(MODEL, kv_heads=kv_heads)
+    share = sharded_share(a, ranks, None)
+    for dtype in (torch.float32, torch.bfloat16):
+        sharded = max(run_ranks(ranks, _received, a, "sharded", dtype))
+        replicated = max(run_ranks(ranks, _received, a, "replicated", dtype))
+        assert sharded / replicated == pytest.approx(share, rel=0.1, abs=2e-3)
+    found = synthetic_costs(ranks, architecture=a).exchange_s.sharded_share
+    assert found == pytest.approx(share, abs=0.02)
 
 
 @pytest.mark.parametrize(

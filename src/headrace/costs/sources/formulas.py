@@ -31,7 +31,7 @@ from math import inf, isfinite
 from headrace.costs.cost_model import CostModel, ExchangeCost, OptionCost
 from headrace.costs.quadratic import Linear, Quadratic
 from headrace.errors import CostError, did_you_mean
-from headrace.spec.architecture import Architecture, parameter_count
+from headrace.spec.architecture import Architecture, parameter_count, weight_table
 from headrace.spec.cluster import Cluster
 from headrace.spec.known_methods import DEFAULT, FACTS, SINGLE_RANK
 from headrace.spec.layer_plan import RECOMPUTE, LayerOption, Recompute
@@ -422,7 +422,7 @@ def formula_model(
         fingerprint=fingerprint,
         options=options,
         ends={p: _ends(a, s, p, cluster.memory_bytes) for p in options},
-        exchange_s=_exchange(s, weights, devices),
+        exchange_s=_exchange(a, s, devices),
         state_bytes=_OPTIMIZER_BYTES * weights // devices,
         working_bytes={
             p: {
@@ -449,7 +449,8 @@ def _sharded_bytes(a: Architecture, s: Speeds, weights: int, p: int, devices: in
     gradient."""
     if p == 1:
         return weights * _working_bytes(s, in_place=devices == 1)
-    each = 0 if p == devices else _working_bytes(s, in_place=False)  # stored rows are worked with
+    # Stored rows are worked with where one group shards over all.
+    each = 0 if p == devices and _in_order(s, devices) else _working_bytes(s, in_place=False)
     return -(-weights // p) * each + layer_elements(a) * _working_bytes(s, in_place=False)
 
 
@@ -463,9 +464,9 @@ def _gather_s(a: Architecture, s: Speeds, p: int) -> tuple[float, float]:
     return forward * s.exposed, backward * s.exposed
 
 
-def _exchange(s: Speeds, weights: int, devices: int) -> ExchangeCost:
+def _exchange(a: Architecture, s: Speeds, devices: int) -> ExchangeCost:
     """Over all devices; nothing moves on one. Where nodes are not full rows cross once a device."""
-    node = s.devices_per_node or devices
+    node, weights = s.devices_per_node or devices, parameter_count(a)
     pattern: TrafficPattern = "gather" if devices <= node or devices % node == 0 else "exchange"
     each, _ = s.sending(devices, pattern) if devices > 1 else (0.0, 0.0)
     moved_s = weights * s.element_bytes * (devices - 1) / devices * each
@@ -473,7 +474,28 @@ def _exchange(s: Speeds, weights: int, devices: int) -> ExchangeCost:
         pull_s=moved_s,
         push_s=moved_s,
         update_s=2 * _OPTIMIZER_BYTES * weights / devices / s.memory_bytes_per_s,
+        sharded_share=_sharded_share(a, s, devices),
     )
+
+
+def _sharded_share(a: Architecture, s: Speeds, devices: int) -> float:
+    """The share of all rows that a rank lacks of its part, where one group of all devices shards
+    weights: no rows if it stores its part. Parts are whole heads and blocks, stored rows are not
+    where there are fewer of those than devices."""
+    lacked = 0.0
+    for weight in weight_table(a):
+        units = weight.rows // (weight.unit or weight.rows)
+        if units < devices or not _in_order(s, devices):
+            part = 1 / min(units, devices)
+            lacked += weight.elements * (part if units > 1 else 1 - 1 / devices)
+    return min(1.0, lacked / (parameter_count(a) * (devices - 1) / devices)) if devices > 1 else 1.0
+
+
+def _in_order(s: Speeds, devices: int) -> bool:
+    """Whether ranks store rows in their own order, so that one group of all works with them in
+    place: over several full nodes, stored rows are ordered by place in the node first."""
+    node = s.devices_per_node or devices
+    return devices <= node or devices % node != 0
 
 
 def _ends(a: Architecture, s: Speeds, p: int, memory_bytes: int) -> OptionCost:

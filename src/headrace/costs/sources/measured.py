@@ -298,7 +298,7 @@ def _exchange(profile: Profile) -> ExchangeCost:
             wanted=", ".join(sorted(wanted)),
             hint="profile again",
         )
-    return ExchangeCost(**profile.exchange_s)
+    return ExchangeCost(**profile.exchange_s, sharded_share=profile.sharded_share)
 
 
 def fit_parts(profile: Profile) -> list[FittedPart]:
