@@ -101,9 +101,6 @@ _NOISE = 0.03
 _CURVE = tuple(4096 << power for power in range(7))
 """Tokens at which the cumulative seconds are kept."""
 
-_SLOWER = 1.01
-"""Times the exact mixture's seconds, from which on a plan is looked into."""
-
 _MARGIN = 0.1
 """Share of a device's memory that a first run keeps free."""
 
@@ -292,19 +289,7 @@ def choices(cell: Cell) -> Iterator[Claim]:
         unit="times",
         theirs=1.0,
         ours=over,
-        why=f"{over:.4f}{_replicated(cell) if _worst(cell.plan, cell.exact) > _SLOWER else ''}",
-    )
-
-
-def _replicated(cell: Cell) -> str:
-    """Why plans of some sequences are slower than mixtures of fewer choices."""
-    node = cell.node
-    sharded = node.trained(cell.plan.lengths, node.planned(("sharded",)), cell.plan.longest)
-    over = 1 / (1 - sharded.saved(cell.exact))
-    return (
-        f", and {over:.4f} with planner.working sharded: the planner counts a pull and a push of "
-        "all weights even where they lie in place, and so replicates them for short sequences, of "
-        f"which one takes {_worst(cell.plan, cell.exact):.1f} times as long"
+        why=f"{over:.4f}",
     )
 
 

@@ -2,9 +2,7 @@
 
 Seconds are of one step with one sequence: its layers, the ends of the model, and the update. A
 node's eight ranks hold weights sharded over all of them, as the strategies of the paper do, so
-weights lie where they are used and are neither pulled nor pushed, and are so timed here. The
-planner's own clock counts a pull and a push of all weights for these plans, too: it may take
-replicated weights, which need both, for as quick.
+weights lie where they are used and are neither pulled nor pushed. Plans may hold them otherwise.
 """
 
 from __future__ import annotations
@@ -25,10 +23,9 @@ from headrace.errors import InfeasiblePlan
 from headrace.planners.paradyse import MemoryRule, StrategySelector
 from headrace.planning.layer_choice import layer_frontier
 from headrace.planning.priced import Frontier
-from headrace.spec import Architecture, LayerOption, LayerPlan, Scheme
+from headrace.spec import Architecture, LayerOption, LayerPlan
 from headrace.spec.hardware import Hardware
 from headrace.spec.implementation import Implementation
-from headrace.spec.plan import Working
 
 __all__ = [
     "COLOSSAL_Z",
@@ -57,9 +54,6 @@ METHODS = {
 """The strategies of the paper's experiments, by the names that they have there."""
 
 COLOSSAL_Z = "colossal_z"
-
-HELD: tuple[Working, ...] = ("replicated", "sharded")
-"""How the ranks of a group may hold its weights."""
 
 _SCORES_FORWARD, _SCORES_BACKWARD = 4, 6
 """How often the scores are written or read: by the product, the softmax (twice) and the product
@@ -224,19 +218,14 @@ class Node:
 
         return seconds
 
-    def planned(self, working: Sequence[Working] = HELD) -> Seconds:
-        """The plan of each sequence, with weights held in one of some ways."""
-        problem = self.problem.replace(holding=tuple(working))
+    def planned(self) -> Seconds:
+        """The plan of each sequence."""
 
         def seconds(tokens: int) -> float | None:
             try:
-                plan = hr.plan([tokens], problem)
+                return hr.plan([tokens], self.problem).predicted_s
             except InfeasiblePlan:
                 return None
-            (micro,) = plan.micro_batches
-            scheme = plan.pipelines[micro.pipeline].scheme
-            in_place = plan.working == "sharded" and scheme == Scheme(context=DEVICES)
-            return self.step_s(tokens, micro.layers) if in_place else plan.predicted_s
 
         return seconds
 
