@@ -145,7 +145,10 @@ def test_a_measured_device_is_planned_for(config: Path, tmp_path: Path, capsys) 
         assumed = plan["forecast"]["assumed"]
         assert assumed["hardware"] == f"{text}+infiniband-ndr"
         assert (assumed["implementation"], assumed["precision"]) == ("measured", "bfloat16")
-        assert plan["memory"]["free_bytes"] >= 0
+        memory = {name: size for name, size in plan["memory"].items() if name != "rank"}
+        assert memory["free_bytes"] >= 0
+        assert memory["kept_free_bytes"] == assumed["kept_free_bytes"] > 0
+        assert sum(memory.values()) == assumed["memory_bytes"]
     assert seconds["slow"] > 1.2 * seconds["quick"]
 
 

@@ -72,6 +72,8 @@ class PeakParts:
         working_bytes: Weights that are worked with, and their gradients.
         activations_bytes: Activations that are kept, and what is needed in passing.
         free_bytes: What is left of the memory that plans may use.
+        kept_free_bytes: What plans do not use: fragments of the allocator, buffers of collectives
+            and the device's context lie there.
     """
 
     rank: int
@@ -79,6 +81,7 @@ class PeakParts:
     working_bytes: int
     activations_bytes: int
     free_bytes: int
+    kept_free_bytes: int
 
     def __str__(self) -> str:
         parts = {
@@ -86,6 +89,7 @@ class PeakParts:
             "worked with": self.working_bytes,
             "activations": self.activations_bytes,
             "free": self.free_bytes,
+            "kept for allocator and collectives": self.kept_free_bytes,
         }
         return ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items())
 
@@ -105,6 +109,7 @@ def peak_parts(plan: Plan, costs: CostModel, peaks: Sequence[int]) -> PeakParts:
         working_bytes=held,
         activations_bytes=peaks[rank] - costs.state_bytes - held,
         free_bytes=costs.capacity_bytes - peaks[rank],
+        kept_free_bytes=costs.cluster.memory_bytes - costs.capacity_bytes,
     )
 
 
