@@ -16,7 +16,7 @@ from headrace.adopt.samples import TokenReader
 from headrace.costs import CostModel
 from headrace.costs.cost_model import ExchangeCost, OptionCost
 from headrace.costs.quadratic import Linear, Quadratic
-from headrace.data.sampler import SamplerOptions
+from headrace.data.sampler import Sampler, SamplerOptions
 from headrace.engine.attach import Attached
 from headrace.engine.sample_order import DrawnOrder, LoopBatch, Samples
 from headrace.spec.cluster import Cluster
@@ -166,7 +166,8 @@ def batches(
     """The batches that an attached loop draws."""
     kind = "next"
     samples = Samples.of(items, None, TokenReader(tokens=tokens, kind=kind))
-    order = DrawnOrder(samples, SamplerOptions(too_long="refuse", min_tokens=1, **options))
+    chosen = SamplerOptions(too_long="refuse", min_tokens=1, **options)
+    order = DrawnOrder(samples, Sampler(samples, chosen))
     return [order.next_batch() for _ in range(steps)]
 
 
