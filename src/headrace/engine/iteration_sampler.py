@@ -91,11 +91,11 @@ class IterationSampler:
             corpus, context=context, too_long=too_long, min_tokens=min_tokens
         )
         self._saved_options = {
+            "iterations": {k: v for k, v in asdict(options).items() if k != "seed"},
             "context": context,
             "too_long": too_long,
             "min_tokens": min_tokens,
             "seed": options.seed,
-            "iterations": {k: v for k, v in asdict(options).items() if k != "seed"},
         }
         self._step, self._at = 0, DrawPosition(taken=(0,) * len(self._bucket_sizes()))
         self._problem: Problem | None = None
@@ -251,7 +251,7 @@ class IterationSampler:
         batches = sorted({one.batch for one in settings})
         return (
             f"drawn by {self._options.flow} from {counted(len(settings), 'bucket')} of lengths: "
-            f"groups of {_span(widths)} ranks, {_span(batches)} samples a launch"
+            f"groups of {_span(widths, 'rank')}, {_span(batches, 'sample')} a launch"
         )
 
 
@@ -274,6 +274,7 @@ def _drawn_for_in(state: Mapping[str, Any]) -> _DrawnFor | None:
         ) from None
 
 
-def _span(values: list[int]) -> str:
+def _span(values: list[int], unit: str) -> str:
     """The least and the greatest of some numbers in words."""
-    return str(values[0]) if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
+    most = counted(values[-1], unit)
+    return most if len(values) == 1 else f"{values[0]:,} to {most}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -152,6 +153,11 @@ def trained(run: Attached, model: Any, loss: Loss = hugging_loss) -> list[float]
             micro.backward(loss(model, micro))
         found.append(step.loss)
     return found
+
+
+def may_have_children() -> None:
+    """Let a rank of a test start processes, which multiprocessing keeps its daemons from."""
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False
 
 
 def weights(model: torch.nn.Module) -> list[Any]:
