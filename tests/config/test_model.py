@@ -130,9 +130,6 @@ def test_iterations_are_a_name_or_a_table() -> None:
     chosen = IterationsConfig(flow="bucket", width=2, most_steps=3)
     assert chosen.options(7) == DrawOptions(flow="bucket", width=2, most_steps=3, seed=7)
     assert IterationsConfig().options(0) == DrawOptions()
-    plain = {"paths": ("a",), "iterations": {"flow": "bucket", "width": 4}}
-    with pytest.raises(ValidationError, match=r"iterations\.width: groups of 4 ranks of 2"):
-        Config(data=plain, model={"preset": "llama-tiny"})
     with pytest.raises(ValidationError, match="planner 'strategies' has pipelines"):
         Config(
             data={"paths": ("a",), "iterations": "dcp"},

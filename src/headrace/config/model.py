@@ -460,16 +460,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _groups_of_iterations(self) -> Config:
         """Refuse iterations that are filled with groups which no plan would have."""
-        iterations, ranks = self.data.iterations, self.devices.ranks
-        if iterations is None:
-            return self
-        if self.planner.name == "strategies":
+        if self.data.iterations is not None and self.planner.name == "strategies":
             raise ValueError(
                 "data.iterations are filled with groups: planner 'strategies' has pipelines"
-            )
-        if iterations.width is not None and iterations.width > ranks:
-            raise ValueError(
-                f"data.iterations.width: groups of {counted(iterations.width, 'rank')} of {ranks}"
             )
         return self
 

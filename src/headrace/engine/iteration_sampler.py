@@ -43,7 +43,7 @@ class _DrawnFor:
 
     @classmethod
     def of(cls, problem: Problem) -> _DrawnFor:
-        """Those of a problem."""
+        """The ranks of a problem, with their memory."""
         costs = problem.model
         return cls(
             ranks=costs.cluster.devices,
