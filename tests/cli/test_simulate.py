@@ -16,7 +16,8 @@ import headrace as hr
 from headrace.cli import main
 from headrace.config import Config
 from headrace.costs import synthetic_costs
-from headrace.engine.setup import architecture_of, formula_costs
+from headrace.engine.plans import make_problem
+from headrace.engine.setup import PricedSampler, architecture_of, formula_costs, open_data
 from headrace.spec import Architecture, Plan, Program, Timeline, check_programs, compile_plan
 from headrace.spec.program import pushes_of
 
@@ -298,3 +299,30 @@ def test_mistakes_are_one_message_on_stderr(case: str, config: Path, capsys) -> 
     assert out == ""
     assert text in re.sub(r"[\s\u2502]+", " ", err), err
     assert "Traceback" not in err
+
+
+DRAWS = ("--set", "data.batch_tokens=", "--set", "data.iterations=dcp")
+
+
+@pytest.mark.parametrize("drawn", [(), DRAWN], ids=["corpus", "drawn"])
+def test_batches_of_iterations_choose_their_samples(
+    config: Path, capsys, drawn: tuple[str, ...]
+) -> None:
+    """Catches a key that training obeys and forecasts do not, iterations drawn for other costs than
+    those of the plans, samples that come twice, and a law of which only leftovers are seen."""
+    code, out, err = call(capsys, config, "--batches", 3, "--json", *DRAWS, *drawn)
+    assert code == 0, err
+    assert "iterations are drawn by dcp from" in err
+    plans = [Plan.from_json(batch["plan"]) for batch in json.loads(out)["batches"]]
+    ids = [number for plan in plans for number in plan.lengths.ids]
+    assert len(ids) == len(set(ids))
+    if drawn:
+        samples = int(re.search(r"([\d,]+) samples in an epoch", err)[1].replace(",", ""))
+        assert 2 * len(ids) <= samples
+        return
+    read = Config.load(config, "data.batch_tokens=", "data.iterations=dcp")
+    data = open_data(read)
+    assert isinstance(data.sampler, PricedSampler)
+    costs = formula_costs(read, architecture_of(read), 3)
+    data.sampler.price(make_problem(costs, read.planner))
+    assert [plan.lengths for plan in plans] == [b.lengths for b in data.sampler.peek(3)]

@@ -165,6 +165,8 @@ def test_a_model_s_folder_is_taken_from_the_files_folder(tmp_path: Path) -> None
     assert Config.load(path).data.tokenizer == str(tmp_path / "m")
     assert Config.load(path, "model.from=/other").model.from_ == "/other"
     assert problems(path, "model.form=x")["model.form"] == "unknown key; did you mean 'from'?"
+    found = problems(path, "data.batch_tokens=", "data.iterations.flw=dcp")
+    assert found["data.iterations.flw"] == "unknown key; did you mean 'flow'?"
 
 
 @pytest.mark.parametrize("name", ["bytes", "kmer:3", "org/model", "missing.json"])

@@ -12,6 +12,7 @@ from headrace.config import Config
 from headrace.config.model import (
     DataConfig,
     DevicesConfig,
+    IterationsConfig,
     ModelConfig,
     OptimizerConfig,
     PlannerConfig,
@@ -19,6 +20,7 @@ from headrace.config.model import (
 )
 from headrace.errors import HeadraceError, SpecError
 from headrace.spec import Architecture
+from headrace.spec.draw_options import DrawOptions
 from headrace.units import GIB
 
 
@@ -45,6 +47,30 @@ def test_memory_is_a_text_or_auto() -> None:
 BAD: dict[str, tuple[type, dict[str, Any], str]] = {
     "no budget": (DataConfig, {"batch_tokens": None}, "either batch_tokens or batch_sequences"),
     "two budgets": (DataConfig, {"batch_sequences": 3}, "either batch_tokens or batch_sequences"),
+    "iterations of a size": (DataConfig, {"iterations": "dcp"}, "fills the ranks: no batch_tokens"),
+    "iterations of a number": (
+        DataConfig,
+        {"iterations": {}, "batch_tokens": None, "batch_sequences": 3},
+        "fills the ranks: no batch_sequences",
+    ),
+    "iterations of a curriculum": (
+        DataConfig,
+        {
+            "iterations": "dcp",
+            "batch_tokens": None,
+            "curriculum": "short-to-long",
+            "curriculum_steps": 3,
+        },
+        "at any time: no curriculum",
+    ),
+    "iterations of nobody": (
+        DataConfig,
+        {"iterations": "dpc", "batch_tokens": None},
+        "should be 'dcp' or 'bucket'",
+    ),
+    "a width of no flow": (IterationsConfig, {"width": 2}, "wanted flow 'bucket' with it"),
+    "buckets of one length": (IterationsConfig, {"bucket_ratio": 1.0}, "greater than 1"),
+    "no accumulation step": (IterationsConfig, {"most_steps": 0}, "greater than or equal to 1"),
     "a curriculum without steps": (DataConfig, {"curriculum": "short-to-long"}, "go together"),
     "steps without a curriculum": (DataConfig, {"curriculum_steps": 3}, "go together"),
     "no paths": (DataConfig, {"paths": ()}, "at least 1 item"),
@@ -93,6 +119,23 @@ def test_values_that_cannot_be_meant_are_refused(case: str) -> None:
     base: dict[str, Any] = {"paths": ("a",), "batch_tokens": 64} if section is DataConfig else {}
     with pytest.raises(ValidationError, match=text):
         section(**(base | changes))
+
+
+def test_iterations_are_a_name_or_a_table() -> None:
+    """Catches other defaults than those of a loop, a seed that is not the run's, and what is saved
+    of a configuration and means something else."""
+    named = data(batch_tokens=None, iterations="bucket")
+    assert named.iterations == IterationsConfig(flow="bucket")
+    assert DataConfig(**named.model_dump(mode="json")) == named
+    chosen = IterationsConfig(flow="bucket", width=2, most_steps=3)
+    assert chosen.options(7) == DrawOptions(flow="bucket", width=2, most_steps=3, seed=7)
+    assert IterationsConfig().options(0) == DrawOptions()
+    with pytest.raises(ValidationError, match="planner 'strategies' has pipelines"):
+        Config(
+            data={"paths": ("a",), "iterations": "dcp"},
+            model={"preset": "llama-tiny"},
+            planner={"name": "strategies"},
+        )
 
 
 def test_options_of_other_optimizers() -> None:
@@ -234,6 +277,9 @@ def test_every_key_is_listed() -> None:
         assert isinstance(field.annotation, type)
         inner = field.annotation.model_fields
         wanted += [f"{section}.{one.alias or key}" for key, one in inner.items()]
+    tables = [f"data.iterations.{key}" for key in IterationsConfig.model_fields]
+    at = wanted.index("data.iterations") + 1
+    wanted[at:at] = tables
     assert listed == wanted
     page = config_markdown()
     for name in Config.model_fields:

@@ -177,6 +177,8 @@ def test_a_launch_of_bucket_parallel_takes_no_longer_than_one_of_the_longest() -
     wide = DrawOptions(flow="bucket", width=4)
     with pytest.raises(InfeasiblePlan, match="groups of 4"):
         IterationDrawer(problem_of(16), lengths, wide)
+    with pytest.raises(InfeasiblePlan, match="groups of 4 of 2 ranks"):
+        IterationDrawer(problem_of(2), [10, 20], wide)
 
 
 def test_another_number_of_ranks_takes_over_an_epoch() -> None:

@@ -6,21 +6,34 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.cli.display import tell
 from headrace.cli.flags import PlanFlags, SimulateFlags, overrides
 from headrace.config import Config
 from headrace.costs import CostModel
 from headrace.costs.rates import Assumed, Rates
 from headrace.data.drawn_lengths import draw_batches, parse_distribution
+from headrace.data.sampler import BatchSampler
 from headrace.engine.cost_cache import costs_at_hand
+from headrace.engine.iteration_sampler import IterationSampler
 from headrace.engine.listener import ProgressLines
 from headrace.engine.planned_iterations import OWN
 from headrace.engine.plans import sizes_left_out
 from headrace.engine.robustness import Robustness, doubted, for_the_worst, robustness
-from headrace.engine.setup import architecture_of, assumed_by, open_data, roofline_of
+from headrace.engine.setup import (
+    PricedSampler,
+    architecture_of,
+    assumed_by,
+    open_data,
+    roofline_of,
+)
 from headrace.engine.step_planner import StepPlanner
 from headrace.errors import ConfigError
+from headrace.planning import Problem
 from headrace.spec.architecture import Architecture
+from headrace.spec.draw_options import DrawOptions
 from headrace.spec.hardware import Hardware
 from headrace.spec.implementation import Implementation
 from headrace.spec.lengths import Lengths
@@ -29,6 +42,9 @@ from headrace.spec.step import Planned, PlanRequest
 from headrace.units import bytes_text
 
 __all__ = ["PlanningWork", "fits", "prepare"]
+
+_POOL = 1024
+"""Samples of the first, smallest pool from which iterations are drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +109,21 @@ def prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> PlanningWork
         "devices.implementation": flags.implementation,
     }
     config = Config.load(config_path, *overrides(flags.changes, keys))
-    if flags.lengths is None:
-        data = open_data(config, ProgressLines())
-        architecture = data.architecture
-        batches = tuple(batch.lengths for batch in data.sampler.peek(flags.batches))
-    else:
-        architecture = architecture_of(config)
-        batches = _drawn(config, flags.lengths, flags.batches, flags.seed)
+    data = open_data(config, ProgressLines()) if flags.lengths is None else None
+    architecture = architecture_of(config) if data is None else data.architecture
     costs, remark = costs_at_hand(config, architecture, flags.costs)
     for line in (remark, sizes_left_out(config.planner, costs.cluster.devices)):
         if line:
             tell(line)
     planner = StepPlanner(costs=costs, options=config.planner, seed=config.run.seed)
+    if flags.lengths is None:
+        assert data is not None, "opened"
+        batches = _next_batches(data.sampler, flags.batches, planner.problem())
+    elif config.data.iterations is None:
+        batches = _drawn(config, flags.lengths, flags.batches, flags.seed)
+    else:
+        options = config.data.iterations.options(flags.seed)
+        batches = _iterations(flags.lengths, options, flags.batches, planner.problem())
     doubts = _doubts(config, architecture) if flags.costs is None else {}
     pessimistic = isinstance(flags, PlanFlags) and flags.pessimistic
     if pessimistic and not doubts:
@@ -142,6 +161,42 @@ def _doubts(config: Config, architecture: Architecture) -> dict[str, StepPlanner
         )
         for name, other in doubted(hardware, kernels).items()
     }
+
+
+def _next_batches(sampler: BatchSampler, batches: int, problem: Problem) -> tuple[Lengths, ...]:
+    """The lengths of the first batches of the data, drawn for a problem's costs where these decide
+    what a batch holds."""
+    if isinstance(sampler, PricedSampler):
+        sampler.price(problem)
+        tell(f"iterations are {sampler}")
+    return tuple(batch.lengths for batch in sampler.peek(batches))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Pool:
+    """Lengths drawn from a distribution, from which iterations choose; what a sampler asks of a
+    corpus."""
+
+    lengths: NDArray[np.int64]
+    name: str = "drawn lengths"
+    fingerprint: str = ""
+
+
+def _iterations(
+    text: str, options: DrawOptions, batches: int, problem: Problem
+) -> tuple[Lengths, ...]:
+    """The lengths of so many iterations that choose their samples, from twice as many drawn from a
+    distribution at least: the last ones of an epoch have few to choose from."""
+    law, count = parse_distribution(text), _POOL
+    while True:
+        (pool,) = draw_batches(law, None, 1, options.seed, batch_sequences=count)
+        sampler = IterationSampler(_Pool(lengths=np.array(pool.tokens)), options)
+        sampler.price(problem)
+        found = sampler.peek(batches)
+        if found[-1].epoch == 0 and 2 * sum(len(one.samples) for one in found) <= count:
+            tell(f"iterations are {sampler}, {count:,} samples in an epoch")
+            return tuple(one.lengths for one in found)
+        count *= 2
 
 
 def _drawn(config: Config, text: str, batches: int, seed: int) -> tuple[Lengths, ...]:

@@ -23,11 +23,21 @@ def keys(kind: type[BaseModel] = Config) -> Iterator[tuple[str, str, str, str]]:
     definitions = kind.model_json_schema()["$defs"]
     for section, field in kind.model_fields.items():
         name = getattr(field.annotation, "__name__", "")
-        properties = definitions[name]["properties"]
-        required = definitions[name].get("required", [])
-        for key, schema in properties.items():
-            default = "required" if key in required else json.dumps(schema.get("default"))
-            yield f"{section}.{key}", _type(schema), default, schema.get("description", "")
+        yield from _keys_of(section, name, definitions)
+
+
+def _keys_of(
+    section: str, name: str, definitions: dict[str, Any]
+) -> Iterator[tuple[str, str, str, str]]:
+    """The rows of :func:`keys` of the section with a definition's name, and of tables within it."""
+    required = definitions[name].get("required", [])
+    for key, schema in definitions[name]["properties"].items():
+        default = "required" if key in required else json.dumps(schema.get("default"))
+        yield f"{section}.{key}", _type(schema), default, schema.get("description", "")
+        for part in schema.get("anyOf", ()):
+            if "$ref" in part:
+                inner = part["$ref"].rpartition("/")[2]
+                yield from _keys_of(f"{section}.{key}", inner, definitions)
 
 
 def config_markdown() -> str:
@@ -72,6 +82,8 @@ def _type(schema: dict[str, Any]) -> str:
         return " or ".join(str(value) for value in schema["enum"])
     if "anyOf" in schema:
         return " or ".join(_type(part) for part in schema["anyOf"] if part.get("type") != "null")
+    if "$ref" in schema:
+        return "table"
     if schema.get("type") == "array":
         items = schema.get("items", {})
         return f"list of {_type(items)}"

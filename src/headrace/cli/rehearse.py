@@ -24,13 +24,14 @@ from headrace.engine.listener import ProgressLines
 from headrace.engine.plans import make_problem, plan
 from headrace.engine.setup import architecture_of, assumed_by
 from headrace.errors import ConfigError, InfeasiblePlan
+from headrace.planners.drawn_iterations import IterationDrawer
 from headrace.profiling.rehearsal import Rehearsal
 from headrace.spec.cluster import Cluster
 from headrace.spec.hardware import Hardware
 from headrace.spec.implementation import Implementation
 from headrace.spec.layer_plan import LayerOption, LayerPlan
 from headrace.spec.plan import Plan, Working
-from headrace.units import bytes_text, parse_count, seconds_text
+from headrace.units import bytes_text, counted, parse_count, seconds_text
 
 __all__ = ["rehearse"]
 
@@ -53,6 +54,22 @@ class _Row:
     forward_s: float
     backward_s: float
     peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launch:
+    """What a group runs at once of an iteration that chooses its own samples, all of one length."""
+
+    ranks: int
+    samples: int
+    length: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"a launch of an iteration: {counted(self.samples, 'sample')} of {self.length:,} "
+            f"tokens on {counted(self.ranks, 'rank')}, {seconds_text(self.seconds)}"
+        )
 
 
 def rehearse(config_path: Path, flags: RehearseFlags) -> int:
@@ -94,6 +111,7 @@ def rehearse(config_path: Path, flags: RehearseFlags) -> int:
     rows = sorted(_rows(costs, length), key=lambda row: (row.p, row.forward_s + row.backward_s))
     _check_that_something_fits(costs, rows)
     chosen = _plan_step(costs, config, length)
+    launch = _launch_of(costs, config, length, most=max(row.longest for row in rows))
     parts = _memory_parts_of(costs, chosen, length) if chosen else None
     rates = None
     if chosen is not None:
@@ -101,9 +119,12 @@ def rehearse(config_path: Path, flags: RehearseFlags) -> int:
         rates = Rates.of((length,), chosen.predicted_s, played.architecture, assumed)
     if flags.json:
         told = None if rates is None else rates.to_json()
-        print(json.dumps(_json(played, costs, length, rows, chosen, parts) | {"forecast": told}))
+        found = _json(played, costs, length, rows, chosen, parts)
+        print(json.dumps(found | {"forecast": told, "launch": launch and asdict(launch)}))
     else:
         _print(played, costs, length, rows, chosen, parts)
+        if launch is not None:
+            print(f"\n{launch}")
         if rates is not None:
             print(f"\n{rates}\nassumed: {rates.assumed}")
     return 0
@@ -221,6 +242,21 @@ def _plan_step(costs: CostModel, config: Config, length: int) -> Plan | None:
         return plan((length,), problem)
     except InfeasiblePlan:
         return None
+
+
+def _launch_of(costs: CostModel, config: Config, length: int, *, most: int) -> _Launch | None:
+    """The group and the samples of the most tokens per device-second where steps choose their own
+    samples and a rank group holds at most ``most`` tokens; None where steps have a size, or nothing
+    holds a sample."""
+    options = config.data.iterations
+    if options is None or most < length:
+        return None
+    problem = make_problem(costs, config.planner.model_copy(update={"group_sizes": ()}))
+    samples = [length] * (most // length)
+    (setting,) = IterationDrawer(problem, samples, options.options(config.run.seed)).settings
+    return _Launch(
+        ranks=setting.width, samples=setting.batch, length=length, seconds=setting.mean_s
+    )
 
 
 def _memory_parts_of(costs: CostModel, chosen: Plan, length: int) -> MemoryParts:

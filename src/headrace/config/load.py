@@ -6,7 +6,7 @@ import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -130,7 +130,12 @@ def _keys(model: type[BaseModel], loc: Sequence[str | int]) -> list[str]:
     for part in loc:
         field = model.model_fields.get(str(part))
         annotation = field.annotation if field else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        sections = [
+            kind
+            for kind in get_args(annotation) or (annotation,)  # one may be left out
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
+        ]
+        if not sections:
             return []
-        model = annotation
+        model = sections[0]
     return [field.alias or name for name, field in model.model_fields.items()]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import (
+    BeforeValidator,
     Field,
     field_validator,
     model_validator,
@@ -16,6 +17,8 @@ from headrace.config.load import read_config
 from headrace.config.model_section import ModelConfig
 from headrace.config.planner_config import PlannerConfig
 from headrace.config.section import Count, Natural, Place, Positive, Section, number
+from headrace.errors import SpecError
+from headrace.spec.draw_options import DrawOptions, Flow
 from headrace.spec.hardware import Hardware
 from headrace.spec.implementation import DEFAULT_IMPLEMENTATION, Implementation
 from headrace.spec.strategy import Strategy
@@ -26,6 +29,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DevicesConfig",
+    "IterationsConfig",
     "JobConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -68,6 +72,50 @@ class RunConfig(Section):
     deterministic: bool = False
     """On devices, have torch and its libraries give the same bits each time, as they always do on a
     CPU: some kernels are slower, and torch warns of those that do not exist."""
+
+
+_DRAWS = DrawOptions()
+
+
+class IterationsConfig(Section):
+    """How steps choose their own samples, after Data-Centric Parallel: ranks are filled with
+    groups, each of samples of like lengths, and what fills them is the step (its sections 3.2 to
+    3.4)."""
+
+    flow: Flow = _DRAWS.flow
+    """``dcp`` accumulates launches until all groups end together, ``bucket`` (bucket parallel) has
+    one launch for each group."""
+
+    least_steps: Positive = _DRAWS.least_steps
+    """Accumulation steps that some group has at least (G_min)."""
+
+    most_steps: Positive = _DRAWS.most_steps
+    """Accumulation steps of the group with the longest launch at most (G_max)."""
+
+    bucket_ratio: Annotated[float, Field(gt=1)] = _DRAWS.bucket_ratio
+    """The longest over the shortest length of samples that count as alike."""
+
+    width: Positive | None = None
+    """Ranks of all groups of bucket parallel; the fewest that hold the longest sample when left
+    out."""
+
+    @model_validator(mode="after")
+    def _known(self) -> IterationsConfig:
+        """Refuse what no iteration can be drawn by."""
+        try:
+            self.options(0)
+        except SpecError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    def options(self, seed: int) -> DrawOptions:
+        """These keys as a value, with the seed of the order of samples."""
+        return DrawOptions(seed=seed, **self.model_dump())
+
+
+def _flow(value: Any) -> Any:
+    """The table of iterations that the name of a flow stands for; other values as they are."""
+    return {"flow": value} if isinstance(value, str) else value
 
 
 class DataConfig(Section):
@@ -115,6 +163,11 @@ class DataConfig(Section):
     batch_sequences: Positive | None = None
     """Sequences of one optimizer step, in place of a token budget."""
 
+    iterations: Annotated[IterationsConfig | None, BeforeValidator(_flow)] = None
+    """How steps choose their own samples, in place of a size: ``"dcp"`` or ``"bucket"``, or a
+    table ``[data.iterations]``. Devices are filled first, and what fills them is the step: its
+    samples and tokens follow from ranks and costs, and vary. Every sample comes once an epoch."""
+
     min_tokens: Annotated[int, Field(ge=1)] = 2
     """Shorter sequences are left out: a single token predicts nothing."""
 
@@ -138,9 +191,16 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _one_budget(self) -> DataConfig:
-        """Refuse two sizes of a batch or none, and half a curriculum."""
-        if (self.batch_tokens is None) == (self.batch_sequences is None):
-            raise ValueError("give either batch_tokens or batch_sequences")
+        """Refuse two sizes of a batch or none, what iterations that choose their samples cannot
+        keep to, and half a curriculum."""
+        if self.iterations is not None:
+            for name in ("batch_tokens", "batch_sequences"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"iterations are as large as what fills the ranks: no {name}")
+            if self.curriculum != "none":
+                raise ValueError("iterations draw all lengths at any time: no curriculum")
+        elif (self.batch_tokens is None) == (self.batch_sequences is None):
+            raise ValueError("give either batch_tokens or batch_sequences, or iterations")
         if (self.curriculum == "none") != (self.curriculum_steps == 0):
             raise ValueError("curriculum 'short-to-long' and curriculum_steps go together")
         return self
@@ -395,6 +455,15 @@ class Config(Section):
                     f"planner.strategies: {text!r} needs {counted(devices, 'rank')} "
                     f"of {self.devices.ranks}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_of_iterations(self) -> Config:
+        """Refuse iterations that are filled with groups which no plan would have."""
+        if self.data.iterations is not None and self.planner.name == "strategies":
+            raise ValueError(
+                "data.iterations are filled with groups: planner 'strategies' has pipelines"
+            )
         return self
 
     @classmethod

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from headrace.data.corpus import Corpus
-from headrace.data.sampler import Batch, Sampler
+from headrace.data.sampler import Batch, BatchSampler
 
 __all__ = ["Reader"]
 
@@ -26,7 +26,7 @@ class Reader:
     :meth:`close` the iteration ends. Use as a context manager, or call ``close``.
     """
 
-    def __init__(self, corpus: Corpus, sampler: Sampler, *, ahead: int = 2) -> None:
+    def __init__(self, corpus: Corpus, sampler: BatchSampler, *, ahead: int = 2) -> None:
         """Start a thread that reads up to ``ahead`` batches before they are asked for, from the
         sampler's position on."""
         self._corpus, self._sampler = corpus, sampler.copy()

@@ -16,16 +16,20 @@ from headrace.spec.lengths import Lengths
 
 __all__ = [
     "Batch",
+    "BatchSampler",
     "Curriculum",
     "EpochOrder",
     "MeasuredDocuments",
     "Pieces",
+    "Position",
     "Sample",
+    "SampleTable",
     "Sampler",
     "SamplerOptions",
     "TooLong",
     "cut",
     "order_epoch",
+    "position_in",
 ]
 
 TooLong = Literal["truncate", "split", "refuse"]
@@ -326,6 +330,123 @@ class Position:
         return Position(step=step, epoch=self.epoch + 1, first_step=step)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampleTable:
+    """The samples of a corpus: its documents, cut, without those that are too short.
+
+    ``kept`` are the numbers of the samples [samples] among all ``pieces``, ``name`` and
+    ``fingerprint`` those of the corpus.
+    """
+
+    name: str
+    fingerprint: str
+    pieces: Pieces
+    kept: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls,
+        corpus: MeasuredDocuments,
+        *,
+        context: int | None,
+        too_long: TooLong,
+        min_tokens: int,
+    ) -> SampleTable:
+        """The samples of a corpus, with the limits of :class:`SamplerOptions`. Raises DataError
+        when no sample is left, or a document is longer than allowed."""
+        pieces = cut(corpus.lengths, context=context, too_long=too_long)
+        kept = np.flatnonzero(pieces.lengths >= min_tokens)
+        if not len(kept):
+            got = f"{len(pieces):,}, all shorter"
+            wanted = f"one of {min_tokens} tokens or more"
+            raise DataError(f"samples of {corpus.name}", got=got, wanted=wanted)
+        return cls(name=corpus.name, fingerprint=corpus.fingerprint, pieces=pieces, kept=kept)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sample [samples]."""
+        return self.pieces.lengths[self.kept]
+
+    def batch(
+        self, ids: NDArray[np.int64], *, step: int, epoch: int, state_after: dict[str, Any]
+    ) -> Batch:
+        """The batch of the samples ``ids``, numbers among all pieces."""
+        columns = (self.pieces.documents, self.pieces.starts, self.pieces.lengths)
+        rows = zip(*(column[ids].tolist() for column in columns), strict=True)
+        samples = tuple(Sample(*row) for row in rows)
+        return Batch(
+            step=step,
+            epoch=epoch,
+            lengths=Lengths.of((sample.length for sample in samples), ids),
+            samples=samples,
+            state_after=state_after,
+        )
+
+
+def position_in(
+    state: Mapping[str, Any], table: SampleTable, options: Mapping[str, Any]
+) -> Position:
+    """The position in a saved state of a sampler with these samples and ``options``, as JSON.
+
+    Raises DataError for a state that is damaged, or of another corpus or other options, naming what
+    differs.
+    """
+    names = [each.name for each in fields(Position)]
+    if missing := {"corpus", "options", *names} - state.keys():
+        wanted = f"an entry {' and one '.join(sorted(missing))}"
+        raise DataError("state of the data", got=f"{len(state)} entries", wanted=wanted)
+    for name in names:
+        value = state[name]
+        if type(value) is not int or value < 0:
+            what = f"{name} in the state of the data"
+            raise DataError(what, got=repr(value), wanted="an int >= 0")
+    if state["corpus"] != table.fingerprint:
+        raise DataError(
+            f"corpus {table.name}",
+            got=f"fingerprint {table.fingerprint[:12]}",
+            wanted=f"{str(state['corpus'])[:12]} as when the state was taken",
+            hint="documents or the tokenizer have changed since; start anew, or restore them",
+        )
+    before = state["options"] if isinstance(state["options"], dict) else {}
+    for name, value in options.items():
+        if before.get(name) != value:
+            wanted = f"{before.get(name)} as when the state was taken"
+            raise DataError(f"data.{name}", got=value, wanted=wanted)
+    return Position(**{name: state[name] for name in names})
+
+
+class BatchSampler(Protocol):
+    """What draws the batches of a run, every sample once per epoch: a :class:`Sampler`, or
+    iterations that choose their own samples."""
+
+    @property
+    def per_batch(self) -> float:
+        """Samples of a batch, about."""
+        ...
+
+    def next_batch(self) -> Batch:
+        """Draw the next batch and move past it."""
+        ...
+
+    def copy(self) -> BatchSampler:
+        """A sampler in the same state that moves on its own."""
+        ...
+
+    def peek(self, batches: int = 1) -> tuple[Batch, ...]:
+        """The next batches, without moving past them."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What :meth:`restore` takes to continue with the next batch; JSON, with the ``epoch`` of
+        the next batch and its ``step``."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was taken. Raises DataError for the state of another corpus or of
+        other options."""
+        ...
+
+
 class Sampler:
     """Draws batches for ever, every sample once per epoch, in an order set by (seed, epoch).
 
@@ -337,13 +458,13 @@ class Sampler:
     def __init__(self, corpus: MeasuredDocuments, options: SamplerOptions) -> None:
         """Cut documents into samples as the options say, and drop short ones; raises DataError
         where none is left."""
-        self._fingerprint, self._name, self._options = corpus.fingerprint, corpus.name, options
-        self._pieces = cut(corpus.lengths, context=options.context, too_long=options.too_long)
-        self._kept: NDArray[np.int64] = np.flatnonzero(self._pieces.lengths >= options.min_tokens)
-        if not len(self._kept):
-            got = f"{len(self._pieces):,}, all shorter"
-            wanted = f"one of {options.min_tokens} tokens or more"
-            raise DataError(f"samples of {corpus.name}", got=got, wanted=wanted)
+        self._options = options
+        self._table = SampleTable.of(
+            corpus,
+            context=options.context,
+            too_long=options.too_long,
+            min_tokens=options.min_tokens,
+        )
         self._at = Position()
         self._order: EpochOrder | None = None
 
@@ -355,7 +476,15 @@ class Sampler:
     @property
     def samples(self) -> int:
         """The number of samples of one epoch."""
-        return len(self._kept)
+        return len(self._table.kept)
+
+    @property
+    def per_batch(self) -> float:
+        """Samples of a batch, about: its budget over the mean length where it has one."""
+        options = self._options
+        if options.batch_sequences is not None:
+            return float(options.batch_sequences)
+        return (options.batch_tokens or 1) / float(self._table.lengths.mean())
 
     def _current(self) -> EpochOrder:
         """The order of the current epoch, made when it is first asked for."""
@@ -366,8 +495,8 @@ class Sampler:
     def _order_at(self, at: Position) -> EpochOrder:
         """The order of samples of the epoch at a position."""
         return order_epoch(
-            self._kept,
-            self._pieces.lengths[self._kept],
+            self._table.kept,
+            self._table.lengths,
             self._options,
             epoch=at.epoch,
             first_step=at.first_step,
@@ -380,16 +509,7 @@ class Sampler:
         self._at = at.after(order.batches)
         if self._at.epoch != at.epoch:
             self._order = None
-        columns = (self._pieces.documents, self._pieces.starts, self._pieces.lengths)
-        rows = zip(*(column[ids].tolist() for column in columns), strict=True)
-        samples = tuple(Sample(*row) for row in rows)
-        return Batch(
-            step=at.step,
-            epoch=at.epoch,
-            lengths=Lengths.of((sample.length for sample in samples), ids),
-            samples=samples,
-            state_after=self.state(),
-        )
+        return self._table.batch(ids, step=at.step, epoch=at.epoch, state_after=self.state())
 
     def copy(self) -> Sampler:
         """A sampler in the same state that moves on its own."""
@@ -403,7 +523,7 @@ class Sampler:
     def state(self) -> dict[str, Any]:
         """What :meth:`restore` takes to continue with the next batch; JSON."""
         return {
-            "corpus": self._fingerprint,
+            "corpus": self._table.fingerprint,
             "options": self._options.to_json(),
             **asdict(self._at),
         }
@@ -414,35 +534,9 @@ class Sampler:
         Raises DataError, and changes nothing, for the state of another corpus or of other options,
         naming what differs, and for a state that is damaged.
         """
-        self._check(state)
-        at = Position(**{each.name: state[each.name] for each in fields(Position)})
+        at = position_in(state, self._table, self._options.to_json())
         order = self._order_at(at)
         if at.batch >= order.batches:
             wanted = f"fewer than {order.batches}, all of epoch {at.epoch}"
             raise DataError("batch in the state of the data", got=at.batch, wanted=wanted)
         self._at, self._order = at, order
-
-    def _check(self, state: Mapping[str, Any]) -> None:
-        """Raise DataError for a saved state that is damaged, or of another corpus or other
-        options."""
-        own = self.state()
-        if missing := own.keys() - state.keys():
-            wanted = f"an entry {' and one '.join(sorted(missing))}"
-            raise DataError("state of the data", got=f"{len(state)} entries", wanted=wanted)
-        for each in fields(Position):
-            value = state[each.name]
-            if type(value) is not int or value < 0:
-                what = f"{each.name} in the state of the data"
-                raise DataError(what, got=repr(value), wanted="an int >= 0")
-        if state["corpus"] != own["corpus"]:
-            raise DataError(
-                f"corpus {self._name}",
-                got=f"fingerprint {own['corpus'][:12]}",
-                wanted=f"{str(state['corpus'])[:12]} as when the state was taken",
-                hint="documents or the tokenizer have changed since; start anew, or restore them",
-            )
-        before = state["options"] if isinstance(state["options"], dict) else {}
-        for name, value in own["options"].items():
-            if before.get(name) != value:
-                wanted = f"{before.get(name)} as when the state was taken"
-                raise DataError(f"data.{name}", got=value, wanted=wanted)

@@ -26,7 +26,7 @@ from headrace.config.clips_config import ClipsConfig
 from headrace.config.model import OptimizerConfig
 from headrace.data.corpus import Corpus
 from headrace.data.length_summary import summarise
-from headrace.data.sampler import Sampler
+from headrace.data.sampler import BatchSampler
 from headrace.data.tokens import make_tokenizer
 from headrace.engine.attach import Attached, begin
 from headrace.engine.attach_options import MeasureOptions, SampleOptions, SpreadOptions
@@ -36,11 +36,12 @@ from headrace.engine.plans import sizes_left_out
 from headrace.engine.rank import optimizer_options
 from headrace.engine.run_planner import RunPlanner, Stopped
 from headrace.engine.sample_order import LoopBatch
-from headrace.engine.setup import open_sampler
+from headrace.engine.setup import PricedSampler, open_sampler
 from headrace.engine.training_run import lock_wait_s, locked
 from headrace.errors import CheckpointError, ConfigError, MissingExtra, SpecError
 from headrace.native.optimizers import Schedule
 from headrace.ops.loss import IGNORED
+from headrace.planning import Problem
 from headrace.spec.lengths import Lengths
 from headrace.units import bytes_text, count_text, counted
 
@@ -94,7 +95,7 @@ def train_adopted(
             _announce(world, config, model, corpus, listener, shared)
         model = _shard_model(model, config, world)
         world.watcher.enter("measuring")
-        order = partial(CorpusOrder, corpus, sampler, config.data.context)
+        order = partial(_order, corpus, sampler, config.data.context)
         run = _attach(config, model, order, shared, listener)
 
         def loss(micro: LoopMicroBatch) -> torch.Tensor:
@@ -202,7 +203,7 @@ class CorpusOrder:
     """The batches of a corpus, drawn as for native models, as a loop takes them."""
 
     def __init__(
-        self, corpus: Corpus, sampler: Sampler, context: int, reader: SampleReader
+        self, corpus: Corpus, sampler: BatchSampler, context: int, reader: SampleReader
     ) -> None:
         self._corpus, self._sampler, self._reader = corpus, sampler.copy(), reader
         self._context = context
@@ -278,6 +279,24 @@ class CorpusOrder:
             return self._reader.read(ids, what)
         labels = ids.masked_fill(~torch.from_numpy(mask), IGNORED)
         return self._reader.read((ids, labels), what)
+
+
+class CorpusIterations(CorpusOrder):
+    """The iterations of a corpus that choose their own samples."""
+
+    def price(self, problem: Problem) -> None:
+        """Draw for these costs and ranks from now on. Raises as
+        :meth:`headrace.engine.setup.PricedSampler.price`."""
+        assert isinstance(self._sampler, PricedSampler), "of such iterations"
+        self._sampler.price(problem)
+
+
+def _order(
+    corpus: Corpus, sampler: BatchSampler, context: int, reader: SampleReader
+) -> CorpusOrder:
+    """The batches of a corpus in the order of its sampler."""
+    made = CorpusIterations if isinstance(sampler, PricedSampler) else CorpusOrder
+    return made(corpus, sampler, context, reader)
 
 
 def _require_known(config: Config) -> None:
@@ -360,6 +379,14 @@ def _shard_model(model: torch.nn.Module, config: Config, world: World) -> torch.
         )
     if working != "sharded" and not half:
         return model
+    if config.data.iterations is not None:
+        raise ConfigError(
+            "data.iterations",
+            got="an adopted model whose weights are sharded over all ranks",
+            wanted="planner.working = 'replicated', and devices.dtype float32 or float64",
+            hint="sharded groups wait for each other at every layer, so none ends by itself; "
+            "data.batch_tokens gives steps a size",
+        )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mp_policy": policy} if half else {}
     for block in _blocks(model):

@@ -40,7 +40,7 @@ from headrace.comm.loop_watch import LoopWatch
 from headrace.comm.mesh import Groups
 from headrace.config.model import PlannerConfig, cache_folder
 from headrace.costs import CostModel
-from headrace.data.sampler import SamplerOptions
+from headrace.data.sampler import Sampler, SamplerOptions
 from headrace.engine.adopted_costs import LoopSetup, measured
 from headrace.engine.attach_options import (
     MeasureOptions,
@@ -348,8 +348,7 @@ class Attached:
             )
             self._planner = self._planner_of(self.found.costs)
             self.engine = self._engine(scheduler, clip, on_step, update=update, checks=check_loss)
-            if order.longest is not None:
-                self._planner.check(order.longest)
+            self._check_and_price()
             self._watch = self._start_watch() if setup.groups.ranks > 1 else None
         except BaseException:
             self._restore()
@@ -914,9 +913,15 @@ class Attached:
             tell=setup.say,
         )
         planner.stop_when(self._stop_asked)
-        if isinstance(self._order, PricedOrder):
-            self._order.price(planner.steps.problem(costs.memory_margin))
         return planner
+
+    def _check_and_price(self) -> None:
+        """Look whether the longest sample fits, and draw by the planner's costs from now on where
+        these decide what a step holds. Collective."""
+        if self._order.longest is not None:
+            self._planner.check(self._order.longest)
+        if isinstance(self._order, PricedOrder):
+            self._order.price(self._planner.agreed_problem())
 
     def _plan_as(self, state: Mapping[str, Any]) -> None:
         """Plan with the costs and the calibration of a checkpoint."""
@@ -924,8 +929,7 @@ class Attached:
         self._planner.close()
         self.engine.planner = self._planner = self._planner_of(costs)
         self._planner.restore(state)
-        if self._order.longest is not None:
-            self._planner.check(self._order.longest)
+        self._check_and_price()
 
     def _plan_ahead(self) -> None:
         """Have coming batches planned by another process, where their lengths are known."""
@@ -1058,9 +1062,10 @@ def _order(
         from headrace.engine.iteration_order import IterationOrder  # what it draws with is large
 
         samples = Samples.of(dataset, options.lengths, reader)
-        return IterationOrder(samples, replace(options.iterations, seed=seed))
+        drawn = replace(options.iterations, seed=seed)
+        return IterationOrder(samples, drawn, workers=options.workers)
     if _by_number(dataset):
-        drawn = SamplerOptions(
+        batches = SamplerOptions(
             batch_tokens=budget,
             batch_sequences=sequences,
             too_long="refuse",
@@ -1069,7 +1074,7 @@ def _order(
             shuffle=options.shuffle,
         )
         samples = Samples.of(dataset, options.lengths, reader)
-        return DrawnOrder(samples, drawn, workers=options.workers)
+        return DrawnOrder(samples, Sampler(samples, batches), workers=options.workers)
     if options.workers:
         raise SpecError(
             "SampleOptions(workers=...)",
@@ -1100,7 +1105,6 @@ def _require_drawable(
         "batch_tokens": budget is not None,
         "batch_sequences": sequences is not None,
         "shuffle=False": not options.shuffle,
-        "workers": bool(options.workers),
         "a stream of samples": not _by_number(dataset),
     }
     for got in (name for name, there in wrong.items() if there):

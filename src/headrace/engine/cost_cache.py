@@ -51,7 +51,10 @@ def calibration_path(config: Config, fingerprint: str) -> Path:
     if config.planner.costs == "quadratic":
         left_out.add("costs")  # files of before know no other
     planner = config.planner.model_dump(mode="json", exclude=left_out)
-    batch = config.data.model_dump(include={"context", "batch_tokens", "batch_sequences"})
+    batch_keys = {"context", "batch_tokens", "batch_sequences"}
+    if config.data.iterations is not None:
+        batch_keys.add("iterations")  # files of before know none
+    batch = config.data.model_dump(include=batch_keys)
     like = {
         "planner": planner,
         "batch": batch,

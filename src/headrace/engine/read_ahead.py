@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from headrace.adopt.spread_model import Item
-from headrace.data.sampler import Sampler
+from headrace.data.sampler import BatchSampler
 from headrace.errors import DataError, HeadraceError
 
 __all__ = ["ReadAhead", "Unread"]
@@ -52,7 +52,7 @@ class ReadAhead:
     processes; ``per_batch`` samples are in a batch, about."""
 
     def __init__(
-        self, samples: _Reads, sampler: Sampler, *, workers: int, per_batch: float
+        self, samples: _Reads, sampler: BatchSampler, *, workers: int, per_batch: float
     ) -> None:
         """Start ``workers`` processes that read samples in the sampler's order, about so many for a
         batch, a few batches ahead."""
@@ -77,7 +77,7 @@ class ReadAhead:
 class _Indices:
     """The numbers of all samples to come, batch after batch."""
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: BatchSampler) -> None:
         self._sampler = sampler
 
     def __iter__(self) -> Iterator[int]:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.comm.collectives import gather_bytes
+from headrace.comm.collectives import agree, gather_bytes
 from headrace.config import Config
 from headrace.costs import CostModel
 from headrace.costs.calibration import Calibration
 from headrace.costs.drift import Drift
 from headrace.data.length_summary import summarise
 from headrace.data.reader import Reader
+from headrace.data.sampler import Batch
 from headrace.engine.agreement import newest_whole
 from headrace.engine.checkpoints import SavedState, changed
 from headrace.engine.cost_cache import calibration_path
@@ -24,6 +25,7 @@ from headrace.engine.rank import Rank
 from headrace.engine.record import DrawnSteps, RunRecord, make_trackers, run_facts
 from headrace.engine.recovery import LeaveWorld, Recovery
 from headrace.engine.run_planner import RunPlanner, Stopped
+from headrace.engine.setup import PricedSampler
 from headrace.engine.step_engine import Engine
 from headrace.errors import CheckpointError, CostError
 from headrace.models.hf_weights import read_pretrained
@@ -106,6 +108,9 @@ class RankRun:
         longest = int(rank.data.corpus.lengths.max())
         self.planner.check(min(longest, self.config.data.context))
         self._tell_margin(costs)
+        if isinstance(rank.data.sampler, PricedSampler):
+            rank.data.sampler.price(self.planner.agreed_problem())
+            rank.say(f"iterations    {rank.data.sampler}")
         if first >= steps:
             rank.say(f"the run has taken {first} of {steps} steps: raise run.steps to go on")
             return False
@@ -193,12 +198,20 @@ class RankRun:
         with reading as batches, watcher.stoppable():
             try:
                 while done < steps:
-                    step = engine.next_step(done, lambda: next(batches))
+                    step = engine.next_step(done, lambda: self._agreed(next(batches)))
                     step.run()
                     done, sampler = done + 1, step.batch.state_after
                     self._save_sometimes(done, sampler)
             except Stopped:
                 self._save_stopped(done, sampler)
+
+    def _agreed(self, batch: Batch) -> Batch:
+        """A batch that was read, the same on every rank; collective where costs decide what it
+        holds, as processors may round seconds differently. Raises PlanMismatch on every rank."""
+        if self.config.data.iterations is not None:
+            ids = f"samples {batch.lengths.ids}"
+            agree("samples of the iteration", ids, self.rank.groups.world)
+        return batch
 
     def _save_stopped(self, done: int, sampler: Mapping[str, Any]) -> None:
         """Leave a checkpoint of the last step, as no other follows. Collective."""

@@ -6,6 +6,7 @@ It connects planning and execution: the trainer asks it for plans as
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from headrace.costs.drift import Drift
 from headrace.engine.plans import require_costs
 from headrace.engine.step_planner import MemoryMargin, StepPlanner
 from headrace.errors import InfeasiblePlan
+from headrace.planning import Problem
 from headrace.simulator import peak_bytes
 from headrace.spec.lengths import Lengths
 from headrace.spec.plan import Plan, Semantics
@@ -179,6 +181,12 @@ class RunPlanner:
             except InfeasiblePlan as error:
                 payload = _REFUSED + str(error).encode()
         self._from_first(payload)
+
+    def agreed_problem(self) -> Problem:
+        """The problem that plans solve with the memory margin in force, the same on every rank.
+        Collective."""
+        margin = json.loads(self._from_first(_PLAN + json.dumps(self.margin).encode()))
+        return self.steps.problem(float(margin))
 
     def plan_ahead(self, coming: Iterable[Lengths], *, depth: int) -> None:
         """Have the plans of the batches to come made by a process of their own, at most ``depth``

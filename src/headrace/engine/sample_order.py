@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from headrace.adopt.spread_model import Item, SampleReader
 from headrace.data.length_summary import summarise_lengths
-from headrace.data.sampler import Sampler, SamplerOptions
+from headrace.data.sampler import BatchSampler
 from headrace.engine.attach_options import LengthSource
 from headrace.errors import DataError
 from headrace.spec.lengths import Lengths
@@ -237,9 +237,9 @@ class DrawnOrder:
     """Batches of a map-style data set, drawn without replacement; read ahead by ``workers``
     processes where there are any."""
 
-    def __init__(self, samples: Samples, options: SamplerOptions, *, workers: int = 0) -> None:
+    def __init__(self, samples: Samples, sampler: BatchSampler, *, workers: int = 0) -> None:
         self.samples = samples
-        self._sampler, self._workers = Sampler(samples, options), workers
+        self._sampler, self._workers = sampler, workers
         self._ahead: ReadAhead | None = None
 
     @property
@@ -281,12 +281,10 @@ class DrawnOrder:
         )
 
     def _reading_ahead(self) -> ReadAhead:
-        """Processes that read coming samples, for batches of about as many samples as the mean
-        length allows."""
+        """Processes that read the samples of coming batches."""
         from headrace.engine.read_ahead import ReadAhead
 
-        options, lengths = self._sampler.options, self.samples.lengths
-        each = options.batch_sequences or (options.batch_tokens or 1) / float(lengths.mean())
+        each = self._sampler.per_batch
         return ReadAhead(self.samples, self._sampler, workers=self._workers, per_batch=each)
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from headrace.config import Config
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
@@ -12,7 +13,7 @@ from headrace.costs.library import roofline
 from headrace.costs.rates import Assumed
 from headrace.data.corpus import Corpus
 from headrace.data.opening import open_corpus
-from headrace.data.sampler import Sampler, SamplerOptions
+from headrace.data.sampler import BatchSampler, Sampler, SamplerOptions
 from headrace.data.source import Source
 from headrace.data.tokens import Tokenizer, make_tokenizer, tokenizer_sizes
 from headrace.errors import DataError, SpecError
@@ -21,7 +22,11 @@ from headrace.spec.hardware import MEASURED, Hardware
 from headrace.spec.hf_config import read_architecture
 from headrace.spec.implementation import Implementation
 
+if TYPE_CHECKING:
+    from headrace.planning import Problem
+
 __all__ = [
+    "PricedSampler",
     "TrainingData",
     "architecture_of",
     "assumed_by",
@@ -33,12 +38,26 @@ __all__ = [
 ]
 
 
+@runtime_checkable
+class PricedSampler(Protocol):
+    """A sampler for which costs and ranks decide what a batch holds."""
+
+    def price(self, problem: Problem) -> None:
+        """Draw for these costs and ranks from now on. Raises InfeasiblePlan where the longest
+        sample fits no group, SpecError for costs and ranks that no iteration is drawn for."""
+        ...
+
+    def __str__(self) -> str:
+        """What batches are drawn of, once it is priced."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingData:
     """The corpus of a run, its sampler, and the architecture that fits its tokenizer."""
 
     corpus: Corpus
-    sampler: Sampler
+    sampler: BatchSampler
     architecture: Architecture
 
 
@@ -64,8 +83,9 @@ def open_sampler(
     config: Config,
     tokenizer: Tokenizer,
     progress: Callable[[str, int, int], None] | None = None,
-) -> tuple[Corpus, Sampler]:
-    """Open (and index, the first time) the corpus of a configuration, and draw batches of it."""
+) -> tuple[Corpus, BatchSampler]:
+    """Open (and index, the first time) the corpus of a configuration, and draw batches of it: a
+    :class:`PricedSampler` where iterations choose their own samples."""
     options = config.data
     source = Source(
         kind=options.kind,
@@ -78,10 +98,27 @@ def open_sampler(
     )
     cache = options.cache_folder / "corpora"
     corpus = open_corpus(source, tokenizer, cache=cache, progress=progress)
-    sampler = Sampler(
+    return corpus, _sampler(config, corpus)
+
+
+def _sampler(config: Config, corpus: Corpus) -> BatchSampler:
+    """What draws the batches of a corpus as a configuration says."""
+    options, seed = config.data, config.run.seed
+    if options.iterations is not None:
+        # What it draws with is large.
+        from headrace.engine.iteration_sampler import IterationSampler
+
+        return IterationSampler(
+            corpus,
+            options.iterations.options(seed),
+            context=options.context,
+            too_long=options.too_long,
+            min_tokens=options.min_tokens,
+        )
+    return Sampler(
         corpus,
         SamplerOptions(
-            seed=config.run.seed,
+            seed=seed,
             context=options.context,
             too_long=options.too_long,
             batch_tokens=options.batch_tokens,
@@ -91,7 +128,6 @@ def open_sampler(
             curriculum_steps=options.curriculum_steps,
         ),
     )
-    return corpus, sampler
 
 
 def roofline_of(

@@ -51,6 +51,7 @@ from headrace.planning.problem import Problem
 from headrace.planning.schedule import Assignment
 from headrace.spec import Lengths
 from headrace.spec.draw_options import DrawOptions, Flow
+from headrace.units import counted
 
 __all__ = [
     "DrawPosition",
@@ -494,12 +495,15 @@ def _settings(problem: Problem, buckets: Sequence[Counts], options: DrawOptions)
     tried = [choose(problem, schemes, buckets, options) for schemes in _offers(problem)]
     found = [settings for settings in tried if settings]
     if not found:
-        longest = max(int(own.max()) for own in buckets)
+        longest, ranks = max(int(own.max()) for own in buckets), counted(problem.devices, "rank")
+        got = f"no group of {ranks} or fewer that holds it"
+        if options.width is not None:
+            beyond = options.width > problem.devices
+            why = f"of {ranks}" if beyond else "that do not hold it, or without costs"
+            got = f"groups of {options.width} {why}"
         raise InfeasiblePlan(
             f"the longest sample of {longest:,} tokens",
-            got=f"no group of {problem.devices} ranks or fewer that holds it"
-            if options.width is None
-            else f"groups of {options.width}, which do not hold it",
+            got=got,
             wanted="a group size that does",
             hint="more memory, another recompute level, or a shorter context",
         )

@@ -182,3 +182,20 @@ def test_bad_options_are_one_clear_message(
     code = main(["rehearse", str(_config(folder)), *words, *LITTLE])
     assert code == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_launch_of_iterations_is_told(folder: Path, found: dict[str, Any]) -> None:
+    """Catches steps that choose their own samples of which nothing is said, and a launch that no
+    memory holds or that another choice would beat."""
+    drawn = ("--set", "data.batch_tokens=", "--set", "data.iterations=dcp")
+    told = _json(_config(folder), *drawn, "--length", "1Ki")
+    assert found["launch"] is None
+    launch = told["launch"]
+    assert (launch["ranks"], launch["length"]) == (8, 1024)
+    longest = max(row["longest"] for row in told["options"])
+    assert 1 <= launch["samples"] <= longest // 1024
+    alone = min(row["forward_s"] + row["backward_s"] for row in told["options"])
+    assert launch["seconds"] / launch["samples"] <= alone * (1 + 1e-9)
+    code, out, err = run("rehearse", _config(folder), *drawn, "--length", "1Ki")
+    assert code == 0, err
+    assert f"{launch['samples']} samples of 1,024 tokens on 8 ranks" in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from headrace.adopt.samples import TokenReader
 from headrace.costs import CostModel
 from headrace.costs.cost_model import ExchangeCost, OptionCost
 from headrace.costs.quadratic import Linear, Quadratic
-from headrace.data.sampler import SamplerOptions
+from headrace.data.sampler import Sampler, SamplerOptions
 from headrace.engine.attach import Attached
 from headrace.engine.sample_order import DrawnOrder, LoopBatch, Samples
 from headrace.spec.cluster import Cluster
@@ -154,6 +155,11 @@ def trained(run: Attached, model: Any, loss: Loss = hugging_loss) -> list[float]
     return found
 
 
+def may_have_children() -> None:
+    """Let a rank of a test start processes, which multiprocessing keeps its daemons from."""
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False
+
+
 def weights(model: torch.nn.Module) -> list[Any]:
     """All parameters, whole, as arrays."""
     whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
@@ -166,7 +172,8 @@ def batches(
     """The batches that an attached loop draws."""
     kind = "next"
     samples = Samples.of(items, None, TokenReader(tokens=tokens, kind=kind))
-    order = DrawnOrder(samples, SamplerOptions(too_long="refuse", min_tokens=1, **options))
+    chosen = SamplerOptions(too_long="refuse", min_tokens=1, **options)
+    order = DrawnOrder(samples, Sampler(samples, chosen))
     return [order.next_batch() for _ in range(steps)]
 
 

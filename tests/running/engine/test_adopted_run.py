@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 
 import headrace as hr
 from headrace.errors import ConfigError, SpecError
+from running.cli.jobs import metrics
 from spread import whole
 
 transformers = pytest.importorskip("transformers")
@@ -98,8 +100,15 @@ every = 2
     return folder / "job.toml"
 
 
-def alone(config: hr.Config, model: Any) -> list[float]:
-    """The losses of one process, which runs every document by itself."""
+def drawn_by(run: Path) -> list[list[int]]:
+    """The documents of every step of a run."""
+    lines = (run / "plans.jsonl").read_text().splitlines()
+    return [json.loads(line)["lengths"]["ids"] for line in lines]
+
+
+def alone(config: hr.Config, model: Any, drawn: list[list[int]] | None = None) -> list[float]:
+    """The losses of one process, which runs every document by itself: those of the configuration's
+    batches, or of the ``drawn`` ones, none of which is cut."""
     from headrace.data.tokens import make_tokenizer
     from headrace.engine.adopted_run import user_optimizer
     from headrace.engine.setup import open_sampler
@@ -108,13 +117,16 @@ def alone(config: hr.Config, model: Any) -> list[float]:
     corpus, sampler = open_sampler(config, make_tokenizer("bytes"))
     optimizer, scheduler = user_optimizer(model, config.optimizer, config.run.steps)
     losses = []
-    for _ in range(config.run.steps):
-        batch = sampler.next_batch()
-        parts = [(s.document, s.start, s.start + s.length) for s in batch.samples]
+    for step in range(config.run.steps):
+        if drawn is None:
+            samples = sampler.next_batch().samples
+            parts = [(s.document, s.start, s.start + s.length) for s in samples]
+        else:
+            parts = [(at, 0, int(corpus.lengths[at])) for at in drawn[step]]
         learned = [corpus.learned(*part) for part in parts]
         count = sum(
-            sample.length - 1 if mask is None else int(mask[1:].sum())
-            for sample, mask in zip(batch.samples, learned, strict=True)
+            stop - start - 1 if mask is None else int(mask[1:].sum())
+            for (_, start, stop), mask in zip(parts, learned, strict=True)
         )
         total = 0.0
         for part, mask in zip(parts, learned, strict=True):
@@ -235,6 +247,44 @@ def test_a_run_that_is_stopped_keeps_its_steps(tmp_path: Path) -> None:
     assert hr.TrainingRun(out).losses == hr.TrainingRun(tmp_path / "whole").losses
 
 
+def test_steps_choose_their_own_samples(tmp_path: Path) -> None:
+    """Catches an adopted model whose iterations are drawn before its costs are known, whose samples
+    weigh by their group, that leaves some out of an epoch, and that goes on with other iterations
+    than without a break."""
+    path, out = job(tmp_path, "qwen3"), tmp_path / "run"
+    changes = (
+        "data.batch_tokens=",
+        "data.context=160",
+        "data.too_long=refuse",
+        "data.iterations.least_steps=1",
+        "data.iterations.most_steps=2",
+        "checkpoint.every=3",
+        "checkpoint.keep=9",
+        "report.html=false",
+    )
+    more = [word for change in changes for word in ("--set", change)]
+    done = train(path, out, *more)
+    assert done.returncode == 0, done.stderr[-3000:]
+    drawn, losses = drawn_by(out), hr.TrainingRun(out).losses
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float64
+    )
+    assert losses == pytest.approx(alone(hr.Config.load(path, *changes), model, drawn), rel=1e-9)
+    epochs = [row["epoch"] for row in metrics(out)]
+    first = [i for ids, epoch in zip(drawn, epochs, strict=True) if epoch == 0 for i in ids]
+    assert sorted(first) == list(range(len(TEXTS)))
+    assert epochs.count(0) > 1
+    assert max(epochs) > 0
+    for saved in (out / "checkpoints").glob("step-*"):
+        if saved.name != "step-000003":
+            shutil.rmtree(saved)
+    again = train(path, out, *more, "--resume")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "going on with step 3" in again.stderr
+    assert drawn_by(out) == drawn
+    assert hr.TrainingRun(out).losses == losses
+
+
 def test_a_factory_makes_the_model(tmp_path: Path) -> None:
     """Catches a factory that is not asked on every rank, and one beside a shape."""
     path = job(tmp_path, None)
@@ -279,6 +329,11 @@ def test_the_command_takes_a_factory(tmp_path: Path) -> None:
         ("model.dropout=0.1", ConfigError, "the rates of its own configuration"),
         ("data.context=512", SpecError, "at most 256, the model's places"),
         ("devices.dtype=bfloat16", ConfigError, "'replicated' in bfloat16"),
+        (
+            "planner.working=sharded data.iterations=dcp data.batch_tokens=",
+            ConfigError,
+            "data.iterations: got an adopted model whose weights are sharded",
+        ),
     ],
 )
 def test_what_an_adopted_model_cannot_is_refused(
@@ -286,6 +341,6 @@ def test_what_an_adopted_model_cannot_is_refused(
 ) -> None:
     """Catches a key that does nothing, and errors from the depths."""
     path = job(tmp_path, "qwen3", planner='working = "replicated"')
-    config = hr.Config.load(path, "devices.ranks=1", change)
+    config = hr.Config.load(path, "devices.ranks=1", *change.split())
     with pytest.raises(error, match=says):
         hr.train(config, out=tmp_path / "run", tell=lambda text: None)

@@ -17,7 +17,16 @@ from headrace.engine.sample_order import LoopBatch, Samples
 from headrace.errors import DataError, PlanMismatch, SpecError
 from headrace.spec.cluster import Cluster
 from ranks import run_ranks
-from running.engine.loops import alone, attached, costs, dataset, llama, trained, weights
+from running.engine.loops import (
+    alone,
+    attached,
+    costs,
+    dataset,
+    llama,
+    may_have_children,
+    trained,
+    weights,
+)
 
 pytest.importorskip("transformers")
 
@@ -42,10 +51,12 @@ def small(ranks: int) -> hr.CostModel:
     return costs(ranks).replace(cluster=cluster)
 
 
-def whole_epoch(ranks: int, folder: Path, stop: int | None = None) -> Any:
+def whole_epoch(ranks: int, folder: Path, stop: int | None = None, workers: int = 0) -> Any:
     """Losses, samples and weights of an epoch, from wherever a checkpoint stands, to ``stop``."""
+    if workers:
+        may_have_children()
     model = llama()
-    run = loop(model, folder, ranks)
+    run = loop(model, folder, ranks, workers=workers)
     run.load(folder / "saved")
     losses, ids = [], []
     for step in run:
@@ -99,13 +110,29 @@ def test_a_loop_goes_on_with_what_is_left_of_the_epoch(after: int, tmp_path: Pat
         assert before + rest == unbroken
 
 
+@pytest.mark.parametrize("stop", [None, 1])
+def test_workers_read_the_samples_of_the_iterations_to_come(
+    stop: int | None, tmp_path: Path
+) -> None:
+    """Catches workers that read on from where they stood when a checkpoint was loaded, or samples
+    of iterations that other costs would draw."""
+    own = run_ranks(2, whole_epoch, 2, tmp_path / "own", timeout_s=200)[0]
+    found = list[Any]()
+    if stop is not None:
+        found.append(run_ranks(2, whole_epoch, 2, tmp_path / "read", stop, 2, timeout_s=200)[0])
+    found.append(run_ranks(2, whole_epoch, 2, tmp_path / "read", None, 2, timeout_s=200)[0])
+    assert [loss for one in found for loss in one[0]] == own[0]
+    assert [ids for one in found for ids in one[1]] == own[1]
+    for mine, wanted in zip(found[-1][2], own[2], strict=True):
+        np.testing.assert_array_equal(mine, wanted)
+
+
 def refused(folder: Path) -> list[str]:
     """What errors say of loops that cannot choose their samples."""
     said = []
     for kind, options in (
         (SpecError, {"batch_tokens": 150}),
         (SpecError, {"batch_sequences": 3}),
-        (SpecError, {"workers": 1}),
         (SpecError, {"shuffle": False}),
     ):
         with pytest.raises(kind, match="iterations") as error:
@@ -130,10 +157,10 @@ def refused(folder: Path) -> list[str]:
 
 
 def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
-    """Catches a budget that is not kept to, an order that is not that of the documents, samples
-    read ahead in another order, and groups that would wait for each other at every layer."""
+    """Catches a budget that is not kept to, an order that is not that of the documents, and groups
+    that would wait for each other at every layer."""
     for said in run_ranks(2, refused, tmp_path, timeout_s=100):
-        names = ("batch_tokens", "batch_sequences", "workers", "shuffle=False")
+        names = ("batch_tokens", "batch_sequences", "shuffle=False")
         assert all(name in text for name, text in zip(names, said, strict=True))
 
 
@@ -167,5 +194,5 @@ def test_a_state_of_other_iterations_is_refused() -> None:
         IterationOrder(samples, hr.DrawOptions(bucket_ratio=1.5)),
         IterationOrder(Samples.of(dataset(SAMPLES[1:]), None, reader), DRAWS),
     ):
-        with pytest.raises(DataError, match="state of the data"):
+        with pytest.raises(DataError, match="as when the state was taken"):
             other.restore(state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import time
@@ -27,7 +26,16 @@ from torch.nn.functional import (
 from headrace.errors import DataError, HeadraceError, ModelError, SpecError
 from ranks import run_ranks
 from running.adopt.foreign import gpt
-from running.engine.loops import attached, batches, costs, dataset, llama, trained, weights
+from running.engine.loops import (
+    attached,
+    batches,
+    costs,
+    dataset,
+    llama,
+    may_have_children,
+    trained,
+    weights,
+)
 from spread import whole
 
 pytest.importorskip("transformers")
@@ -481,11 +489,6 @@ def test_a_loop_that_is_left_loses_no_batch(tmp_path: Path) -> None:
     for found, plain, count in run_ranks(2, left_and_skipped, tmp_path, timeout_s=100):
         assert found == plain[:2] + plain[3:]
         assert count == len(plain) > 4
-
-
-def may_have_children() -> None:
-    """Let a rank of a test start processes, which multiprocessing keeps its daemons from."""
-    vars(multiprocessing.current_process())["_config"]["daemon"] = False
 
 
 class Slow(list[Any]):

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import headrace as hr
 from headrace.adopt.samples import TokenReader
-from headrace.data.sampler import SamplerOptions
+from headrace.data.sampler import Sampler, SamplerOptions
 from headrace.engine.sample_order import DrawnOrder, Samples, StreamOrder
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, ModelError, SpecError
 from headrace.spec.checker import check_turns
@@ -232,7 +232,8 @@ def test_every_sample_once(lengths: list[int], ranks: int, budget: int, seed: in
     that meet in another order, and turns of lockstep that not all ranks have."""
     options = SamplerOptions(batch_tokens=budget, too_long="refuse", min_tokens=1, seed=seed)
     data = [torch.zeros(n, dtype=torch.int64) for n in lengths]
-    order = DrawnOrder(Samples.of(data, lengths, TokenReader(tokens="ids", kind="next")), options)
+    samples = Samples.of(data, lengths, TokenReader(tokens="ids", kind="next"))
+    order = DrawnOrder(samples, Sampler(samples, options))
     seen = list[int]()
     for semantics in ("free", "lockstep"):
         drawn = Drawn(ranks=ranks, layers=2, seed=seed, semantics=semantics)

@@ -483,3 +483,20 @@ def test_producers_need_no_torch(kind: str) -> None:
     assert done.returncode == 0, done.stderr.decode()
     here = [made.plan(some) for some in asked]
     assert [Plan.from_json(value) for value in pickle.loads(done.stdout)] == [f.plan for f in here]
+
+
+def _margins(longest: int) -> tuple[float, float]:
+    """The margin in force after a check, on this rank and agreed on."""
+    groups = Groups()
+    costs = online().costs.replace(memory_margin=0.95)
+    planner = RunPlanner(groups=groups, costs=costs, options=PlannerConfig(compare=False), seed=7)
+    planner.check(longest)
+    return planner.margin, planner.agreed_problem().model.memory_margin
+
+
+def test_what_is_drawn_for_leaves_the_same_memory_free_on_all_ranks() -> None:
+    """Catches ranks that draw their samples with a margin which the first one has lowered, so that
+    the longest sample fits."""
+    first, second = run_ranks(2, _margins, 4000)
+    assert first[0] < second[0] == 0.95, "the first rank's check lowered it"
+    assert first[1] == second[1] == first[0]

@@ -167,12 +167,13 @@ def test_links_are_devices_that_are_up(tmp_path: Path) -> None:
         "data.context=128",
         "planner.group_sizes=[1]",
         "planner.working=replicated",
+        "data.batch_tokens= data.iterations=dcp",
     ],
 )
 def test_a_margin_is_learnt_for_one_configuration(make: Make, change: str) -> None:
     """Catches a margin that peaks of another planner, optimizer, budget or memory have raised."""
     costs = synthetic_costs(1, architecture=Architecture.preset("llama-tiny"))
-    ours, other = make("run.steps=9", "planner.ahead=0"), make(change)
+    ours, other = make("run.steps=9", "planner.ahead=0"), make(*change.split())
     known = Calibration(fingerprint=costs.fingerprint)
     for _ in range(30):
         known.peaks = known.peaks.after([100], [160], 200)
