@@ -440,7 +440,8 @@ class Attached:
         model: Module | None = None,
         more: MoreInputs | None = None,
     ) -> list[Tensor]:
-        """Values of samples by forwards alone, planned as a step is. Collective.
+        """Values of samples by forwards alone, planned as such: where nothing is kept for a
+        backward, ranks hold more. Collective.
 
         Args:
             samples: Items as those of a data set; nobody needs labels.
@@ -469,8 +470,9 @@ class Attached:
             engine=replace(self.engine, runner=runner),
             number=self.number,
             batch=batch,
-            planned=self.engine.planner.plan_aside(batch.lengths),
+            planned=self.engine.planner.plan_forward(batch.lengths),
             waited_s=0.0,
+            forward=True,
         )
         for _ in step.attempts():
             pass

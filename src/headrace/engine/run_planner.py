@@ -111,6 +111,9 @@ class RunPlanner:
         self.ratio = 1.0
         self.calibration = calibration or Calibration(fingerprint=costs.fingerprint)
         self._margin = MemoryMargin(planner=self.steps, value=costs.memory_margin)
+        self._forward_margin = MemoryMargin(
+            planner=self.steps, value=costs.memory_margin, forward=True
+        )
         self._groups, self._drawn, self._drift, self._tell = groups, drawn, drift, tell
         self._first = groups is None or groups.rank == 0
         self._observed = 0
@@ -145,16 +148,22 @@ class RunPlanner:
         """
         return self._decide_on_first(lambda: self._plan(lengths), stop=self._stop_asked())
 
-    def plan_aside(self, lengths: Lengths) -> Planned:
-        """A plan of a batch that is no step of the run, as the next step would have it: no plan
-        that follows depends on it. Collective.
+    def plan_forward(self, lengths: Lengths) -> Planned:
+        """A plan of the forwards of a batch, which is no step of the run: no step's plan depends on
+        it. Collective.
 
         Raises:
             InfeasiblePlan: On every rank, when nothing fits.
         """
-        return self._decide_on_first(
-            lambda: self.steps.plan(replace(self._request(lengths), drawn=False))
-        )
+        return self._decide_on_first(lambda: self.steps.plan(self._forward_request(lengths)))
+
+    def replan_forward(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
+        """As :meth:`replan`, of forwards alone, whose margin is their own. Collective.
+
+        Raises:
+            InfeasiblePlan: On every rank, when the plan that failed was the thriftiest.
+        """
+        return self._decide_on_first(lambda: self._replan_forward(lengths, failed, exhausted))
 
     def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
         """A plan of the same batch that is expected to take a tenth less memory than ``failed`` did
@@ -176,6 +185,7 @@ class RunPlanner:
         if self._first:
             try:
                 self._margin.require(longest)
+                self._forward_margin.longest = self._margin.longest
             except InfeasiblePlan as error:
                 payload = _REFUSED + str(error).encode()
         self._from_first(payload)
@@ -307,6 +317,32 @@ class RunPlanner:
             lambda margin: self.steps.plan(replace(request, margin=margin)),
         )
         return self._handed_out(found, found.request or request, None)
+
+    def _replan_forward(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
+        """A thriftier plan of the same forwards, on the first rank."""
+        request = self._forward_request(lengths)
+        predicted = peak_bytes(failed, self.steps.problem(request.margin, forward=True).model)
+        self._forward_margin.value = self._margin_of_forwards
+        return self._forward_margin.plan_after_failure(
+            max(predicted[r] for r in exhausted.ranks),
+            exhausted,
+            lambda margin: self.steps.plan(replace(request, margin=margin)),
+        )
+
+    @property
+    def _margin_of_forwards(self) -> float:
+        """The fraction of a rank's memory that plans of forwards leave free."""
+        return max(self.margin, self._forward_margin.value)
+
+    def _forward_request(self, lengths: Lengths) -> PlanRequest:
+        """The request for the plan of forwards."""
+        return PlanRequest(
+            lengths=lengths,
+            step=self._step,
+            ratio=self.ratio,
+            margin=self._margin_of_forwards,
+            forward=True,
+        )
 
     def _request(self, lengths: Lengths, step: int | None = None) -> PlanRequest:
         """The request for the plan of a step, by default the next one."""
