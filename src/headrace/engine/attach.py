@@ -432,6 +432,31 @@ class Attached:
         asks = f"step {self.number}"
         return self._step_of_batch(self._given_batch(asks, samples, together=together))
 
+    def plan_ahead(self, samples: Iterable[Any], *, together: Iterable[Sequence[int]] = ()) -> None:
+        """Have the plans of samples that come later made now, by a process of their own: those of
+        their step and of their forwards, which :meth:`step`, :meth:`map` and :meth:`backward` use
+        when they get samples of these lengths. Nothing else depends on it. Where plans must change
+        meanwhile, as more memory is to be left free, they are made when they are needed; so they
+        are under ``hr.PlannerConfig(ahead=0)``, and those of steps where plans are smoothed.
+        Collective.
+
+        Args:
+            samples: As for :meth:`step`; of these only the lengths count.
+            together: As for :meth:`step`.
+
+        Raises:
+            DataError: As :meth:`step`.
+            PlanMismatch: On every rank where ranks give samples of other lengths.
+
+        Example:
+            >>> run.plan_ahead(coming)
+            >>> for micro in run.step(samples):
+            ...     micro.backward(micro.loss(model(**micro.inputs).logits))
+        """
+        asks, order = f"plans made ahead before step {self.number}", self._given_order("plan_ahead")
+        lengths = order.lengths(asks, samples, self._setup.groups, together=together)
+        self._planner.announce(lengths)
+
     def map(
         self,
         samples: Iterable[Any],
@@ -791,18 +816,21 @@ class Attached:
     def _given_batch(self, asks: str, samples: Iterable[Any], **more: Any) -> LoopBatch:
         """The batch of samples that all ranks give; refused where the step before is still open.
         Collective."""
-        order = self._order
-        if not isinstance(order, GivenOrder):
+        order, left = self._given_order(asks), self._open
+        if left is not None and left.stage != "at work":
+            self._open = None  # it is refused once
+        return order.batch(asks, samples, self._setup.groups, open_step=unfinished(left), **more)
+
+    def _given_order(self, asks: str) -> GivenOrder:
+        """The order of samples that are given. Raises SpecError where a data set has them."""
+        if not isinstance(self._order, GivenOrder):
             raise SpecError(
                 asks,
                 got="a run with a data set",
                 wanted="for step in run",
                 hint="attach without a data set takes batches that are given",
             )
-        left = self._open
-        if left is not None and left.stage != "at work":
-            self._open = None  # it is refused once
-        return order.batch(asks, samples, self._setup.groups, open_step=unfinished(left), **more)
+        return self._order
 
     def _step_of_batch(self, batch: LoopBatch) -> LoopStep:
         """The next step, of a batch that was given."""

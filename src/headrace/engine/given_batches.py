@@ -141,7 +141,7 @@ class GivenOrder:
                     f"{fingerprint_of(items)} {units} {more(counts)}".encode()
                 ).hexdigest()
                 joined = _joined(items, units)
-                self._require_short(joined, units)
+                self._require_short([self.reader.length(item) for item in joined], units)
             except Exception as error:  # told to all ranks, which would wait for this one
                 failure = error
         shown = f"{len(items)} samples of {sum(counts):,} tokens: {counts[:8]}"
@@ -158,6 +158,28 @@ class GivenOrder:
             like=joined[0],
         )
 
+    def lengths(
+        self,
+        asks: str,
+        samples: Iterable[Any],
+        groups: Groups,
+        *,
+        together: Iterable[Sequence[int]] = (),
+    ) -> Lengths:
+        """The lengths that :meth:`batch` plans by, of samples that come later. Collective; raises
+        as it does."""
+        found, failure = list[int](), None
+        try:
+            counts = [self.reader.length(item) for item in self._read(samples)]
+            units = _units(together, len(counts))
+            found = [sum(counts[i] for i in unit) for unit in units]
+            self._require_short(found, units)
+        except Exception as error:  # told to all ranks, which would wait for this one
+            failure = error
+        shown = f"{len(found)} samples of {sum(found):,} tokens: {found[:8]}"
+        meet_to(asks, groups, shown=shown, same=str(found), failure=failure)
+        return Lengths.of(found)
+
     def _read(self, samples: Iterable[Any]) -> list[Item]:
         """Samples as the reader makes them of what a loop gave: tensors by name."""
         if isinstance(samples, (dict, torch.Tensor, str)):
@@ -173,10 +195,9 @@ class GivenOrder:
             raise DataError("samples", got="none", wanted="at least one")
         return items
 
-    def _require_short(self, joined: Sequence[Item], units: Sequence[tuple[int, ...]]) -> None:
+    def _require_short(self, counts: Sequence[int], units: Sequence[tuple[int, ...]]) -> None:
         """Raise DataError for what is longer than plans are made for."""
-        for item, unit in zip(joined, units, strict=True):
-            count = self.reader.length(item)
+        for count, unit in zip(counts, units, strict=True):
             if count > self.longest:
                 single = len(unit) == 1
                 raise DataError(
