@@ -77,7 +77,6 @@ from headrace.engine.sample_order import (
     SampleOrder,
     Samples,
     StreamOrder,
-    fingerprint_of,
 )
 from headrace.engine.step_engine import Engine, RunningStep
 from headrace.errors import (
@@ -190,14 +189,15 @@ def attach(
         "epochs": epochs != 1,
         "steps": steps,
     }
-    require_fitting(dataset, {"longest": longest, "example": example}, asked)
+    own = {"samples.own": True if samples.own else None}
+    require_fitting(dataset, {"longest": longest, "example": example, **own}, asked)
     if samples.iterations is not None:
         _require_drawable(dataset, samples, budget, batch_sequences)
     return begin(
         model,
         optimizer,
         lambda model: (
-            given_order(model, longest or samples.longest, budget, example)
+            given_order(model, longest or samples.longest, budget, example, own=samples.own)
             if dataset is None
             else _order(dataset, model, samples, budget, batch_sequences, seed)
         ),
@@ -260,6 +260,7 @@ def begin(
     quiet = groups.rank > 0
     agree("optimizer of the loop", optimizer_text(optimizer), groups.world)
     asked = [budget, epochs, steps, clip, update, seed, str(planner), str(spread), measure.memory]
+    agree("SampleOptions(own=...) of hr.attach", str(samples.own), groups.world)
     agree("arguments of hr.attach", repr(asked), groups.world)
     share_weights(held, groups, (lambda text: None) if quiet else say)
     adopted = partial(_spread, options=samples, spread=spread, groups=groups)
@@ -408,12 +409,14 @@ class Attached:
     def step(self, samples: Iterable[Any], *, together: Iterable[Sequence[int]] = ()) -> LoopStep:
         """The next step, of samples that are given: ``for micro in run.step(samples)``. It is
         planned now, and the optimizer takes its step after the last micro-batch. Collective, as are
-        the following two: every rank gives the same samples.
+        the following three: every rank gives the same samples; or its own, perhaps none, under
+        ``hr.SampleOptions(own=True)``: then the batch has those of rank 0 first.
 
         Args:
             samples: Items as those of a data set; fields may differ from those of other steps.
             together: The numbers of samples that stay in one micro-batch, of each group: a loss of
-                ``micro.per_sequence`` may compare them, which follow each other there.
+                ``micro.per_sequence`` may compare them, which follow each other there. They count
+                what this rank gives.
 
         Returns:
             The step: a loop over this rank's micro-batches; its ``loss`` is known afterwards.
@@ -478,7 +481,8 @@ class Attached:
             more: Called with the micro-batch; gives arguments of the model beside its inputs.
 
         Returns:
-            In the order of the samples, on every rank: the values [n, ...] of their tokens, or [].
+            In the order of the samples that this rank gave: the values [n, ...] of their tokens,
+            or [].
 
         Raises:
             ModelError: For values of another shape, and for another kind of model.
@@ -532,23 +536,18 @@ class Attached:
             >>> contrastive(torch.stack(values)).backward()
             >>> step = run.backward(samples, fn, [v.grad for v in values])
         """
-        found = list[Tensor | None]()
-
-        def given(counts: Sequence[int]) -> str:
-            found[:] = gradients_of(gradients, counts)
-            return fingerprint_of([{str(i): g} for i, g in enumerate(found) if g is not None])
-
         asks = f"step {self.number} by gradients"
-        batch = self._given_batch(asks, samples, more=given, learned=False)
+        beside = partial(gradients_of, gradients)
+        batch = self._given_batch(asks, samples, beside=beside, learned=False)
         step, runner, spread = self._step_of_batch(batch), self._runner, self._setup.model
         checked, runner.check = runner.check, False
         try:
             for micro in step:
                 with micro:
-                    beside: Mapping[str, Any] = {} if more is None else more(micro)
-                    outputs = self.model(**inputs_of(runner.part, spread), **beside)
+                    added: Mapping[str, Any] = {} if more is None else more(micro)
+                    outputs = self.model(**inputs_of(runner.part, spread), **added)
                     if micro.sequences:
-                        loss = weighted(fn(outputs, micro), micro, found, batch.tokens)
+                        loss = weighted(fn(outputs, micro), micro, batch)
                     else:
                         loss = spread.number(outputs)
                     micro.backward(loss)
