@@ -55,7 +55,7 @@ class _Piece:
 
     @property
     def kind(self) -> str:
-        """What the values are."""
+        """The type of the values, and whether they are of tokens or of sequences."""
         of = "sequences" if self.places is None else "tokens"
         return f"{_name(self.values.dtype)} values of {of}"
 
