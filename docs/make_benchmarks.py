@@ -50,6 +50,15 @@ RESTRICTED = {
 
 BOUND = "the same over the bound"
 
+RIVALS = {
+    "script": "one size, method and recompute level for the run",
+    "static": "one size for the run",
+    "chosen": "one size for each batch, the best",
+    "batch": "a power of two by the longest sequence of the batch",
+    "micro": "the same by the longest of each micro-batch (Megatron-Core, verl, SkyRL)",
+}
+"""What sizes of groups are chosen by for rollouts, by their names in the results."""
+
 METHODS = ("ulysses_z", "megatron_cz", "megatron_cz_gather", "megatron_ts", "metp")
 
 
@@ -273,6 +282,62 @@ def truth() -> Iterator[str]:
     )
 
 
+def rollouts() -> Iterator[str]:
+    """What planning each batch of rollouts gains, forwards alone and steps."""
+    found = read("rollouts")
+    cells, measured = found["cells"], found["measured"]
+    keys = list(dict.fromkeys((cell["model"], cell["kind"]) for cell in cells))
+    groups = [[c for c in cells if (c["model"], c["kind"]) == key] for key in keys]
+    yield (
+        f"Rollouts, {found['devices']} H100 by the roofline: how many times as long forwards and"
+        " steps take where the sizes of groups are chosen otherwise, and headrace decides all else,"
+        " but for the first row. Lengths as in DAPO and log-normal ones with medians of 2K, 4K and"
+        " 8K up to 64K, 128 and 512 sequences a batch; geometric means, least to most"
+        " (`python benchmarks/rollouts.py`):"
+    )
+    yield ""
+    yield from rows(
+        ("sizes", *(f"{model.upper()}, {kind}" for model, kind in keys)),
+        [
+            *(
+                (text, *(_ratios(_over(own, name)) for own in groups))
+                for name, text in RIVALS.items()
+            ),
+            ("*headrace over the bound*", *(_ratios(_above_bound(own)) for own in groups)),
+        ],
+    )
+    yield ""
+    said = list[str]()
+    for one in measured:
+        for kind, seconds in one["seconds"].items():
+            ours = seconds["headrace"]
+            each = [
+                f"{name} {_ratios([a / b for a, b in zip(own, ours, strict=True)])}"
+                for name, own in seconds.items()
+                if name != "headrace"
+            ]
+            said.append(f"{one['ranks']} ranks, {kind}: {', '.join(each)}")
+    yield (
+        "Measured with a tiny Llama beside static sizes, in one run each, ranks of one machine over"
+        f" gloo ({machine(found)}): {'; '.join(said)}. Four ranks share two cores: what one leaves"
+        " idle another uses, so there the work of all counts and not who ends last, and groups of"
+        " one win, which exchange nothing."
+    )
+
+
+def _over(cells: Sequence[dict[str, Any]], name: str) -> list[float]:
+    """How many times as long as headrace's plans those of a rival take."""
+    return [
+        a / b
+        for cell in cells
+        for a, b in zip(cell["seconds"].get(name, ()), cell["ours_s"], strict=False)
+    ]
+
+
+def _above_bound(cells: Sequence[dict[str, Any]]) -> list[float]:
+    return [a / b for cell in cells for a, b in zip(cell["ours_s"], cell["bound_s"], strict=True)]
+
+
 def switches() -> Iterator[str]:
     """What changes of plans take and leave equal."""
     change_s = max(
@@ -370,6 +435,7 @@ def page() -> str:
         "![Steps of restricted planners over ours, least, mean and most](pictures/one-planner.svg)",
         "",
         sections()["measured"],
+        text_of(rollouts()),
     ]
     for name, title in {**PAPERS, "planner": "One planner beside each paper alone"}.items():
         if (RESULTS / "papers" / f"{name}.json").exists():

@@ -22,6 +22,7 @@ __all__ = [
     "agree",
     "all_gather_rows",
     "all_to_all_rows",
+    "exchange_bytes",
     "from_first",
     "gather_bytes",
     "gather_floats",
@@ -240,6 +241,20 @@ def gather_bytes(
     flat = bytes(all_gather_rows(mine.to(device), sizes, group).cpu().numpy())
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
     return [flat[start : start + n] for start, n in zip(starts, sizes, strict=True)]
+
+
+def exchange_bytes(payloads: Sequence[bytes], group: dist.ProcessGroup | None) -> list[bytes]:
+    """What every rank of the group gives this one, in rank order, where this one gives
+    ``payloads[r]`` to rank r: as bytes, by way of the host."""
+    if group is None:
+        return list(payloads)
+    ones, send = [1] * len(payloads), [len(payload) for payload in payloads]
+    receive = all_to_all_rows(torch.tensor(send, dtype=torch.int64), ones, ones, group).tolist()
+    joined = b"".join(payloads)
+    mine = torch.frombuffer(bytearray(joined or b"\0"), dtype=torch.uint8)[: len(joined)]
+    flat = bytes(all_to_all_rows(mine, send, receive, group).numpy())
+    starts = [sum(receive[:rank]) for rank in range(len(receive))]
+    return [flat[start : start + n] for start, n in zip(starts, receive, strict=True)]
 
 
 def gather_to_first(payload: bytes, group: dist.ProcessGroup | None) -> list[bytes] | None:

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import chain
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from queue import PriorityQueue, SimpleQueue
@@ -312,6 +313,12 @@ class PlanAhead(Generic[Item, Plan, After]):
         if failed:
             raise value
         return value
+
+    def extend(self, items: Iterable[Item]) -> None:
+        """Plan more items, after all that were given before; also where these had come to an
+        end."""
+        self._items = iter(items) if self._items is None else chain(self._items, items)
+        self._hand_out()
 
     def made_after(self) -> After | None:
         """The second function's result for the item whose plan was taken last; None where it is not

@@ -77,7 +77,6 @@ from headrace.engine.sample_order import (
     SampleOrder,
     Samples,
     StreamOrder,
-    fingerprint_of,
 )
 from headrace.engine.step_engine import Engine, RunningStep
 from headrace.errors import (
@@ -190,14 +189,15 @@ def attach(
         "epochs": epochs != 1,
         "steps": steps,
     }
-    require_fitting(dataset, {"longest": longest, "example": example}, asked)
+    own = {"samples.own": True if samples.own else None}
+    require_fitting(dataset, {"longest": longest, "example": example, **own}, asked)
     if samples.iterations is not None:
         _require_drawable(dataset, samples, budget, batch_sequences)
     return begin(
         model,
         optimizer,
         lambda model: (
-            given_order(model, longest or samples.longest, budget, example)
+            given_order(model, longest or samples.longest, budget, example, own=samples.own)
             if dataset is None
             else _order(dataset, model, samples, budget, batch_sequences, seed)
         ),
@@ -260,6 +260,7 @@ def begin(
     quiet = groups.rank > 0
     agree("optimizer of the loop", optimizer_text(optimizer), groups.world)
     asked = [budget, epochs, steps, clip, update, seed, str(planner), str(spread), measure.memory]
+    agree("SampleOptions(own=...) of hr.attach", str(samples.own), groups.world)
     agree("arguments of hr.attach", repr(asked), groups.world)
     share_weights(held, groups, (lambda text: None) if quiet else say)
     adopted = partial(_spread, options=samples, spread=spread, groups=groups)
@@ -407,12 +408,14 @@ class Attached:
     def step(self, samples: Iterable[Any], *, together: Iterable[Sequence[int]] = ()) -> LoopStep:
         """The next step, of samples that are given: ``for micro in run.step(samples)``. It is
         planned now, and the optimizer takes its step after the last micro-batch. Collective, as are
-        the following two: every rank gives the same samples.
+        the following three: every rank gives the same samples; or its own, perhaps none, under
+        ``hr.SampleOptions(own=True)``: then the batch has those of rank 0 first.
 
         Args:
             samples: Items as those of a data set; fields may differ from those of other steps.
             together: The numbers of samples that stay in one micro-batch, of each group: a loss of
-                ``micro.per_sequence`` may compare them, which follow each other there.
+                ``micro.per_sequence`` may compare them, which follow each other there. They count
+                what this rank gives.
 
         Returns:
             The step: a loop over this rank's micro-batches; its ``loss`` is known afterwards.
@@ -431,6 +434,31 @@ class Attached:
         asks = f"step {self.number}"
         return self._step_of_batch(self._given_batch(asks, samples, together=together))
 
+    def plan_ahead(self, samples: Iterable[Any], *, together: Iterable[Sequence[int]] = ()) -> None:
+        """Have the plans of samples that come later made now, by a process of their own: those of
+        their step and of their forwards, which :meth:`step`, :meth:`map` and :meth:`backward` use
+        when they get samples of these lengths. Nothing else depends on it. Where plans must change
+        meanwhile, as more memory is to be left free, they are made when they are needed; so they
+        are under ``hr.PlannerConfig(ahead=0)``, and those of steps where plans are smoothed.
+        Collective.
+
+        Args:
+            samples: As for :meth:`step`; of these only the lengths count.
+            together: As for :meth:`step`.
+
+        Raises:
+            DataError: As :meth:`step`.
+            PlanMismatch: On every rank where ranks give samples of other lengths.
+
+        Example:
+            >>> run.plan_ahead(coming)
+            >>> for micro in run.step(samples):
+            ...     micro.backward(micro.loss(model(**micro.inputs).logits))
+        """
+        asks, order = f"plans made ahead before step {self.number}", self._given_order("plan_ahead")
+        lengths = order.lengths(asks, samples, self._setup.groups, together=together)
+        self._planner.announce(lengths)
+
     def map(
         self,
         samples: Iterable[Any],
@@ -439,7 +467,8 @@ class Attached:
         model: Module | None = None,
         more: MoreInputs | None = None,
     ) -> list[Tensor]:
-        """Values of samples by forwards alone, planned as a step is. Collective.
+        """Values of samples by forwards alone, planned as such: where nothing is kept for a
+        backward, ranks hold more. Collective.
 
         Args:
             samples: Items as those of a data set; nobody needs labels.
@@ -451,7 +480,8 @@ class Attached:
             more: Called with the micro-batch; gives arguments of the model beside its inputs.
 
         Returns:
-            In the order of the samples, on every rank: the values [n, ...] of their tokens, or [].
+            In the order of the samples that this rank gave: the values [n, ...] of their tokens,
+            or [].
 
         Raises:
             ModelError: For values of another shape, and for another kind of model.
@@ -468,8 +498,9 @@ class Attached:
             engine=replace(self.engine, runner=runner),
             number=self.number,
             batch=batch,
-            planned=self.engine.planner.plan_aside(batch.lengths),
+            planned=self.engine.planner.plan_forward(batch.lengths),
             waited_s=0.0,
+            forward=True,
         )
         for _ in step.attempts():
             pass
@@ -504,23 +535,18 @@ class Attached:
             >>> contrastive(torch.stack(values)).backward()
             >>> step = run.backward(samples, fn, [v.grad for v in values])
         """
-        found = list[Tensor | None]()
-
-        def given(counts: Sequence[int]) -> str:
-            found[:] = gradients_of(gradients, counts)
-            return fingerprint_of([{str(i): g} for i, g in enumerate(found) if g is not None])
-
         asks = f"step {self.number} by gradients"
-        batch = self._given_batch(asks, samples, more=given, learned=False)
+        beside = partial(gradients_of, gradients)
+        batch = self._given_batch(asks, samples, beside=beside, learned=False)
         step, runner, spread = self._step_of_batch(batch), self._runner, self._setup.model
         checked, runner.check = runner.check, False
         try:
             for micro in step:
                 with micro:
-                    beside: Mapping[str, Any] = {} if more is None else more(micro)
-                    outputs = self.model(**inputs_of(runner.part, spread), **beside)
+                    added: Mapping[str, Any] = {} if more is None else more(micro)
+                    outputs = self.model(**inputs_of(runner.part, spread), **added)
                     if micro.sequences:
-                        loss = weighted(fn(outputs, micro), micro, found, batch.tokens)
+                        loss = weighted(fn(outputs, micro), micro, batch)
                     else:
                         loss = spread.number(outputs)
                     micro.backward(loss)
@@ -788,18 +814,21 @@ class Attached:
     def _given_batch(self, asks: str, samples: Iterable[Any], **more: Any) -> LoopBatch:
         """The batch of samples that all ranks give; refused where the step before is still open.
         Collective."""
-        order = self._order
-        if not isinstance(order, GivenOrder):
+        order, left = self._given_order(asks), self._open
+        if left is not None and left.stage != "at work":
+            self._open = None  # it is refused once
+        return order.batch(asks, samples, self._setup.groups, open_step=unfinished(left), **more)
+
+    def _given_order(self, asks: str) -> GivenOrder:
+        """The order of samples that are given. Raises SpecError where a data set has them."""
+        if not isinstance(self._order, GivenOrder):
             raise SpecError(
                 asks,
                 got="a run with a data set",
                 wanted="for step in run",
                 hint="attach without a data set takes batches that are given",
             )
-        left = self._open
-        if left is not None and left.stage != "at work":
-            self._open = None  # it is refused once
-        return order.batch(asks, samples, self._setup.groups, open_step=unfinished(left), **more)
+        return self._order
 
     def _step_of_batch(self, batch: LoopBatch) -> LoopStep:
         """The next step, of a batch that was given."""

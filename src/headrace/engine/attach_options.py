@@ -46,6 +46,9 @@ class SampleOptions:
             where it is None.
         workers: Processes of each rank that read the samples of the coming steps, of a data set by
             number; a stream may be a ``DataLoader`` with workers of its own.
+        own: Whether each rank gives samples of its own, as many as it has, in the place of all
+            giving the same: without a data set. They travel to the ranks that work on them, and
+            ``run.map`` gives each rank the values of its own.
         iterations: How steps choose their own samples, after Data-Centric Parallel, in the place of
             ``batch_tokens``: devices are filled with groups until they end together, and what fills
             them is the step. Its samples and tokens follow from ranks and costs, and vary.
@@ -59,6 +62,7 @@ class SampleOptions:
     label_place: LabelPlace | None = None
     longest: int | str | None = None
     workers: int = 0
+    own: bool = False
     iterations: DrawOptions | None = None
 
 

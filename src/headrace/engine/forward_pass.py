@@ -15,15 +15,16 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from headrace.adopt.held_weights import HeldWeights
-from headrace.adopt.spread_model import BatchPart, SpreadModel
+from headrace.adopt.spread_model import BatchPart, Item, SpreadModel
 from headrace.adopt.token_model import arguments_of
-from headrace.comm.collectives import gather_bytes
+from headrace.comm.collectives import exchange_bytes, gather_bytes
 from headrace.comm.ranks import is_broken_connection
 from headrace.engine.loop_runner import LoopMicroBatch, LoopRunner, Work
 from headrace.engine.sample_order import LoopBatch
@@ -45,12 +46,18 @@ MoreInputs = Callable[[LoopMicroBatch], Mapping[str, Any]]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Piece:
-    """What this rank has of some samples: of tokens ``values`` [s_r, ...] and their places in the
-    row of these samples, else one value for each."""
+    """What this rank has of a sample: ``values`` [m, ...] of some of its tokens with their places
+    in it, else a single one []."""
 
-    samples: tuple[int, ...]
+    sample: int
     values: torch.Tensor
     places: np.ndarray | None
+
+    @property
+    def kind(self) -> str:
+        """The type of the values, and whether they are of tokens or of sequences."""
+        of = "sequences" if self.places is None else "tokens"
+        return f"{_name(self.values.dtype)} values of {of}"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -104,12 +111,12 @@ class ForwardRunner:
             more: Mapping[str, Any] = {} if self.more is None else self.more(micro)
             outputs = self.held.model(**inputs_of(part, self.model), **more)
             if isinstance(turn, Forward) and self._failure is None:
-                self._keep(outputs, micro)
+                self._keep(outputs, micro, batch)
         finally:
             self.model.release()
             self.loop.part = None
 
-    def _keep(self, outputs: Any, micro: LoopMicroBatch) -> None:
+    def _keep(self, outputs: Any, micro: LoopMicroBatch, batch: LoopBatch) -> None:
         """Keep what ``fn`` makes of outputs: values [1, local tokens, ...], each rank its own, or
         [sequences], the first rank for all. An error is kept too: others may wait in forwards."""
         try:
@@ -121,56 +128,79 @@ class ForwardRunner:
             return
         values = values.detach()
         if values.dim() > 1:
-            self._pieces.append(
-                _Piece(samples=micro.sequences, values=values[0], places=micro.local_index)
-            )
+            places, first = micro.local_index, 0
+            for sample in micro.sequences:
+                after = first + batch.tokens[sample]
+                mine = np.flatnonzero((places >= first) & (places < after))
+                self._pieces.append(
+                    _Piece(
+                        sample=sample,
+                        values=values[0, torch.from_numpy(mine).to(values.device)],
+                        places=places[mine] - first,
+                    )
+                )
+                first = after
         elif micro.ranks[0] == self.loop.groups.rank:
-            self._pieces.append(_Piece(samples=micro.sequences, values=values, places=None))
+            self._pieces += [
+                _Piece(sample=sample, values=value, places=None)
+                for sample, value in zip(micro.sequences, values, strict=True)
+            ]
 
     def gathered(self, batch: LoopBatch) -> list[torch.Tensor]:
-        """The values of all samples, in their order, on every rank: [n, ...] of tokens, or [] each.
-        Collective. Raises HeadraceError on every rank where ``fn`` failed on any, and ModelError
-        where it gave values of tokens here and of sequences there."""
-        said = gather_bytes(self._values_as_bytes(), self.loop.groups.world)
-        found: list[torch.Tensor | None] = [None] * len(batch.tokens)
-        heads = list[dict[str, Any]]()
-        for text in said:
-            head, _, body = text.partition(b"\n")
-            heads.append(json.loads(head))
-            _read_values(heads[-1]["pieces"], body, batch, found)
+        """The values of all samples that this rank gave, in their order: [n, ...] of tokens, or []
+        each. Collective. Raises HeadraceError on every rank where ``fn`` failed on any, and
+        ModelError where it gave values of tokens here and of sequences there."""
+        groups, starts, wanted = self.loop.groups, batch.starts, range(len(batch.tokens))
+        if starts is None:
+            said = gather_bytes(self._told(wanted), groups.world)
+        else:
+            each = [range(*pair) for pair in pairwise(starts)]
+            said = exchange_bytes(list(map(self._told, each)), groups.world)
+            wanted = each[groups.rank]
+        parts = [text.partition(b"\n") for text in said]
+        heads = [json.loads(head) for head, _, _ in parts]
         if self._failure is not None:
             raise self._failure
         for rank, head in enumerate(heads):
             if head["failure"] is not None:
                 raise HeadraceError(f"run.map(fn) on rank {rank}", got=head["failure"])
-        kinds = {(p["of"], p["dtype"]) for head in heads for p in head["pieces"]}
+        kinds = {kind for head in heads for kind in head["kinds"]}
         if len(kinds) > 1:
             raise ModelError(
                 "run.map(fn)",
-                got=" and ".join(f"{dtype} values of {of}" for of, dtype in sorted(kinds)),
+                got=" and ".join(sorted(kinds)),
                 wanted="the same of every micro-batch",
             )
-        return [x.to(self.loop.device) for x in found if x is not None]
+        found = dict[int, torch.Tensor]()
+        for head, (_, _, body) in zip(heads, parts, strict=True):
+            _read_values(head["pieces"], body, batch, found)
+        return [found[sample].to(self.loop.device) for sample in wanted]
 
-    def _values_as_bytes(self) -> bytes:
-        """This rank's values for all ranks: a line of JSON, then places and values."""
-        pieces, body = list[dict[str, Any]](), b""
+    def _told(self, wanted: range) -> bytes:
+        """This rank's values of some samples: a line of JSON, then places and values."""
+        pieces, body = list[dict[str, Any]](), list[bytes]()
         for piece in self._pieces:
+            if piece.sample not in wanted:
+                continue
             values = piece.values.cpu().contiguous()
             pieces.append(
                 {
-                    "samples": piece.samples,
-                    "of": "sequences" if piece.places is None else "tokens",
-                    "dtype": str(values.dtype).removeprefix("torch."),
+                    "sample": piece.sample,
+                    "of tokens": piece.places is not None,
+                    "dtype": _name(values.dtype),
                     "shape": list(values.shape),
                 }
             )
             if piece.places is not None:
-                body += piece.places.astype(np.int64).tobytes()
-            body += values.view(-1).view(torch.uint8).numpy().tobytes()
+                body.append(piece.places.astype(np.int64).tobytes())
+            body.append(values.view(-1).view(torch.uint8).numpy().tobytes())
         failure = self._failure
-        said = None if failure is None else f"{type(failure).__name__}: {failure}"
-        return json.dumps({"failure": said, "pieces": pieces}).encode() + b"\n" + body
+        head = {
+            "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
+            "kinds": sorted({piece.kind for piece in self._pieces}),
+            "pieces": pieces,
+        }
+        return json.dumps(head).encode() + b"\n" + b"".join(body)
 
     @property
     def targets(self) -> int:
@@ -221,9 +251,9 @@ def inputs_of(part: BatchPart, model: SpreadModel) -> dict[str, Any]:
     }
 
 
-def gradients_of(gradients: Sequence[Any], counts: Sequence[int]) -> list[torch.Tensor | None]:
-    """One gradient for each sample, [n, ...] of its tokens or []; None is zero. Raises DataError
-    for others."""
+def gradients_of(gradients: Sequence[Any], counts: Sequence[int]) -> list[Item]:
+    """One gradient for each sample, [n, ...] of its tokens or [], as what goes with it; nothing
+    where it is None, which is zero. Raises DataError for others."""
     found = [None if g is None else torch.as_tensor(g).detach() for g in gradients]
     if len(found) != len(counts):
         raise DataError("gradients", got=len(found), wanted=f"{len(counts)}, one for each sample")
@@ -238,23 +268,22 @@ def gradients_of(gradients: Sequence[Any], counts: Sequence[int]) -> list[torch.
             raise DataError(
                 f"gradient of sample {at}", got="no finite number", wanted="finite ones"
             )
-    return found
+    return [{} if gradient is None else {_GRADIENT: gradient} for gradient in found]
 
 
-def weighted(
-    values: torch.Tensor,
-    micro: LoopMicroBatch,
-    gradients: Sequence[torch.Tensor | None],
-    counts: Sequence[int],
-) -> torch.Tensor:
-    """This rank's part of the sum of values times their gradients, []. Raises ModelError for values
-    of other tokens, and for gradients of tokens where values are of sequences."""
+_GRADIENT = "gradient"
+
+
+def weighted(values: torch.Tensor, micro: LoopMicroBatch, batch: LoopBatch) -> torch.Tensor:
+    """This rank's part of the sum of values times the gradients that go with the samples of a
+    batch, []. Raises ModelError for values of other tokens, and for gradients of tokens where
+    values are of sequences."""
     values = _require_values(values, micro)
     of_tokens = values.dim() > 1
     rows = list[torch.Tensor]()
     for sample in micro.sequences:
-        shape = [counts[sample], *values.shape[2:]] if of_tokens else []
-        own = gradients[sample]
+        shape = [batch.tokens[sample], *values.shape[2:]] if of_tokens else []
+        own = batch.beside(sample).get(_GRADIENT)
         if own is None:
             own = torch.zeros(shape)
         if list(own.shape) != shape:
@@ -290,32 +319,36 @@ def _read_values(
     pieces: Sequence[dict[str, Any]],
     body: bytes,
     batch: LoopBatch,
-    values_of: list[torch.Tensor | None],
+    values_of: dict[int, torch.Tensor],
 ) -> None:
     """Put what a rank told into the values of the samples."""
     start = 0
     for piece in pieces:
-        dtype, shape = getattr(torch, piece["dtype"]), piece["shape"]
+        dtype, shape, sample = getattr(torch, piece["dtype"]), piece["shape"], piece["sample"]
         places = None
-        if piece["of"] == "tokens":
-            size = 8 * shape[0]
-            places = torch.frombuffer(bytearray(body[start : start + size]), dtype=torch.int64)
-            start += size
-        size = dtype.itemsize * math.prod(shape)
-        values = torch.frombuffer(bytearray(body[start : start + size]), dtype=dtype).view(shape)
-        start += size
-        first = 0
-        for at, sample in enumerate(piece["samples"]):
-            if places is None:
-                values_of[sample] = values[at].clone()
-                continue
-            tokens = batch.tokens[sample]
-            own = values_of[sample]
-            if own is None:
-                own = values_of[sample] = values.new_zeros(tokens, *shape[1:])
-            mine = (places >= first) & (places < first + tokens)
-            own[places[mine] - first] = values[mine]
-            first += tokens
+        if piece["of tokens"]:
+            places = _read_array(body, start, torch.int64, shape[:1])
+            start += places.nbytes
+        values = _read_array(body, start, dtype, shape)
+        start += values.nbytes
+        if places is None:
+            values_of[sample] = values
+            continue
+        if sample not in values_of:
+            values_of[sample] = values.new_zeros(batch.tokens[sample], *shape[1:])
+        values_of[sample][places] = values
+
+
+def _read_array(body: bytes, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """An array of ``body`` from byte ``start`` on."""
+    part = bytearray(body[start : start + dtype.itemsize * math.prod(shape)])
+    if not part:
+        return torch.empty(list(shape), dtype=dtype)
+    return torch.frombuffer(part, dtype=dtype).view(list(shape))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _refuse_backward(_: LoopMicroBatch, loss: torch.Tensor) -> None:

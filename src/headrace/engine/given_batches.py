@@ -6,9 +6,10 @@
     values = run.map(samples, fn)           # forwards only
     run.backward(samples, fn, gradients)    # a step with the gradients of these values
 
-All ranks give the same samples. Before anything is planned they tell each other what they ask for
-and what samples they gave, so that a rank that asks for something else, gives other samples, cannot
-read its own or left a step half way is named on all of them, with nothing trained.
+All ranks give the same samples, or each gives its own (:mod:`headrace.engine.own_samples`). Before
+anything is planned they tell each other what they ask for and what samples they gave, so that a
+rank that asks for something else, gives other samples, cannot read its own or left a step half way
+is named on all of them, with nothing trained.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from headrace.adopt.token_model import TokenModel
 from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
 from headrace.comm.ranks import is_broken_connection
+from headrace.engine.own_samples import OwnSamples, field_types
 from headrace.engine.sample_order import LoopBatch, fingerprint_of
 from headrace.engine.step_engine import RunningStep
 from headrace.errors import DataError, HeadraceError, PlanMismatch, SpecError
@@ -40,6 +43,49 @@ _MADE = 64
 """Tokens of an example that is made up."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Given:
+    """Samples that are given, by this rank or by all together.
+
+    Attributes:
+        items: The samples, where they are here.
+        units: Which samples are planned as one.
+        counts: Tokens of each sample.
+        beside: What goes with each sample, where anything does.
+    """
+
+    items: list[Item] = field(default_factory=list, repr=False)
+    units: list[tuple[int, ...]] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    beside: Sequence[Item] = ()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of what is planned as one."""
+        return [sum(self.counts[i] for i in unit) for unit in self.units]
+
+    @property
+    def shown(self) -> str:
+        """What it is, for people."""
+        return f"{len(self.counts)} samples of {sum(self.counts):,} tokens: {self.counts[:8]}"
+
+    def beside_of(self, sample: int) -> Item:
+        """What goes with a sample."""
+        return self.beside[sample] if self.beside else {}
+
+    def fingerprint(self) -> str:
+        """A hash of all values."""
+        text = f"{fingerprint_of(self.items)} {self.units} {fingerprint_of(self.beside)}"
+        return sha256(text.encode()).hexdigest()
+
+    def told(self, own: bool) -> dict[str, Any]:
+        """What other ranks must know of it, where each rank has its own."""
+        if not own:
+            return {}
+        fields = field_types(self.items[0]) if self.items else None
+        return {"counts": self.counts, "units": self.units, "fields": fields}
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class GivenOrder:
     """Samples in the order in which a loop gives them: a
@@ -50,12 +96,14 @@ class GivenOrder:
         example: A sample to look at and to measure the model with.
         longest: Tokens of the longest sample that may come.
         total: Tokens of a batch, more or less.
+        own: Whether each rank gives its own samples.
     """
 
     reader: SampleReader
     example: Item = field(repr=False)
     longest: int
     total: int
+    own: bool = False
 
     @property
     def epoch(self) -> int:
@@ -106,18 +154,18 @@ class GivenOrder:
         groups: Groups,
         *,
         together: Iterable[Sequence[int]] = (),
-        more: Callable[[Sequence[int]], str] = lambda counts: "",
+        beside: Callable[[Sequence[int]], Sequence[Item]] | None = None,
         open_step: Exception | None = None,
         learned: bool = True,
     ) -> LoopBatch:
-        """The batch of some samples, which all ranks give alike. Collective.
+        """The batch of some samples, which all ranks give alike, or each its own. Collective.
 
         Args:
             asks: What this rank asks for, with the number of the step.
             samples: Items as those of a data set.
             groups: The groups of this rank.
             together: The numbers of samples that stay in one micro-batch, of each group.
-            more: A text of what else must be the same on all ranks, by the tokens of the samples.
+            beside: Makes what goes with each sample, by the tokens of the samples.
             open_step: What is wrong with the step before, if anything is.
             learned: Whether a token must have a label.
 
@@ -130,32 +178,94 @@ class GivenOrder:
             PlanMismatch: On every rank where one gives other samples.
             HeadraceError: On every rank where one left a step half way, or has ended.
         """
-        items, joined, units = list[Item](), list[Item](), list[tuple[int, ...]]()
-        counts, said, failure = list[int](), "", open_step
+        mine, failure = _Given(), open_step
         if failure is None:
             try:
-                items = self._read(samples)
-                counts = [self.reader.length(item) for item in items]
-                units = _units(together, len(items))
-                said = sha256(
-                    f"{fingerprint_of(items)} {units} {more(counts)}".encode()
-                ).hexdigest()
-                joined = _joined(items, units)
-                self._require_short(joined, units)
+                mine = self._given(samples, together, beside)
             except Exception as error:  # told to all ranks, which would wait for this one
                 failure = error
-        shown = f"{len(items)} samples of {sum(counts):,} tokens: {counts[:8]}"
-        meet_to(asks, groups, shown=shown, same=said, failure=failure)
-        apart = all(len(unit) == 1 for unit in units)
+        same = "" if self.own else mine.fingerprint()
+        said = meet_to(
+            asks, groups, shown=mine.shown, same=same, failure=failure, told=mine.told(self.own)
+        )
+        whole = _whole(said) if self.own else mine
+        apart = all(len(unit) == 1 for unit in whole.units)
+        joined = mine.items if apart else _joined(mine.items, mine.units)
+        own = self._travelling(mine, whole, joined, said, groups) if self.own else None
         return LoopBatch(
-            lengths=Lengths.of(map(self.reader.length, joined)),
+            lengths=Lengths.of(whole.lengths),
             epoch=0,
-            read=lambda i: joined[i],
+            read=joined.__getitem__ if own is None else own.read,
             state_after=self.state(),
-            together=None if apart else units,
-            counts=counts,
+            together=None if apart else whole.units,
+            counts=whole.counts,
             learned=learned,
-            like=joined[0],
+            like=(lambda: joined[0]) if own is None else own.like,
+            beside=mine.beside_of if own is None else _beside(own, whole.units),
+            starts=None if own is None else _starts(said, "counts"),
+            bring=(lambda plan: None) if own is None else own.bring,
+        )
+
+    def lengths(
+        self,
+        asks: str,
+        samples: Iterable[Any],
+        groups: Groups,
+        *,
+        together: Iterable[Sequence[int]] = (),
+    ) -> Lengths:
+        """The lengths that :meth:`batch` plans by, of samples that come later. Collective; raises
+        as it does."""
+        mine, failure = _Given(), None
+        try:
+            mine = self._given(samples, together, None)
+        except Exception as error:  # told to all ranks, which would wait for this one
+            failure = error
+        same = "" if self.own else str(mine.lengths)
+        said = meet_to(
+            asks, groups, shown=mine.shown, same=same, failure=failure, told=mine.told(self.own)
+        )
+        return Lengths.of((_whole(said) if self.own else mine).lengths)
+
+    def _given(
+        self,
+        samples: Iterable[Any],
+        together: Iterable[Sequence[int]],
+        beside: Callable[[Sequence[int]], Sequence[Item]] | None,
+    ) -> _Given:
+        """What this rank gives, looked at."""
+        items = self._read(samples)
+        counts = [self.reader.length(item) for item in items]
+        units = _units(together, len(items))
+        found = _Given(
+            items=items,
+            units=units,
+            counts=counts,
+            beside=[] if beside is None else beside(counts),
+        )
+        self._require_short(found.lengths, units)
+        if any(len(unit) > 1 for unit in units):
+            _require_joinable(items)
+        return found
+
+    def _travelling(
+        self,
+        mine: _Given,
+        whole: _Given,
+        joined: Sequence[Item],
+        said: Sequence[Mapping[str, Any]],
+        groups: Groups,
+    ) -> OwnSamples:
+        """The samples that ranks have each for itself, as they are planned."""
+        starts = _starts(said, "units")
+        return OwnSamples(
+            given={
+                starts[groups.rank] + at: [item, *map(mine.beside_of, unit)]
+                for at, (item, unit) in enumerate(zip(joined, mine.units, strict=True))
+            },
+            starts=starts,
+            lengths=whole.lengths,
+            groups=groups,
         )
 
     def _read(self, samples: Iterable[Any]) -> list[Item]:
@@ -169,14 +279,15 @@ class GivenOrder:
             )
         self.reader.forget_fields()
         items = [self.reader.read(item, f"sample {at}") for at, item in enumerate(samples)]
+        if self.own:  # those of other ranks come by way of the host
+            return [{name: value.cpu() for name, value in item.items()} for item in items]
         if not items:
             raise DataError("samples", got="none", wanted="at least one")
         return items
 
-    def _require_short(self, joined: Sequence[Item], units: Sequence[tuple[int, ...]]) -> None:
+    def _require_short(self, counts: Sequence[int], units: Sequence[tuple[int, ...]]) -> None:
         """Raise DataError for what is longer than plans are made for."""
-        for item, unit in zip(joined, units, strict=True):
-            count = self.reader.length(item)
+        for count, unit in zip(counts, units, strict=True):
             if count > self.longest:
                 single = len(unit) == 1
                 raise DataError(
@@ -189,10 +300,15 @@ class GivenOrder:
 
 
 def given_order(
-    model: SpreadModel, longest: int | str | None, budget: int | None, example: Any
+    model: SpreadModel,
+    longest: int | str | None,
+    budget: int | None,
+    example: Any,
+    *,
+    own: bool = False,
 ) -> GivenOrder:
-    """Samples that are given for each step, at most as long as the longest. Raises SpecError where
-    nobody said how long that is."""
+    """Samples that are given for each step, at most as long as the longest; by each rank its
+    ``own`` where that is so. Raises SpecError where nobody said how long that is."""
     if longest is None:
         raise SpecError(
             "attach without a data set",
@@ -206,6 +322,7 @@ def given_order(
         example=_example_for(model, example, most),
         longest=most,
         total=budget or most,
+        own=own,
     )
 
 
@@ -247,8 +364,14 @@ def unfinished(step: RunningStep[Any, Any] | None) -> HeadraceError | None:
 
 
 def meet_to(
-    asks: str, groups: Groups, *, shown: str = "", same: str = "", failure: Exception | None = None
-) -> None:
+    asks: str,
+    groups: Groups,
+    *,
+    shown: str = "",
+    same: str = "",
+    failure: Exception | None = None,
+    told: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
     """Meet all ranks before what this one ``asks`` for. Collective.
 
     Args:
@@ -257,13 +380,17 @@ def meet_to(
         shown: What it gives, for people.
         same: What must be equal on all ranks.
         failure: What this rank cannot do.
+        told: What all ranks are to know, as JSON.
+
+    Returns:
+        What each rank told.
 
     Raises:
         HeadraceError: On every rank where one has a failure, which it raises itself, or has ended.
         PlanMismatch: On every rank where one asks for something else, or with something else.
     """
-    told = None if failure is None else f"{type(failure).__name__}: {failure}"
-    mine = {"asks": asks, "shown": shown, "same": same, "failure": told}
+    wrong = None if failure is None else f"{type(failure).__name__}: {failure}"
+    mine = {"asks": asks, "shown": shown, "same": same, "failure": wrong, "told": told or {}}
     try:
         said = gather_bytes(json.dumps(mine).encode(), groups.world)
     except Exception as error:
@@ -304,10 +431,7 @@ def meet_to(
                     wanted=f"{' of '.join(first)}, as rank 0",
                     hint=hint,
                 )
-
-
-def _hash(text: str) -> str:
-    return sha256(text.encode()).hexdigest()
+    return [text["told"] for text in found]
 
 
 def _told(text: bytes) -> dict[str, Any] | None:
@@ -336,14 +460,64 @@ def _units(together: Iterable[Sequence[int]], samples: int) -> list[tuple[int, .
     return sorted([*groups, *alone])
 
 
-def _joined(items: Sequence[Item], units: Sequence[tuple[int, ...]]) -> list[Item]:
-    """The samples of each unit as one, in which each is a document of its own."""
-    if all(len(unit) == 1 for unit in units):
-        return list(items)
+def _require_joinable(items: Sequence[Item]) -> None:
+    """Raise DataError for samples that are no rows of tokens."""
     if "labels" not in items[0] or items[0]["labels"].dim() != 1:
         raise DataError("together=", got="a model of several axes", wanted="a model of tokens")
+
+
+def _joined(items: Sequence[Item], units: Sequence[tuple[int, ...]]) -> list[Item]:
+    """The samples of each unit as one, in which each is a document of its own."""
     rows = (packed([items[i] for i in unit]) for unit in units)
     return [{name: value[0] for name, value in row.items()} for row in rows]
+
+
+def _starts(said: Sequence[Mapping[str, Any]], what: str) -> list[int]:
+    """The number of the first of what each rank gave, then of all."""
+    return [0, *accumulate(len(told[what]) for told in said)]
+
+
+def _whole(said: Sequence[Mapping[str, Any]]) -> _Given:
+    """What all ranks gave together, those of rank 0 first. Raises DataError where none gave any,
+    and where ranks have other fields."""
+    first: tuple[int, Any] | None = None
+    for rank, told in enumerate(said):
+        fields = told["fields"]
+        if fields is not None and first is None:
+            first = rank, fields
+        if fields is not None and first is not None and fields != first[1]:
+            raise DataError(
+                f"fields of the samples of rank {rank}",
+                got=_fields_text(fields),
+                wanted=f"{_fields_text(first[1])}, as of rank {first[0]}",
+                hint="all samples of a batch have the same columns of the same types",
+            )
+    if first is None:
+        raise DataError("samples", got="none on any rank", wanted="at least one")
+    starts = _starts(said, "counts")
+    return _Given(
+        units=[
+            tuple(start + i for i in unit)
+            for start, told in zip(starts, said, strict=False)
+            for unit in told["units"]
+        ],
+        counts=[count for told in said for count in told["counts"]],
+    )
+
+
+def _fields_text(fields: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {dtype}" for name, dtype in fields.items())
+
+
+def _beside(own: OwnSamples, units: Sequence[tuple[int, ...]]) -> Callable[[int], Item]:
+    """What goes with each sample, where it is here."""
+    places = {sample: (at, n) for at, unit in enumerate(units) for n, sample in enumerate(unit)}
+
+    def found(sample: int) -> Item:
+        at, n = places[sample]
+        return own.beside(at)[n]
+
+    return found
 
 
 def _example_for(model: SpreadModel, example: Any, longest: int) -> Item:

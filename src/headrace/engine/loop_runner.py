@@ -378,6 +378,7 @@ class LoopRunner:
         """Read this rank's samples, agree on the packs of all ranks, make their groups, and compile
         and check this rank's program. Collective."""
         me = self.groups.rank
+        batch.bring(plan)
         mine = list[tuple[int, Pack, Members]]()
         failure: Exception | None = None
         try:
@@ -605,7 +606,7 @@ class LoopRunner:
 
     def _idle_pack(self, batch: LoopBatch) -> Pack:
         """A pack of two tokens without a loss, for an idle turn of this rank."""
-        sample = self.probes.sample if batch.like is None else batch.like
+        sample = self.probes.sample if batch.like is None else batch.like()
         pack = self.model.made(sample, (2,), 1, document=self.probes.document)
         return replace(pack, targets=0)
 

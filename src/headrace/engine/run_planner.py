@@ -18,6 +18,7 @@ from headrace.config.model import PlannerConfig
 from headrace.costs import CostModel
 from headrace.costs.calibration import Calibration, micro_batch_residuals
 from headrace.costs.drift import Drift
+from headrace.engine.announced_plans import Ahead, AnnouncedPlans
 from headrace.engine.plans import require_costs
 from headrace.engine.step_planner import MemoryMargin, StepPlanner
 from headrace.errors import InfeasiblePlan
@@ -25,7 +26,7 @@ from headrace.planning import Problem
 from headrace.simulator import peak_bytes
 from headrace.spec.lengths import Lengths
 from headrace.spec.plan import Plan, Semantics
-from headrace.spec.step import BestStatic, Exhausted, Planned, PlanRequest, Step
+from headrace.spec.step import Exhausted, Planned, PlanRequest, Step
 
 __all__ = ["RunPlanner", "Stopped"]
 
@@ -35,16 +36,13 @@ _MEMORY = 0.9
 _PLAN, _REFUSED, _STOP = b"p", b"r", b"s"
 """First byte of a message of the first rank: a plan, a refusal, or the end of the run."""
 
-_Ahead = PlanAhead[PlanRequest, Planned, BestStatic | None]
-"""Processes that plan coming batches, and after each plan its best static one."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HandedOut:
     """The request of the plan handed out last, and the process that made it, if one did."""
 
     request: PlanRequest
-    maker: _Ahead | None
+    maker: Ahead | None
 
 
 def _alike(one: PlanRequest, other: PlanRequest) -> bool:
@@ -113,12 +111,16 @@ class RunPlanner:
         self.ratio = 1.0
         self.calibration = calibration or Calibration(fingerprint=costs.fingerprint)
         self._margin = MemoryMargin(planner=self.steps, value=costs.memory_margin)
+        self._forward_margin = MemoryMargin(
+            planner=self.steps, value=costs.memory_margin, forward=True
+        )
         self._groups, self._drawn, self._drift, self._tell = groups, drawn, drift, tell
         self._first = groups is None or groups.rank == 0
         self._observed = 0
         self._step, self._done = 0, 0  # number of the next step to plan, steps observed
         self._previous: Plan | None = None
-        self._ahead: _Ahead | None = None
+        self._ahead: Ahead | None = None
+        self._announced = AnnouncedPlans(steps=self.steps, tell=tell)
         self._handed: _HandedOut | None = None
         self._warm = False
         self._stop_asked: Callable[[], bool] = lambda: False
@@ -147,16 +149,22 @@ class RunPlanner:
         """
         return self._decide_on_first(lambda: self._plan(lengths), stop=self._stop_asked())
 
-    def plan_aside(self, lengths: Lengths) -> Planned:
-        """A plan of a batch that is no step of the run, as the next step would have it: no plan
-        that follows depends on it. Collective.
+    def plan_forward(self, lengths: Lengths) -> Planned:
+        """A plan of the forwards of a batch, which is no step of the run: no step's plan depends on
+        it. Collective.
 
         Raises:
             InfeasiblePlan: On every rank, when nothing fits.
         """
-        return self._decide_on_first(
-            lambda: self.steps.plan(replace(self._request(lengths), drawn=False))
-        )
+        return self._decide_on_first(lambda: self._plan_forward(lengths))
+
+    def replan_forward(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
+        """As :meth:`replan`, of forwards alone, whose margin is their own. Collective.
+
+        Raises:
+            InfeasiblePlan: On every rank, when the plan that failed was the thriftiest.
+        """
+        return self._decide_on_first(lambda: self._replan_forward(lengths, failed, exhausted))
 
     def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
         """A plan of the same batch that is expected to take a tenth less memory than ``failed`` did
@@ -178,6 +186,7 @@ class RunPlanner:
         if self._first:
             try:
                 self._margin.require(longest)
+                self._forward_margin.longest = self._margin.longest
             except InfeasiblePlan as error:
                 payload = _REFUSED + str(error).encode()
         self._from_first(payload)
@@ -203,8 +212,17 @@ class RunPlanner:
             tell=self._tell,
         )
 
+    def announce(self, lengths: Lengths) -> None:
+        """Have the plans of a batch that comes later made by a process of their own: of its
+        forwards and of its step; on the first rank. A step's plan is made when it comes where plans
+        are smoothed, and both where none is to be made ahead. What changes a plan meanwhile, as
+        a raised memory margin, has it made anew."""
+        if self._first:
+            self._announced.announce([self._forward_request(lengths), self._request(lengths)])
+
     def close(self) -> None:
-        """End the process that plans ahead."""
+        """End the processes that plan ahead."""
+        self._announced.close()
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -254,6 +272,8 @@ class RunPlanner:
             best = self.steps.best_static(handed.request)
         else:
             best = handed.maker.made_after()
+            if best is not None and handed.request.drawn != (best.predicted is not None):
+                best = self.steps.best_static(handed.request)  # announced for another step
         return step if best is None else step.compared_with(best)
 
     def state(self) -> dict[str, Any]:
@@ -297,9 +317,25 @@ class RunPlanner:
         maker = self._ahead
         found = next(maker, None) if maker is not None else None
         made = found.request if found is not None else None
-        if found is None or made is None or not _alike(made, request):
-            return self._handed_out(self.steps.plan(request), request, None)
-        return self._handed_out(found, made, maker)
+        if found is not None and made is not None and _alike(made, request):
+            return self._handed_out(found, made, maker)
+        known = self._announced.take(request) if self._announced.serves(request) else None
+        if known is not None:
+            found, maker = known
+            return self._handed_out(found, found.request or request, maker)
+        found = self.steps.plan(request)
+        self._announced.keep(request, found)
+        return self._handed_out(found, request, None)
+
+    def _plan_forward(self, lengths: Lengths) -> Planned:
+        """The plan of forwards, on the first rank."""
+        request = self._forward_request(lengths)
+        known = self._announced.take(request)
+        if known is not None:
+            return known[0]
+        found = self.steps.plan(request)
+        self._announced.keep(request, found)
+        return found
 
     def _replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
         """A thriftier plan of the same batch, on the first rank."""
@@ -316,6 +352,32 @@ class RunPlanner:
         )
         return self._handed_out(found, found.request or request, None)
 
+    def _replan_forward(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
+        """A thriftier plan of the same forwards, on the first rank."""
+        request = self._forward_request(lengths)
+        predicted = peak_bytes(failed, self.steps.problem(request.margin, forward=True).model)
+        self._forward_margin.value = self._margin_of_forwards
+        return self._forward_margin.plan_after_failure(
+            max(predicted[r] for r in exhausted.ranks),
+            exhausted,
+            lambda margin: self.steps.plan(replace(request, margin=margin)),
+        )
+
+    @property
+    def _margin_of_forwards(self) -> float:
+        """The fraction of a rank's memory that plans of forwards leave free."""
+        return max(self.margin, self._forward_margin.value)
+
+    def _forward_request(self, lengths: Lengths) -> PlanRequest:
+        """The request for the plan of forwards."""
+        return PlanRequest(
+            lengths=lengths,
+            step=self._step,
+            ratio=self.ratio,
+            margin=self._margin_of_forwards,
+            forward=True,
+        )
+
     def _request(self, lengths: Lengths, step: int | None = None) -> PlanRequest:
         """The request for the plan of a step, by default the next one."""
         number = self._step if step is None else step
@@ -328,7 +390,7 @@ class RunPlanner:
             drawn=number in self._drawn,
         )
 
-    def _handed_out(self, found: Planned, request: PlanRequest, maker: _Ahead | None) -> Planned:
+    def _handed_out(self, found: Planned, request: PlanRequest, maker: Ahead | None) -> Planned:
         """Remember a plan that is about to be returned, and advance to the next step."""
         self._handed = _HandedOut(request=request, maker=maker)
         self._step += 1

@@ -21,6 +21,7 @@ from headrace.data.sampler import BatchSampler
 from headrace.engine.attach_options import LengthSource
 from headrace.errors import DataError
 from headrace.spec.lengths import Lengths
+from headrace.spec.plan import Plan
 
 if TYPE_CHECKING:
     from headrace.engine.read_ahead import ReadAhead
@@ -141,6 +142,11 @@ def _lengths(dataset: Any, lengths: LengthSource, reader: SampleReader) -> Any:
     return [reader.length(reader.read(dataset[i], f"item {i}")) for i in range(len(dataset))]
 
 
+def _nothing(_: int) -> Item:
+    """What goes with a sample alone."""
+    return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoopBatch:
     """The samples of one optimizer step. ``read(i)`` gives the i-th; ``state_after`` is where the
@@ -148,8 +154,13 @@ class LoopBatch:
 
     Where samples are kept ``together`` the planner sees some of them as one: then ``read(i)`` gives
     the i-th of these, of the samples ``together[i]``, and ``counts`` are the tokens of all samples.
-    Unless ``learned``, no token needs a label. ``like`` is a sample with the fields of all, where
-    batches may have others than the sample that the model was measured with.
+    Unless ``learned``, no token needs a label. ``like`` gives a sample with the fields of all,
+    where batches may have others than the sample that the model was measured with. ``beside(i)`` is
+    what goes with the i-th of all samples.
+
+    Where each rank has its own samples, ``starts`` are the number of the first of each rank, then
+    that of all samples; ``bring`` has those here that this rank works on in a plan, which are all
+    that may be read. Collective.
     """
 
     lengths: Lengths
@@ -159,7 +170,10 @@ class LoopBatch:
     together: Sequence[tuple[int, ...]] | None = None
     counts: Sequence[int] = ()
     learned: bool = True
-    like: Item | None = None
+    like: Callable[[], Item] | None = None
+    beside: Callable[[int], Item] = field(default=_nothing, repr=False)
+    starts: Sequence[int] | None = None
+    bring: Callable[[Plan], None] = field(default=lambda plan: None, repr=False)
 
     def members(self, index: int) -> tuple[int, ...]:
         """The numbers of the samples that the planner sees as the i-th."""

@@ -81,9 +81,13 @@ class StepPlans(Protocol):
         """The plan of the next step, the same on every rank. Collective."""
         ...
 
-    def plan_aside(self, lengths: Lengths) -> Planned:
-        """A plan of a batch that is no step, the same on every rank: nothing is learnt of it.
-        Collective."""
+    def plan_forward(self, lengths: Lengths) -> Planned:
+        """A plan of forwards alone, the same on every rank: nothing is learnt of it. Collective."""
+        ...
+
+    def replan_forward(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
+        """A thriftier plan of forwards whose plan ``failed`` ran out of memory. Collective. Raises
+        InfeasiblePlan on every rank when there is none."""
         ...
 
     def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
@@ -237,6 +241,7 @@ class RunningStep(Generic[Batch, Handed]):
         batch: Its sequences.
         planned: What all ranks do, and what is expected of it.
         waited_s: Seconds that this rank waited for batch and plan.
+        forward: Whether it is of forwards alone.
         stage: Where the step is.
         loss: The mean loss over all tokens of the batch that have one; nan before it is done.
         gradient_norm: The norm of the gradient before it was clipped; nan before the step is done,
@@ -250,6 +255,7 @@ class RunningStep(Generic[Batch, Handed]):
     batch: Batch = field(repr=False)
     planned: Planned = field(repr=False)
     waited_s: float
+    forward: bool = False
     stage: Stage = field(default="planned", init=False)
     loss: float = field(default=math.nan, init=False)
     gradient_norm: float = field(default=math.nan, init=False)
@@ -382,7 +388,9 @@ class RunningStep(Generic[Batch, Handed]):
             loss, exhausted = recovery.meet(runner.own_loss, runner.drop_attempt)
             if exhausted is None:
                 return loss
-            self.planned = engine.planner.replan(self.batch.lengths, self.plan, exhausted)
+            planner = engine.planner
+            again = planner.replan_forward if self.forward else planner.replan
+            self.planned = again(self.batch.lengths, self.plan, exhausted)
             self.retries += 1
             strategy = self.plan.strategy
             engine.tell(f"{exhausted} of step {self.number}: taken again as {strategy}")

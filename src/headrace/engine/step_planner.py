@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from headrace.config.model import PlannerConfig
 from headrace.costs import CostModel
 from headrace.costs.calibration import raised_margin
+from headrace.costs.forward import forward_costs
 from headrace.costs.library import memory_margin_of
 from headrace.engine.plans import make_problem
 from headrace.errors import InfeasiblePlan
@@ -25,13 +27,15 @@ from headrace.units import bytes_text, percent_text
 
 __all__ = ["MemoryMargin", "StepPlanner"]
 
-_PROBLEMS = 2
-"""Number of memory margins whose problem is cached: the current one, and one that is tried."""
+_PROBLEMS = 4
+"""Number of problems that are cached: of steps and of forwards alone, each with the current memory
+margin and one that is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlanner:
-    """Plans one step: the same request gives the same plan, whatever was asked before.
+    """Plans one step, or forwards alone: the same request gives the same plan, whatever was asked
+    before.
 
     It can be pickled, to plan in another process.
 
@@ -54,16 +58,24 @@ class StepPlanner:
     seed: int = 0
     semantics: Semantics = "free"
     stages: bool = True
-    _problems: dict[float, Problem] = field(
+    _problems: dict[tuple[float, bool], Problem] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
 
     def plan(self, request: PlanRequest) -> Planned:
-        """The plan of a step, with what it is expected to take.
+        """The plan of a step, or of forwards alone, with what it is expected to take.
 
         Raises:
             InfeasiblePlan: When nothing fits, saying by how much and what would help.
         """
+        if request.forward:
+            # Where forwards are not known to fit, a step's plan does.
+            with suppress(InfeasiblePlan):
+                return self._plan(request)
+            request = replace(request, forward=False)
+        return self._plan(request)
+
+    def _plan(self, request: PlanRequest) -> Planned:
         # A loop need not load planners of others before its first plan.
         from headrace.planners import PLANNERS
 
@@ -95,7 +107,10 @@ class StepPlanner:
         )
 
     def best_static(self, request: PlanRequest) -> BestStatic | None:
-        """The fastest plan of one group size for a step; None when no single size fits."""
+        """The fastest plan of one group size for a step; None when no single size fits, and for
+        forwards alone, with which nothing is compared."""
+        if request.forward:
+            return None
         problem = self._problem_of(request)
         static = problem.replace(planner="static", static_size=None, strategies=())
         try:
@@ -108,37 +123,42 @@ class StepPlanner:
             predicted=_timeline(made, problem.model) if request.drawn else None,
         )
 
-    def require(self, longest: int, margin: float | None = None) -> None:
+    def require(self, longest: int, margin: float | None = None, *, forward: bool = False) -> None:
         """Raise InfeasiblePlan when a sequence of ``longest`` tokens fits nowhere with a memory
-        margin, or not every strategy where they take turns."""
-        turns = len(self.options.strategies) if self.options.rotate else 1
+        margin, or not every strategy where they take turns; ``forward`` asks of forwards alone."""
+        turns, lengths = len(self.options.strategies) if self.options.rotate else 1, (longest,)
         for step in range(max(1, turns)):
-            self.plan(PlanRequest(lengths=Lengths(tokens=(longest,)), step=step, margin=margin))
+            self.plan(
+                PlanRequest(
+                    lengths=Lengths(tokens=lengths), step=step, margin=margin, forward=forward
+                )
+            )
 
-    def fits(self, longest: int, margin: float) -> bool:
+    def fits(self, longest: int, margin: float, *, forward: bool = False) -> bool:
         """Whether a sequence of ``longest`` tokens fits with a memory margin."""
         try:
-            self.require(longest, margin)
+            self.require(longest, margin, forward=forward)
         except InfeasiblePlan:
             return False
         return True
 
-    def problem(self, margin: float | None = None) -> Problem:
-        """The problem that plans solve with a memory margin, that of the costs when left out."""
+    def problem(self, margin: float | None = None, *, forward: bool = False) -> Problem:
+        """The problem that plans of steps, or of forwards alone, solve with a memory margin, that
+        of the costs when left out."""
         margin = self.costs.memory_margin if margin is None else margin
-        found = self._problems.get(margin)
+        found = self._problems.get((margin, forward))
         if found is None:
-            costs = self.costs
+            costs = forward_costs(self.costs) if forward else self.costs
             if margin != costs.memory_margin:
                 costs = costs.replace(memory_margin=margin)
             found = make_problem(costs, self.options, semantics=self.semantics, stages=self.stages)
             if len(self._problems) == _PROBLEMS:
                 del self._problems[next(iter(self._problems))]
-            self._problems[margin] = found
+            self._problems[margin, forward] = found
         return found
 
     def _problem_of(self, request: PlanRequest) -> Problem:
-        problem = self.problem(request.margin)
+        problem = self.problem(request.margin, forward=request.forward)
         return problem if request.ratio is None else problem.rescaled(request.ratio)
 
 
@@ -164,10 +184,12 @@ class MemoryMargin:
     Args:
         planner: Says what fits.
         value: The fraction of a rank's memory that plans leave free.
+        forward: Whether it is that of forwards alone.
     """
 
     planner: StepPlanner
     value: float
+    forward: bool = False
     longest: int = 1
     _refused: float = 0.0
 
@@ -215,7 +237,7 @@ class MemoryMargin:
 
     def _fitting(self, old: float, margin: float) -> float:
         """``margin``, lowered until the longest sequence fits, but not below ``old``."""
-        while margin > old and not self.planner.fits(self.longest, margin):
+        while margin > old and not self.planner.fits(self.longest, margin, forward=self.forward):
             margin = max(old, margin - _FINER)
         return margin
 

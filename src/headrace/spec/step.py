@@ -153,6 +153,7 @@ class PlanRequest:
             it is None.
         previous: The plan of the step before, whose layers are kept where plans are smoothed.
         drawn: Whether the step is drawn: clocks of all ranks are predicted then.
+        forward: Whether it is of forwards alone, without gradients, and not of a step.
     """
 
     lengths: Lengths
@@ -161,6 +162,7 @@ class PlanRequest:
     margin: float | None = None
     previous: Plan | None = None
     drawn: bool = False
+    forward: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

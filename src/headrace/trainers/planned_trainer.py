@@ -11,15 +11,17 @@ together, is planned by their lengths, and its loss and gradients are those of o
 A loss that is a sum over tokens is made of the trainer's own ``compute_loss`` on each micro-batch.
 Losses of whole sequences (DPO, rewards) take two passes: planned forwards give every rank the
 values of all samples, the trainer's ``compute_loss`` makes its loss of them, and a planned step has
-the gradients of these values.
+the gradients of these values. So does GRPO, each rank with the completions that it samples
+(:mod:`headrace.trainers.policy`): there a step is that of the same number of ranks.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -40,6 +42,7 @@ from headrace.engine.listener import tell
 from headrace.errors import DataError, MissingExtra, ModelError, SpecError
 from headrace.spec.step import Step
 from headrace.trainers.one_process import as_one_process
+from headrace.trainers.policy import PolicyModel, policy_values
 from headrace.trainers.refusals import Kind, kind_of, require_base, require_combinable
 from headrace.trainers.rows import RowSample, samples_of
 from headrace.trainers.stand_ins import Outcome, PartOfModel, Sums, WholeModel, fused_head
@@ -93,10 +96,11 @@ def trainer(
     number of ranks samples, those that one process would take with the batch size of all ranks.
 
     Args:
-        base: ``transformers.Trainer``, a class made of it, or TRL's ``SFTTrainer``, ``DPOTrainer``
-            or ``RewardTrainer``.
+        base: ``transformers.Trainer``, a class made of it, or TRL's ``SFTTrainer``, ``DPOTrainer``,
+            ``RewardTrainer`` or ``GRPOTrainer``.
         batch_tokens: Tokens of one step (``"64Ki"``), about, in the place of a number of samples.
-        longest: Tokens of the longest sample: needed where the data set has no length.
+        longest: Tokens of the longest sample: needed where the data set has no length, and for
+            GRPOTrainer, of a prompt with its completion.
         planner: All options of a planner.
         spread: How a model is spread over ranks.
         measure: The memory of a rank, and where costs come from.
@@ -157,6 +161,7 @@ class _Planned(_Trainer):
     def __init__(self, *args: Any, **named: Any) -> None:
         self._run: Attached | None = None
         self._looked = False
+        self._outcomes: list[Outcome] | None = None
         super().__init__(*args, **named)
         self._kind: Kind = kind_of(type(self))
         budget = self._planned.batch_tokens is not None
@@ -166,9 +171,10 @@ class _Planned(_Trainer):
     # What the trainer asks for before its steps.
 
     def get_train_dataloader(self) -> Any:
-        """A loader of the samples of all ranks, in the order of one process."""
-        if self.train_dataset is None:
-            return super().get_train_dataloader()  # says what is missing
+        """A loader of the samples of all ranks, in the order of one process; of prompts, from which
+        each rank samples, the trainer's own."""
+        if self.train_dataset is None or self._kind == "policy":
+            return super().get_train_dataloader()  # of no data set it says what is missing
         return train_loader(
             self,
             alone=self._kind in ("sums", "sft"),
@@ -196,7 +202,7 @@ class _Planned(_Trainer):
         """The run over the trainer's model, wrapped as it is, which leaves the update to it."""
         options, model = self._planned, self.model_wrapped
         model.train()
-        longest, total = longest_of(self, options.longest)
+        longest, total = self._longest()
         samples = self._train_batch_size * self.args.world_size
         samples *= self.args.gradient_accumulation_steps
         most = longest * samples
@@ -207,7 +213,9 @@ class _Planned(_Trainer):
             model = TokenScores(self.accelerator.unwrap_model(model)).train()
             first = next(iter(self.train_dataset))
             example = without_labels(torch.as_tensor(first["chosen_ids"]), {})
-        spread = SampleOptions(labels="same" if self._kind == "scores" else None)
+        spread = SampleOptions(
+            labels="same" if self._kind == "scores" else None, own=self._kind == "policy"
+        )
         join_world(str(self.args.device))
         if dist.get_world_size() != self.args.world_size:
             raise SpecError(
@@ -233,6 +241,20 @@ class _Planned(_Trainer):
             on_step=options.on_step,
             say=options.say,
         )
+
+    def _longest(self) -> tuple[int, int | None]:
+        """Tokens of the longest sample that may come, and those of all where they are known. Raises
+        SpecError where nobody said it of completions that are sampled."""
+        if self._kind != "policy":
+            return longest_of(self, self._planned.longest)
+        if self._planned.longest is None:
+            raise SpecError(
+                f"hr.trainer({type(self).__name__})",
+                got="no longest=",
+                wanted="the tokens of the longest prompt with its completion",
+                hint='as hr.trainer(GRPOTrainer, longest="8Ki")',
+            )
+        return self._planned.longest, None
 
     # A step.
 
@@ -261,8 +283,12 @@ class _Planned(_Trainer):
             model.train()
             if callable(getattr(self.optimizer, "train", None)):
                 self.optimizer.train()
-            direct = self._kind in ("sums", "sft")
-            loss = (self._one_pass if direct else self._two_passes)(model, inputs.batches)
+            if self._kind == "policy":
+                loss = self._policy_step(model, inputs.batches)
+            elif self._kind in ("sums", "sft"):
+                loss = self._one_pass(model, inputs.batches)
+            else:
+                loss = self._two_passes(model, inputs.batches)
         return torch.tensor(loss, device=self.args.device)
 
     def _one_pass(self, model: Any, batches: Sequence[list[Collated]]) -> float:
@@ -425,6 +451,50 @@ class _Planned(_Trainer):
         self._note_tokens(tokens)
         return total
 
+    # Completions that are sampled.
+
+    def _policy_step(self, model: Any, batches: Sequence[Any]) -> float:
+        """A step of a trainer that samples: its own losses of its batches, on each rank those of
+        its completions, and a planned step with their gradients. The loss is that of this rank, as
+        the trainer takes the mean over ranks."""
+        assert self._run is not None, "made before the first step"
+        outcomes = list[Outcome]()
+        self._outcomes = outcomes
+        total, began_s = 0.0, time.perf_counter()
+        try:
+            for at, batch in enumerate(batches):
+                last = at == len(batches) - 1
+                state = self.accelerator.gradient_state
+                state._set_sync_gradients(last)  # noqa: SLF001  as transformers' Trainer does
+                inputs = self._prepare_inputs(batch)
+                with self.compute_loss_context_manager():
+                    loss = self.compute_loss(model, inputs)
+                loss.backward()
+                total += float(loss)
+                self._step += 1
+        finally:
+            self._outcomes = None
+        ranks = self.args.world_size  # gradients of ranks are averaged
+        samples = [sample for outcome in outcomes for sample in outcome.given()]
+        gradients = [g / ranks for outcome in outcomes for g in outcome.gradients()]
+        self._run.backward(samples, policy_values, gradients, more=fused_head)
+        self._metrics["train"]["step_time"].append(time.perf_counter() - began_s)
+        return total
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **named: Any) -> Any:
+        """What GRPOTrainer reads of a model, by forwards that all ranks share once a run has
+        begun."""
+        if self._run is not None:
+            named.pop("batch_size", None)  # plans cut a batch into what fits
+            other = getattr(self, "ref_model", None)
+            model = PolicyModel(
+                self._run,
+                model,
+                spread=other if model is other else None,
+                outcomes=self._outcomes,
+            )
+        return super()._get_per_token_logps_and_entropies(model, *args, **named)
+
     @contextmanager
     def _stood_in(
         self, outcomes: list[Outcome] | None = None, *, makes_logits: bool = True
@@ -467,28 +537,33 @@ class _Planned(_Trainer):
         name = "ref" if "ref" in inner.peft_config else None
         return WholeModel(run, model, around=lambda: use_adapter(inner, adapter_name=name))
 
-    # Evaluation and prediction: as one process does them, with forwards that all ranks share.
+    # Evaluation and prediction: as one process does them, with forwards that all ranks share. Of
+    # completions that are sampled each rank has its own, as in training.
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Within it the trainer works as one process, unless each rank samples."""
+        return nullcontext() if self._kind == "policy" else as_one_process(self)
 
     def get_eval_dataloader(self, *args: Any, **named: Any) -> Any:
         """A loader that gives every rank all batches, as one process has them."""
-        with as_one_process(self):
+        with self._alone():
             return super().get_eval_dataloader(*args, **named)
 
     def get_test_dataloader(self, *args: Any, **named: Any) -> Any:
         """A loader that gives every rank all batches, as one process has them."""
-        with as_one_process(self):
+        with self._alone():
             return super().get_test_dataloader(*args, **named)
 
     def evaluation_loop(self, *args: Any, **named: Any) -> Any:
         """Evaluate as one process does: every rank has the results of all samples."""
-        with as_one_process(self):
+        with self._alone():
             return super().evaluation_loop(*args, **named)
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
         """The results of a batch, whose forwards all ranks share once a run has begun."""
-        if self._run is None:
+        if self._run is None or self._kind == "policy":
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         with torch.no_grad(), self._stood_in(makes_logits=not prediction_loss_only) as whole:
             return super().prediction_step(whole, inputs, prediction_loss_only, ignore_keys)

@@ -15,11 +15,17 @@ from headrace.errors import SpecError
 
 __all__ = ["Kind", "kind_of", "require_base", "require_combinable", "unknown_methods"]
 
-Kind = Literal["sums", "sft", "pairs", "scores"]
-"""How a trainer makes its loss: of sums over tokens, as TRL's SFTTrainer, or of whole sequences
-that it compares, by their log-probabilities or by one score of each."""
+Kind = Literal["sums", "sft", "pairs", "scores", "policy"]
+"""How a trainer makes its loss: of sums over tokens, as TRL's SFTTrainer; of whole sequences that
+it compares, by their log-probabilities or by one score of each; or of completions that it samples
+itself."""
 
-_TRL: dict[str, Kind] = {"SFTTrainer": "sft", "DPOTrainer": "pairs", "RewardTrainer": "scores"}
+_TRL: dict[str, Kind] = {
+    "SFTTrainer": "sft",
+    "DPOTrainer": "pairs",
+    "RewardTrainer": "scores",
+    "GRPOTrainer": "policy",
+}
 
 _PLANNED = (
     "get_train_dataloader",
@@ -89,7 +95,7 @@ def require_combinable(trainer: Any, kind: Kind, *, budget: bool) -> None:
     for what, got, hint in (
         *_of_ranks(trainer),
         *_of_steps(trainer, budget=budget),
-        *_of_trl(trainer, kind),
+        *_of_trl(trainer, kind, budget=budget),
     ):
         if got:
             raise SpecError(
@@ -184,14 +190,13 @@ def _of_steps(trainer: Any, *, budget: bool) -> list[tuple[str, Any, str]]:
     ]
 
 
-def _of_trl(trainer: Any, kind: Kind) -> list[tuple[str, Any, str]]:
+def _of_trl(trainer: Any, kind: Kind, *, budget: bool) -> list[tuple[str, Any, str]]:
     """Arguments of TRL's trainers."""
     args, found = trainer.args, list[tuple[str, Any, str]]()
     if kind == "sums":
         return found
-    found.append(
-        ("activation_offloading", args.activation_offloading, "plans choose what is recomputed")
-    )
+    offloads = getattr(args, "activation_offloading", False)
+    found.append(("activation_offloading", offloads, "plans choose what is recomputed"))
     if getattr(trainer, "aux_loss_enabled", False):
         found.append(
             (
@@ -212,7 +217,7 @@ def _of_trl(trainer: Any, kind: Kind) -> list[tuple[str, Any, str]]:
                 "is left to plan by; say 'bfd', or packing=False, as plans pack anew",
             )
         )
-    if kind in ("pairs", "scores"):
+    if kind != "sft":
         drops = [
             name
             for name, module in trainer.model.named_modules()
@@ -223,6 +228,14 @@ def _of_trl(trainer: Any, kind: Kind) -> list[tuple[str, Any, str]]:
                 "dropout",
                 bool(drops) and f"{drops[0]} of the model" if drops else False,
                 "log-probabilities are computed twice, and must be the same: disable_dropout=True",
+            )
+        )
+    if kind == "policy":
+        found.append(
+            (
+                "batch_tokens",
+                budget and "a budget",
+                "a step has the completions of its prompts: say per_device_train_batch_size",
             )
         )
     if kind == "scores" and trainer.is_fsdp_enabled:

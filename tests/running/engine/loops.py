@@ -119,7 +119,7 @@ class Drawn:
         nothing = Timeline(source="predicted", rows=(), devices=self.ranks)
         return Planned(plan=plan, predicted=nothing, peak_bytes=(0,) * self.ranks, planning_s=0.0)
 
-    def plan_aside(self, lengths: Lengths) -> Planned:
+    def plan_forward(self, lengths: Lengths) -> Planned:
         """Another plan of the batch."""
         return self.plan(lengths)
 
@@ -138,6 +138,8 @@ class Drawn:
         """Another plan of the batch."""
         self.failed.append(str(exhausted))
         return self.plan(lengths)
+
+    replan_forward = replan
 
 
 def hugging_loss(model: Any, micro: Any) -> torch.Tensor:

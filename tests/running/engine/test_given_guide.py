@@ -55,7 +55,7 @@ def as_it_reads(ranks: int, folder: Path) -> Any:
 
 def test_the_guide_runs_as_it_reads(tmp_path: Path) -> None:
     """Catches a line of the guide that does not run, or trains something else on two ranks."""
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
     (wanted, steps), *_ = run_ranks(1, as_it_reads, 1, tmp_path, timeout_s=60)
     assert steps == 6
     for found, taken in run_ranks(2, as_it_reads, 2, tmp_path, timeout_s=60):

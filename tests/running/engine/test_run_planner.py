@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import pytest
 
 from headrace.comm.mesh import Groups
 from headrace.config.planner_config import PlannerConfig
-from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
+from headrace.costs import FORMULA_METHODS, CostModel, Linear, synthetic_costs
+from headrace.costs.forward import forward_costs
 from headrace.engine.run_planner import RunPlanner
 from headrace.engine.step_planner import StepPlanner
 from headrace.errors import InfeasiblePlan
@@ -247,17 +249,73 @@ def test_a_plan_that_ran_out_of_memory_is_made_thriftier() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"smoothing": 0.05}, KINDS["rotate"]])
-def test_plans_aside_change_no_step(options: dict[str, Any]) -> None:
-    """Catches a forward alone that takes a step's turn, is learnt of, or is kept for smoothing."""
+def test_forwards_change_no_step(options: dict[str, Any]) -> None:
+    """Catches a forward alone that takes a step's turn, is learnt of, or is kept for smoothing,
+    also where it runs out of memory."""
     plain, other = online(**options), online(**options)
     found = []
-    for lengths in BATCHES[:4]:
-        aside = other.plan_aside(BATCHES[5])
+    for number, lengths in enumerate(BATCHES[:4]):
+        aside = other.plan_forward(BATCHES[5])
         assert aside.plan.lengths == BATCHES[5]
         assert aside.predicted is None
+        if number == 2 and not options:
+            exhausted = Exhausted(actions=((0, "0F0[0]"),))
+            again = other.replan_forward(BATCHES[5], aside.plan, exhausted)
+            assert again.peak_bytes[0] <= 0.995 * aside.peak_bytes[0]
+            later = other.plan_forward(BATCHES[5])
+            assert later.peak_bytes[0] <= again.peak_bytes[0], "as little is taken from then on"
         found += walked(other, [lengths])
     assert hashes(found) == hashes(walked(plain, BATCHES[:4]))
     assert saved(other) == saved(plain)
+
+
+def test_forwards_are_planned_as_such() -> None:
+    """Catches forwards planned by the costs of steps: they take longer by their own, as groups are
+    larger than forwards need, and their seconds are those of forwards and backwards."""
+    made = online()
+    lengths = Lengths.of([_longest_that_trains(made), *range(360, 600, 23)])
+    step, forward = made.plan(lengths), made.plan_forward(lengths)
+    costs = forward_costs(made.costs)
+    assert forward.plan.predicted_s == pytest.approx(step_s(forward.plan, costs))
+    assert forward.plan.predicted_s < step_s(step.plan, costs) < step.plan.predicted_s
+    assert max(forward.peak_bytes) <= made.costs.capacity_bytes
+
+
+def test_forwards_hold_whatever_steps_hold() -> None:
+    """Catches a sequence that can be trained and is refused where it is only run forward."""
+    made = online()
+    longest = _longest_that_trains(made)
+    assert made.plan_forward(Lengths.of([longest])).plan.devices == 4
+    plain = online(recompute=("none",))
+    held = _longest_that_trains(plain)
+    assert plain.steps.fits(3 * held // 2, plain.margin, forward=True), "nothing is kept"
+    tight = replace(made.steps, costs=_with_hungry_forwards(made.costs))
+    request = PlanRequest(lengths=Lengths.of([longest]), margin=made.margin, forward=True)
+    assert tight.plan(request).plan.predicted_s > 0, "as a step is planned"
+
+
+def _longest_that_trains(made: RunPlanner) -> int:
+    """Tokens of about the longest sequence whose step fits."""
+    longest = max(n for n in range(1000, 100_000, 1000) if made.steps.fits(n, made.margin))
+    assert not made.steps.fits(longest + 1000, made.margin)
+    return longest
+
+
+def _with_hungry_forwards(costs: CostModel) -> CostModel:
+    """Costs by which a step is found to fit and its forward not: by error, as fits have them."""
+    return costs.replace(
+        options={
+            p: {
+                text: replace(
+                    cost,
+                    kept=Linear(),
+                    transient=Linear(constant=0.0 if "+" in text else 2.0 * MEMORY),
+                )
+                for text, cost in options.items()
+            }
+            for p, options in costs.options.items()
+        }
+    )
 
 
 def test_running_out_of_memory_again_and_again_comes_to_an_end() -> None:

@@ -19,7 +19,7 @@ from running.engine.loops import Drawn, costs
 SEQUENCES = 8
 """Samples of a step, on all ranks together."""
 
-TIMES = ("runtime", "per_second", "total_flos")
+TIMES = ("runtime", "per_second", "total_flos", "step_time")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,7 @@ def trainer_of(script: Script, ranks: int, folder: Path, *, planned: bool) -> An
         "SFTTrainer": _of_sft,
         "DPOTrainer": _of_preferences,
         "RewardTrainer": _of_preferences,
+        "GRPOTrainer": _of_rollouts,
     }
     common: dict[str, Any] = {
         "output_dir": str(folder),
@@ -305,6 +306,39 @@ def _of_preferences(script: Script, common: dict[str, Any], over: Callable[[Any]
         eval_dataset=_rows(2, 13, _pair) if script.evaluates else None,
         processing_class=tokenizer(),
         **more,
+    )
+
+
+def _prompt(draw: torch.Generator) -> dict[str, Any]:
+    return {"prompt": _text(draw)}
+
+
+def evenness(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that can be computed: the share of even tokens."""
+    return [sum(token % 2 == 0 for token in own) / len(own) for own in completion_ids]
+
+
+def brevity(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward of short completions."""
+    return [-len(own) / 16 for own in completion_ids]
+
+
+def _of_rollouts(script: Script, common: dict[str, Any], over: Callable[[Any], Any]) -> Any:
+    from trl import GRPOConfig, GRPOTrainer
+
+    common = {"num_generations": 4, "max_completion_length": 12, "temperature": 0.9, **common}
+    saved = Path(common["output_dir"], "model")  # the trainer reads its reference from there
+    if dist.get_rank() == 0:
+        language_model().save_pretrained(saved)
+    dist.barrier()
+    return over(GRPOTrainer)(
+        model=str(saved),
+        args=_arguments(GRPOConfig, script, common),
+        reward_funcs=[evenness, brevity],
+        train_dataset=_rows(1, 40, _prompt),
+        eval_dataset=_rows(2, 4, _prompt) if script.evaluates else None,
+        processing_class=tokenizer(),
+        **({"peft_config": _lora()} if script.lora else {}),
     )
 
 

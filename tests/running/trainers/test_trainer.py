@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,6 +159,75 @@ def test_refused_by_name(name: str, tmp_path: Path) -> None:
     script, words = REFUSED[name]
     with pytest.raises(AssertionError, match=re.escape(words)):
         script.run(1, tmp_path)
+
+
+def _with(change: Callable[[Any], object]) -> Any:
+    """A trainer that is set up as by another launcher, once it is made."""
+
+    class Own(transformers.Trainer):  # type: ignore[misc]
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            change(self)
+
+    return Own
+
+
+def _parallel(**sizes: int) -> Callable[[Any], object]:
+    from accelerate import ParallelismConfig
+
+    def change(trainer: Any) -> None:
+        trainer.accelerator.state.parallelism_config = ParallelismConfig(**sizes)
+
+    return change
+
+
+LAUNCHED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "DeepSpeed": (
+        lambda trainer: setattr(trainer, "is_deepspeed_enabled", True),
+        "deepspeed: got DeepSpeed, wanted none beside planned steps; use DDP or FSDP2",
+    ),
+    "ring attention": (_parallel(cp_size=2), "cp_size: got cp_size=2"),
+    "Ulysses": (_parallel(sp_size=2), "sp_size: got sp_size=2"),
+    "tensor parallel": (_parallel(tp_size=2), "tp_size: got tp_size=2"),
+    "replicas": (
+        _parallel(dp_replicate_size=2, dp_shard_size=2),
+        "dp_replicate_size: got dp_replicate_size=2",
+    ),
+    "FSDP1": (
+        lambda trainer: setattr(
+            trainer.accelerator.state, "fsdp_plugin", SimpleNamespace(fsdp_version=1)
+        ),
+        "fsdp: got FSDP1",
+    ),
+    "loaded in shards": (
+        lambda trainer: setattr(trainer, "is_distributed_loading_by_transformers", True),
+        "model: got sharded when it was loaded",
+    ),
+    "several devices": (
+        lambda trainer: setattr(trainer, "is_model_parallel", True),
+        "model parallel: got layers on several devices of a process",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_other_parallelism_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    """Catches a second way to spread a model or its sequences that is passed over without a word:
+    ranks would share samples that each of them is thought to have."""
+    change, words = LAUNCHED[name]
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], bf16=False
+    )
+    given = {"model": language_model(), "args": args, "train_dataset": data()}
+    Own = _with(change)
+    try:
+        with pytest.raises(SpecError, match=re.escape(words)):
+            hr.trainer(Own)(**given, data_collator=padded)
+    finally:  # Accelerate's state is of the process
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+    hr.trainer(_with(lambda trainer: None))(**given, data_collator=padded)
 
 
 LOSS_ERRORS = {

@@ -1,0 +1,68 @@
+"""Costs of forwards alone: log-probabilities, values and scores, where nothing is trained.
+
+Beside the costs of a step they have no backward and no exchange of gradients, and a layer keeps
+nothing when it has run. So groups hold longer packs, and nothing is computed again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from headrace.costs.cost_model import CostModel, OptionCost
+from headrace.costs.quadratic import Linear, Quadratic
+from headrace.spec.layer_plan import LayerOption
+
+__all__ = ["forward_costs"]
+
+
+def forward_costs(costs: CostModel) -> CostModel:
+    """Make the costs of forwards without gradients of those of steps.
+
+    Bytes of a layer are the least that any of its recompute levels needs in a step for one layer
+    at work, whose forward is the same. The ends of the model stay as they are, as their logits are
+    what is asked for. Levels that compute something again are left, for configurations that allow
+    no other; of weights held sharded they are priced as if they fetched them twice.
+
+    Args:
+        costs: Seconds and bytes of steps.
+
+    Returns:
+        The costs of the same model on the same devices, of forwards alone.
+    """
+    return costs.replace(
+        options={p: _forwards(options) for p, options in costs.options.items()},
+        ends={p: replace(ends, backward=Quadratic()) for p, ends in costs.ends.items()},
+        exchange_s=replace(costs.exchange_s, push_s=0.0, update_s=0.0),
+        gather_s={p: (forward, 0.0) for p, (forward, _) in costs.gather_s.items()},
+    )
+
+
+def _forwards(options: Mapping[str, OptionCost]) -> dict[str, OptionCost]:
+    """The forwards of a group's layer options."""
+    levels: defaultdict[LayerOption, list[Linear]] = defaultdict(list)
+    for text, cost in options.items():
+        levels[_plain(text)].append(_at_work(cost))
+    return {
+        text: replace(
+            cost,
+            backward=Quadratic(),
+            kept=Linear(),
+            transient=min(levels[_plain(text)], key=lambda line: (line.slope, line.constant)),
+        )
+        for text, cost in options.items()
+    }
+
+
+def _plain(text: str) -> LayerOption:
+    """A layer option that computes nothing again."""
+    return replace(LayerOption.parse(text), recompute="none")
+
+
+def _at_work(cost: OptionCost) -> Linear:
+    """Bytes of one layer while it runs."""
+    return Linear(
+        slope=cost.kept.slope + cost.transient.slope,
+        constant=cost.kept.constant + cost.transient.constant,
+    )
