@@ -32,6 +32,7 @@ def named(rows: list[dict[str, Any]], where: str, what: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_rows_behind_say_why(rows: list[dict[str, Any]]) -> None:
     """Catches a row that is behind without a reason, and one that was not to be."""
     behind = [row for row in rows if row["verdict"] == "behind"]
@@ -43,6 +44,7 @@ def test_rows_behind_say_why(rows: list[dict[str, Any]]) -> None:
     }
 
 
+@pytest.mark.slow
 def test_their_own_lengths_are_forecast(rows: list[dict[str, Any]]) -> None:
     """Catches memory of a compiled system without the logits of a rank's tokens: lengths were 3.7
     and 6.1 times the published."""
@@ -54,6 +56,7 @@ def test_their_own_lengths_are_forecast(rows: list[dict[str, Any]]) -> None:
     assert all(0.8 < each < 1.4 for each in gains)
 
 
+@pytest.mark.slow
 def test_lengths_are_ahead_with_the_same_logits(rows: list[dict[str, Any]]) -> None:
     """Catches gains over Ulysses and rings that come of the loss alone, and recompute that holds
     less than the paper's."""
@@ -74,6 +77,7 @@ def test_the_reason_of_slower_steps_is_a_bound() -> None:
     assert paper_autosp.product_flops(again=True) > paper_autosp.product_flops(again=False)
 
 
+@pytest.mark.slow
 def test_branches_keep_what_is_known(rows: list[dict[str, Any]]) -> None:
     """Catches branches that are counted wrongly: a feed-forward that is computed again keeps its
     input, else of four features for each one its input, three products or activations of them and

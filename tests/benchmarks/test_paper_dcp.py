@@ -36,6 +36,7 @@ def matching(rows: list[dict[str, Any]], where: str, what: str) -> list[dict[str
     return found
 
 
+@pytest.mark.slow
 def test_rows_behind_say_why_with_numbers(rows: list[dict[str, Any]]) -> None:
     """Catches a row that is behind without a bound or a measurement, and one that was not to be:
     headrace is ahead of everything that is built here, on the same samples and on given batches."""
@@ -51,6 +52,7 @@ def test_rows_behind_say_why_with_numbers(rows: list[dict[str, Any]]) -> None:
     assert {row["verdict"] for row in matching(rows, "Appendix D", "lines")} <= {"ahead", "even"}
 
 
+@pytest.mark.slow
 def test_what_the_paper_says_comes_out_in_its_own_flow(
     rows: list[dict[str, Any]], numbers: dict[str, Any]
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.scripts import run
 
 
+@pytest.mark.slow
 def test_the_papers_claims(tmp_path: Path) -> None:
     """Would catch a planner that falls behind either form of the paper's, a point of Figure 14 at
     which another is quicker, planning that takes longer than the paper's, a dispatch further from

@@ -15,6 +15,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return run("paper_planner.py", *SMALL, json_in=tmp_path_factory.mktemp("planner"))
 
 
+@pytest.mark.slow
 def test_no_restricted_planner_is_ahead(ran: Ran) -> None:
     """Catches a search that misses what a part of it finds, and bounds above plans."""
     assert ran.code == 0, ran.err
@@ -29,6 +30,7 @@ def test_no_restricted_planner_is_ahead(ran: Ran) -> None:
         assert world["bound_s"] <= world["step_s"]
 
 
+@pytest.mark.slow
 def test_every_paper_is_a_row(ran: Ran) -> None:
     """Catches a restriction that is planned and not told."""
     assert ran.numbers is not None

@@ -14,7 +14,7 @@ from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import Bound, BoundRows, allows, lower_bound, step_bound_s
 from headrace.planning.explain import require_fit
 from headrace.simulator import peak_bytes, step_s
-from headrace.spec import Architecture, Lengths, MicroBatch, Pipeline, Plan, Scheme
+from headrace.spec import Architecture, LayerOption, Lengths, MicroBatch, Pipeline, Plan, Scheme
 from headrace.spec.random_plans import random_plan, random_strategy
 from headrace.units import GIB
 from planning.brute_force import optimum_s
@@ -180,17 +180,20 @@ def test_no_pipeline_beats_what_its_stages_take_together(seed: int, memory_gib: 
     if priced is None or priced.stages is None:
         return
     least = priced.stages.least
-    tokens = rng.integers(1, least.alone.most_tokens + 1, int(rng.integers(1, 12))).tolist()
+    tokens = rng.integers(1, least[0].alone.most_tokens + 1, int(rng.integers(1, 12))).tolist()
     lengths = Lengths.of([max(1, int(n * rng.uniform(0, 1) ** 3)) for n in tokens])
     batch = SortedBatch.of(lengths)
-    bins, variant = list[list[int]](), list(priced.stages.variants())[-1]
+    bins = list[list[int]]()
+    cuts = np.sort(rng.choice(np.arange(1, layers), depth - 1, replace=False))
+    shares = tuple(np.diff([0, *cuts.tolist(), layers]).tolist())
     for i in rng.permutation(len(lengths)).tolist():
         if bins and rng.random() < 0.5:
             bins[-1].append(i)
         else:
             bins.append([i])
-    pipeline = Pipeline(scheme=priced.scheme, ranks=tuple(range(depth)), shares=variant.shares)
-    plans = [variant.table.plans[int(rng.integers(len(variant.table.plans)))] for _ in bins]
+    pipeline = Pipeline(scheme=priced.scheme, ranks=tuple(range(depth)), shares=shares)
+    table = priced.stages.table
+    plans = [table.plans[int(rng.integers(len(table.plans)))] for _ in bins]
     drawn = Plan(
         lengths=lengths,
         devices=depth,
@@ -203,8 +206,21 @@ def test_no_pipeline_beats_what_its_stages_take_together(seed: int, memory_gib: 
         lower_bound_s=0.0,
     )
     if max(peak_bytes(drawn, costs)) <= costs.capacity_bytes:
-        bound = lower_bound(BoundRows.of_models(batch, [least]), depth)
+        bound = lower_bound(BoundRows.of_models(batch, least), depth)
         assert bound.seconds <= step_s(drawn, costs) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("layers", "fullest"), [(5, 2), (8, 2), (9, 3)])
+def test_layers_are_whole(layers: int, fullest: int) -> None:
+    """Catches a bound that cuts a layer in parts: of five layers a stage of four has two."""
+    costs = synthetic_costs(4, layers, speeds=Speeds(launch_s=0.0))
+    priced = Problem(costs=costs, devices=4).pricing.price(Scheme(pipeline=4), "replicated")
+    assert priced is not None
+    assert priced.stages is not None
+    batch = SortedBatch.of(Lengths.of([1000] * 500))
+    seconds = lower_bound(BoundRows.of_models(batch, priced.stages.least), 4).seconds
+    layer_s = costs.layer_seconds([1000], 1, LayerOption.of("local"))
+    assert seconds >= 500 * fullest * sum(layer_s) * (1 - 1e-6)
 
 
 def test_stages_that_hold_little_pay_constants_often() -> None:
@@ -218,7 +234,7 @@ def test_stages_that_hold_little_pay_constants_often() -> None:
         assert priced is not None
         assert priced.stages is not None
         batch = SortedBatch.of(Lengths.of([100] * 2000))
-        rows = BoundRows.of_models(batch, [priced.stages.least])
+        rows = BoundRows.of_models(batch, priced.stages.least)
         found.append(lower_bound(rows, 2).seconds)
     assert found[0] > found[1] * 1.02
 

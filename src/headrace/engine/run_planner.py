@@ -120,7 +120,7 @@ class RunPlanner:
         self._step, self._done = 0, 0  # number of the next step to plan, steps observed
         self._previous: Plan | None = None
         self._ahead: Ahead | None = None
-        self._announced = AnnouncedPlans(steps=self.steps, tell=tell)
+        self._announced: AnnouncedPlans | None = None  # of loops that are given batches
         self._handed: _HandedOut | None = None
         self._warm = False
         self._stop_asked: Callable[[], bool] = lambda: False
@@ -218,11 +218,13 @@ class RunPlanner:
         are smoothed, and both where none is to be made ahead. What changes a plan meanwhile, as
         a raised memory margin, has it made anew."""
         if self._first:
-            self._announced.announce([self._forward_request(lengths), self._request(lengths)])
+            asked = [self._forward_request(lengths), self._request(lengths)]
+            self._of_given().announce(asked)
 
     def close(self) -> None:
         """End the processes that plan ahead."""
-        self._announced.close()
+        if self._announced is not None:
+            self._announced.close()
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -319,22 +321,31 @@ class RunPlanner:
         made = found.request if found is not None else None
         if found is not None and made is not None and _alike(made, request):
             return self._handed_out(found, made, maker)
-        known = self._announced.take(request) if self._announced.serves(request) else None
+        announced = self._announced
+        if announced is None or not announced.serves(request):
+            return self._handed_out(self.steps.plan(request), request, None)
+        known = announced.take(request)
         if known is not None:
             found, maker = known
             return self._handed_out(found, found.request or request, maker)
         found = self.steps.plan(request)
-        self._announced.keep(request, found)
+        announced.keep(request, found)
         return self._handed_out(found, request, None)
+
+    def _of_given(self) -> AnnouncedPlans:
+        """Plans of batches that are given, which are often asked for more than once."""
+        if self._announced is None:
+            self._announced = AnnouncedPlans(steps=self.steps, tell=self._tell)
+        return self._announced
 
     def _plan_forward(self, lengths: Lengths) -> Planned:
         """The plan of forwards, on the first rank."""
-        request = self._forward_request(lengths)
-        known = self._announced.take(request)
+        request, announced = self._forward_request(lengths), self._of_given()
+        known = announced.take(request)
         if known is not None:
             return known[0]
         found = self.steps.plan(request)
-        self._announced.keep(request, found)
+        announced.keep(request, found)
         return found
 
     def _replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:

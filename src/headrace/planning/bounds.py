@@ -51,6 +51,12 @@ sum_j tokens_j / cap_j <= P. V micro-batches are ceil(V / P) such rows, so they 
 V + P - 1, and their constants, c V at least, are c sum_j tokens_j / cap_j but for c (P - 1): a
 token's share of them is c / cap_j, whatever layers the others have.
 
+Layers are whole. For any x, of L layers the last stage has at least x, besides the model's end,
+or another one at least y = (L - x + 1) / (P - 1), rounded up: the same stage for all micro-batches,
+busy for no longer than tau. So P times what x layers and the end take, or P times y layers, each
+the quickest of its micro-batch, may stand for the sum over the stages in what keeps ranks busy, in
+rows of their own for pipelines of either kind.
+
 Pulls and pushes overlap with computations, so of the whole step
 
 5. No layer runs before its own and the embedding's weights are there, so before x = the pulls of
@@ -165,7 +171,14 @@ class BoundRows:
     def of_models(cls, batch: SortedBatch, models: Sequence[Least]) -> BoundRows:
         """Rows for whole models cut into stages: a micro-batch keeps the ranks of a width busy for
         its seconds on all stages together."""
-        rows = [(*batch.row(model.alone)[:2], batch.row(model.dealt)[1]) for model in models]
+        counts = batch.counts.astype(np.float64)
+        rows, over = list[tuple[Floats, ...]](), list[float]()
+        for model in models:
+            ways = [batch.row(dealt)[1] for dealt in model.dealt]
+            sums = [float(way[np.isfinite(way)] @ counts[np.isfinite(way)]) for way in ways]
+            most = sums.index(max(sums))
+            rows.append((*batch.row(model.alone)[:2], ways[most]))
+            over.append(model.over_s[most])
         alone, work, dealt = np.stack(rows, axis=1)
         column = np.ones((len(models), 1))
         return cls(
@@ -173,11 +186,11 @@ class BoundRows:
             stages=column,
             opening=0 * column,
             shared=np.array([[1 / model.depth] for model in models]),
-            over=np.array([[model.over_s] for model in models]),
+            over=np.array(over)[:, None],
             alone=alone,
             work=work,
             spread=dealt,
-            counts=batch.counts.astype(np.float64),
+            counts=counts,
         )
 
     @classmethod

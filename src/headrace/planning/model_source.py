@@ -288,7 +288,8 @@ class ModelSource:
         """Rows of the bound with those of more ``schemes``: of schemes with stages, what all stages
         take together."""
         single = [scheme for scheme in schemes if scheme.stages is None]
-        staged = [scheme.stages.least for scheme in schemes if scheme.stages is not None]
+        deep = [scheme.stages for scheme in schemes if scheme.stages is not None]
+        staged = [least for stages in deep for least in stages.least]
         if single:
             rows.append(BoundRows.of(PriceTable(self.batch, single, self.problem.devices)))
         if staged:
@@ -348,7 +349,7 @@ def _whole_model(problem: Problem, width: int, depth: int) -> Least:
             rows.append((q.a, q.b, q.c))
         quick = worth_keeping(np.array(rows), np.full(len(rows), float(MOST_TOKENS)))
         whole = Frontier.of_rows([rows[i] for i in quick.tolist()], MOST_TOKENS)
-        known[width] = Least(width=width, depth=depth, alone=whole, dealt=whole)
+        known[width] = Least(width=width, depth=depth, alone=whole, dealt=(whole,))
     return known[width]
 
 

@@ -379,15 +379,16 @@ class Least:
         width: Ranks of a stage.
         depth: Number of stages.
         alone: Rows for a sequence in a micro-batch of its own.
-        dealt: Rows for a sequence that bears its share of the constants.
-        over_s: Seconds by which the constants of ``dealt`` may be too high in one pipeline.
+        dealt: Rows for a sequence that bears its share of the constants, one way or another to
+            count it: what a batch takes by any of them is a bound.
+        over_s: Seconds by which the constants of each of ``dealt`` may be too high in one pipeline.
     """
 
     width: int
     depth: int
     alone: Frontier
-    dealt: Frontier
-    over_s: float = 0.0
+    dealt: tuple[Frontier, ...]
+    over_s: tuple[float, ...] = (0.0,)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -470,27 +471,47 @@ class StageCosts:
                 yield replace(self, shares=shares)
 
     @cached_property
-    def least(self) -> Least:
+    def least(self) -> tuple[Least, ...]:
         """Rows that no pipeline beats, whatever its shares of the layers and the order of its
-        micro-batches, in seconds of all stages together without messages."""
+        micro-batches, in seconds of all stages together without messages. A pipeline is one of two
+        kinds: many layers are in its last stage, or many in another one; each has its rows, which
+        count all stages or that one alone, as if the others took as long."""
         caps = np.array([variant.caps_at(1) for variant in self.variants()]).max(axis=0)
-        ends = self.costs.ends[self.scheme.width]
-        both = ends.forward + ends.backward
-        layers = self.table.seconds[self.table.layers].sum(axis=1)
-        a, b, c = (layers + np.array([both.a, both.b, both.c])).T
         full = np.array([variant.in_flight for variant in self.variants()]).max(axis=0)
-        dealt = b + c.min() / np.maximum(full, 1.0)  # of what fits nowhere nothing is claimed
-        order = np.argsort(caps, kind="stable")
-        order = order[caps[order] > 0]
-        held, nothing = tuple(caps[order].tolist()), np.zeros(len(order))
-        depth = self.scheme.pipeline
-        return Least(
-            width=self.scheme.width,
-            depth=depth,
-            alone=_bare(a[order], b[order], c[order], held),
-            dealt=_bare(a[order], dealt[order], nothing, held),
-            over_s=float(c.min()) * (depth - 1) / depth,
-        )
+        full = np.maximum(full, 1.0)  # of what fits nowhere nothing is claimed
+        table, ends, depth = self.table, self.costs.ends[self.scheme.width], self.scheme.pipeline
+        both = ends.forward + ends.backward
+        end = np.array([both.a, both.b, both.c])
+        total = table.seconds[table.layers].sum(axis=1) + end
+        # A stage may have the quickest of a plan's layers.
+        pairs = [(r, o) for r, own in enumerate(table.layers) for o in np.unique(own).tolist()]
+        plan, layer = np.array(pairs).T
+        last, other = self._fullest(end)
+        kinds = [depth * (last * table.seconds[layer] + end), depth * other * table.seconds[layer]]
+        alone = _least_rows(total, caps)
+        counted, over_s = _dealt_rows(total, caps, full, depth)
+        found = list[Least]()
+        for rows in kinds:
+            dealt, own_over_s = _dealt_rows(rows, caps[plan], full[plan], depth)
+            found.append(
+                Least(
+                    width=self.scheme.width,
+                    depth=depth,
+                    alone=alone,
+                    dealt=(counted, dealt),
+                    over_s=(over_s, own_over_s),
+                )
+            )
+        return tuple(found)
+
+    def _fullest(self, end: Floats) -> tuple[int, int]:
+        """(x, y) such that the last stage has at least x layers or another one at least y, chosen
+        so that either takes short sequences long; ``end`` are the coefficients of what the last
+        stage has besides."""
+        layers, others = self.costs.shape.layers, self.scheme.pipeline - 1
+        head = float(end[1] / self.table.seconds[:, 1].min())
+        pairs = [(x, -(-(layers - x + 1) // others)) for x in range(1, -(-layers // others) + 1)]
+        return max(pairs, key=lambda pair: min(pair[0] + head, pair[1]))
 
     @property
     def in_flight(self) -> Floats:
@@ -563,6 +584,24 @@ class StageCosts:
             if (np.maximum(before, behind) + over > room + _ROUNDING_BYTES).any():
                 return False
         return True
+
+
+def _least_rows(rows: Floats, caps: Counts) -> Frontier:
+    """A frontier of rows (a, b, c) that hold something, each with the tokens that it holds."""
+    order = np.argsort(caps, kind="stable")
+    order = order[caps[order] > 0]
+    a, b, c = rows[order].T
+    return _bare(a, b, c, tuple(caps[order].tolist()))
+
+
+def _dealt_rows(rows: Floats, caps: Counts, full: Floats, depth: int) -> tuple[Frontier, float]:
+    """The same with each token's share of the constants, if ``depth`` micro-batches of ``full``
+    tokens fit at once, and the seconds by which these may be too high in a pipeline."""
+    least_c = float(rows[:, 2].min())
+    dealt = rows.copy()
+    dealt[:, 1] += least_c / full
+    dealt[:, 2] = 0.0
+    return _least_rows(dealt, caps), least_c * (depth - 1) / depth
 
 
 def _bare(a: Floats, b: Floats, c: Floats, caps: tuple[int, ...]) -> Frontier:

@@ -151,7 +151,7 @@ def train(path: Path, out: Path, *more: str) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize(
     ("kind", "planner"),
-    [("qwen3", ""), ("gemma3", ""), whole("qwen3", 'working = "sharded"')],
+    [("qwen3", ""), whole("gemma3", ""), whole("qwen3", 'working = "sharded"')],
 )
 def test_folders_of_other_types_train(kind: str, planner: str, tmp_path: Path) -> None:
     """Catches losses of two ranks that are not those of one process, a report without steps, and a
@@ -172,6 +172,7 @@ def test_folders_of_other_types_train(kind: str, planner: str, tmp_path: Path) -
     assert wanted[-1] < wanted[0]
 
 
+@pytest.mark.slow
 def test_masks_of_the_loss_are_honoured(tmp_path: Path) -> None:
     """Catches prompts that an adopted model is trained on, and a mean over all tokens."""
     path = job(tmp_path, "qwen3")
@@ -194,6 +195,7 @@ def test_masks_of_the_loss_are_honoured(tmp_path: Path) -> None:
     assert hr.TrainingRun(tmp_path / "run").losses == pytest.approx(wanted, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     """Catches a run that begins anew, and one that goes on with other weights, rates or samples."""
     path = job(tmp_path, "qwen3")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headrace.engine.announced_plans import AnnouncedPlans
 from headrace.engine.step_planner import StepPlanner
 from headrace.errors import HeadraceError, InfeasiblePlan, SpecError
 from headrace.spec.step import Exhausted, Planned, PlanRequest
@@ -103,7 +104,8 @@ def test_a_process_that_cannot_plan_stops_nobody() -> None:
     """Catches a step that fails as its plan was to be made elsewhere."""
     told = list[str]()
     made, here = online(told), online()
-    made._announced.steps = Failing(costs=made.costs, options=made.steps.options)
+    failing = Failing(costs=made.costs, options=made.steps.options)
+    made._announced = AnnouncedPlans(steps=failing, tell=told.append)
     made.announce(BATCHES[0])
     assert made.plan(BATCHES[0]).plan.hash == here.plan(BATCHES[0]).plan.hash
     assert made.plan_forward(BATCHES[0]).plan.hash == here.plan_forward(BATCHES[0]).plan.hash
