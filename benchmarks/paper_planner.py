@@ -30,10 +30,13 @@ examples:
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from statistics import geometric_mean
 from typing import Any
 
@@ -64,6 +67,14 @@ LAWS = {
 
 LONGEST = {8: 1 << 15}
 """Longest sequences by devices, where not all planners hold 128Ki tokens."""
+
+SIZES = {"8b": (8, 64, 256, 1024), "32b": (64, 256), "70b": (64, 256)}
+"""Devices of each model."""
+
+QUICK_SIZES = {"8b": (8, 64), "32b": (64,)}
+
+SEEDS = {8: 3, 64: 3}
+"""Batches of each law by devices, one where there are more."""
 
 _MOST_TOKENS = 1 << 17
 _EVERYWHERE = 1 - 1e-9
@@ -174,35 +185,40 @@ class Row:
         return self.best * self.step_s / self.bound_s
 
 
+@cache
 def problem_of(model: str, devices: int) -> hr.Problem:
     """Everything that may be chosen."""
     own = LLAMA_32B if model == "32b" else hr.Architecture.preset(f"llama-{model}")
     return hr.Problem(costs=hr.costs.roofline(own, "h100", devices=devices))
 
 
-def rows(worlds: Sequence[World]) -> Iterator[Row]:
-    """Plans of every world by all planners."""
-    problems = {(one.model, one.devices): None for one in worlds}
-    known = {key: problem_of(*key) for key in problems}
-    for n, world in enumerate(worlds):
-        tell(f"{n + 1} of {len(worlds)}: {world}")
-        problem, lengths = known[world.model, world.devices], world.lengths
-        try:
-            hr.plan(lengths, problem)
-        except InfeasiblePlan as error:
-            tell(f"left out, as nothing holds it: {error}")
-            continue
-        start = time.process_time()
-        whole = hr.plan(lengths, problem)
-        row = Row(
-            world=world,
-            step_s=whole.predicted_s,
-            bound_s=whole.lower_bound_s,
-            cpu_s=time.process_time() - start,
-        )
-        for name, one in RESTRICTIONS.items():
-            row.seconds[name] = one.seconds(lengths, problem)
-        yield row
+def rows(worlds: Sequence[World], jobs: int) -> Iterator[Row]:
+    """Plans of every world by all planners, in ``jobs`` processes."""
+    with ProcessPoolExecutor(max_workers=jobs) as pool:
+        for n, row in enumerate(pool.map(row_of, worlds)):
+            tell(f"{n + 1} of {len(worlds)}: {worlds[n]}{'' if row else ', which nothing holds'}")
+            if row is not None:
+                yield row
+
+
+def row_of(world: World) -> Row | None:
+    """Plans of a world by all planners; None where nothing holds it."""
+    problem, lengths = problem_of(world.model, world.devices), world.lengths
+    try:
+        hr.plan(lengths, problem)
+    except InfeasiblePlan:
+        return None
+    start = time.process_time()
+    whole = hr.plan(lengths, problem)
+    row = Row(
+        world=world,
+        step_s=whole.predicted_s,
+        bound_s=whole.lower_bound_s,
+        cpu_s=time.process_time() - start,
+    )
+    for name, one in RESTRICTIONS.items():
+        row.seconds[name] = one.seconds(lengths, problem)
+    return row
 
 
 def mean(values: Sequence[float]) -> float:
@@ -280,17 +296,14 @@ def claims_of(found: Sequence[Row]) -> list[Claim]:
 
 def worlds_of(o: argparse.Namespace) -> list[World]:
     """The worlds that are asked for."""
-    sizes = {"8b": (8, 64, 256), "32b": (64,), "70b": (64,)}
-    if o.quick:
-        sizes = {"8b": (8, 64), "32b": (64,)}
+    sizes = QUICK_SIZES if o.quick else SIZES
     pairs = [(model, n) for model in o.models or sizes for n in o.devices or sizes[model]]
     laws = o.laws or (["code", "balanced", "rollouts"] if o.quick else list(LAWS))
-    seeds = o.seeds or [0]
     return [
         World(model=model, devices=n, law=law, seed=seed, tokens=o.tokens * n)
         for model, n in pairs
         for law in laws
-        for seed in seeds
+        for seed in o.seeds or (range(SEEDS.get(n, 1)) if not o.quick else [0])
     ]
 
 
@@ -300,10 +313,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--devices", type=int, nargs="+")
     parser.add_argument("--laws", nargs="+", choices=LAWS)
     parser.add_argument("--seeds", type=int, nargs="+")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--tokens", type=int, help="of a batch, for each device (32Ki)")
     o = parser.parse_args(arguments)
     o.tokens = o.tokens or (1 << 13 if o.quick else 1 << 15)
-    found = list(rows(worlds_of(o)))
+    found = list(rows(worlds_of(o), o.jobs))
     Console(width=None if sys.stdout.isatty() else 220).print(table_of(found), crop=False)
     behind = [row for row in found if row.best < _EVERYWHERE]
     for row in behind:
@@ -314,6 +328,7 @@ def main(arguments: Sequence[str]) -> int:
             "model": row.world.model,
             "devices": row.world.devices,
             "law": row.world.law,
+            "seed": row.world.seed,
             "step_s": row.step_s,
             "bound_s": row.bound_s,
             "seconds": row.seconds,

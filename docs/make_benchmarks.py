@@ -89,7 +89,7 @@ def one_planner() -> Iterator[str]:
     """How much one planner gains over each paper's decisions alone."""
     found = read("papers/planner")["worlds"]
     keys = list(dict.fromkeys((world["model"], world["devices"]) for world in found))
-    titles = ["what is chosen for a batch", *(f"{model.upper()} on {n}" for model, n in keys)]
+    titles = ["what is chosen for a batch", *(f"{model.upper()} on {n:,}" for model, n in keys)]
     groups = [[w for w in found if (w["model"], w["devices"]) == key] for key in keys]
     cells = list[list[str]]()
     for name, text in RESTRICTED.items():
@@ -109,7 +109,7 @@ def one_planner() -> Iterator[str]:
     yield (
         "One planner decides all that the papers decide apart. How many times as long steps take"
         " where less is chosen, on H100s by the roofline, geometric means over"
-        f" {laws} data sets (`headrace papers planner`):"
+        f" {len(found)} batches of {laws} data sets (`headrace papers planner`):"
     )
     yield ""
     yield from rows(titles, cells)
@@ -126,7 +126,7 @@ def picture() -> str:
     marks = [
         {
             "what": text,
-            "model": f"{model.upper()} on {devices}",
+            "model": f"{model.upper()} on {devices:,}",
             "least": min(overs),
             "mean": geometric_mean(overs),
             "most": max(overs),

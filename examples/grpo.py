@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/grpo.py --steps 10
 
 A prompt repeats one digit, few times or very often; an answer earns the share of its tokens that
-are this digit. Prints one JSON line a step. ``grpo_single.py`` beside it does the same on one
-device, without headrace.
+are this digit. Prints one JSON line and writes a checkpoint a step; ``--resume`` goes on from it.
+``grpo_single.py`` beside it does the same on one device, without headrace.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     options = parser.parse_args()
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -78,19 +79,23 @@ def main() -> None:
         max_position_embeddings=LONGEST,
     )
     model: Any = LlamaForCausalLM(config).double().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     reference = copy.deepcopy(model).eval().requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run = hr.attach(model, optimizer, longest=LONGEST, batch_tokens=1024)
 
     def values(outputs: Any, micro: Any) -> torch.Tensor:
         return log_probabilities(outputs.logits, micro.labels)
 
-    draw = torch.Generator().manual_seed(1)
-    for step in range(options.steps):
-        samples = rollouts(model, draw)
-        old = run.map(samples, values)
-        other = run.map(samples, values, model=reference)
-        for sample, first, second in zip(samples, old, other, strict=True):
+    if options.resume:
+        run.load("runs/grpo")
+    for step in range(run.number // UPDATES, options.steps):
+        samples = rollouts(model, torch.Generator().manual_seed(step))
+        for sample, first, second in zip(
+            samples,
+            run.map(samples, values),
+            run.map(samples, values, model=reference),
+            strict=True,
+        ):
             sample |= {"old": first, "reference": second}
         for _ in range(UPDATES):
             update = run.step(samples)
@@ -100,6 +105,7 @@ def main() -> None:
         reward = torch.stack([sample["reward"] for sample in samples]).mean().item()
         if run.rank == 0:
             print(json.dumps({"step": step, "loss": update.loss, "reward": reward}))
+        run.save("runs/grpo")
 
 
 if __name__ == "__main__":

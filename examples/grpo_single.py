@@ -3,8 +3,8 @@
     python examples/grpo_single.py --steps 10
 
 A prompt repeats one digit, few times or very often; an answer earns the share of its tokens that
-are this digit. Prints one JSON line a step. ``grpo.py`` beside it does the same on many ranks,
-planned step by step.
+are this digit. Prints one JSON line and writes a checkpoint a step; ``--resume`` goes on from it.
+``grpo.py`` beside it does the same on many ranks, planned step by step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     options = parser.parse_args()
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -76,11 +78,16 @@ def main() -> None:
         max_position_embeddings=LONGEST,
     )
     model: Any = LlamaForCausalLM(config).double().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     reference = copy.deepcopy(model).eval().requires_grad_(False)
-    draw = torch.Generator().manual_seed(1)
-    for step in range(options.steps):
-        samples = rollouts(model, draw)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    start, saved = 0, Path("runs/grpo.pt")
+    saved.parent.mkdir(exist_ok=True)
+    if options.resume:
+        start, weights, state = torch.load(saved)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    for step in range(start, options.steps):
+        samples = rollouts(model, torch.Generator().manual_seed(step))
         labels = [torch.cat([x["labels"][1:], torch.tensor([-100])])[None] for x in samples]
         targets = sum((own != -100).sum() for own in labels)
         for sample, own in zip(samples, labels, strict=True):
@@ -101,6 +108,7 @@ def main() -> None:
             optimizer.zero_grad()
         reward = torch.stack([sample["reward"] for sample in samples]).mean().item()
         print(json.dumps({"step": step, "loss": loss, "reward": reward}))
+        torch.save((step + 1, model.state_dict(), optimizer.state_dict()), saved)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return run("rollouts.py", *SMALL, *HERE, json_in=tmp_path_factory.mktemp("rollouts"))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_nothing_is_ahead_of_what_may_choose_more(ran: Ran) -> None:
     """Catches a search that misses what rules find, a bound above plans, and forwards that are
     priced as steps."""
@@ -43,6 +45,8 @@ def test_nothing_is_ahead_of_what_may_choose_more(ran: Ran) -> None:
         assert name in ran.out
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_ranks_are_measured(ran: Ran) -> None:
     """Catches a size that is left out, and numbers of another batch."""
     assert ran.numbers is not None

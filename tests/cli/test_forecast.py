@@ -115,7 +115,7 @@ def test_a_measured_device_is_planned_for(config: Path, tmp_path: Path, capsys) 
     times slower makes plans slower, links are those asked for, and it is said what was measured."""
     a = Architecture(layers=2, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocabulary=257)
     peak = 5e13
-    ideal = replace(DEVICES["h100"], family="", flops_per_s={"bfloat16": peak})
+    ideal = replace(DEVICES["h100"], family="", flops_per_s={"bfloat16": peak}, multiprocessors=0)
     for name, attained in (("quick", 0.4), ("slow", 0.1)):
         device = replace(ideal, attained_attention=attained, attained_matmul=1.0)
         hardware = replace(Hardware.parse("h100"), device=device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,7 @@ def quick(**slow: float) -> Hardware:
         flops_per_s={"bfloat16": slow.get("flops", 1e30)},
         memory_bytes_per_s=slow.get("memory", 1e30) / H100.device.attained_memory,
         launch_s=slow.get("launch", 0.0),
+        multiprocessors=int(slow.get("multiprocessors", 0)),
     )
     inside = replace(H100.inside, bytes_per_s=slow.get("inside", 1e30), latency_s=0.0, attained=1.0)
     across = replace(H100.across, bytes_per_s=slow.get("across", 1e30), latency_s=0.0, attained=1.0)
@@ -90,6 +92,27 @@ def test_products_and_attention_by_hand() -> None:
     first = 2 * length * 32 * (h * h * (1 + 2 * k) + 2 * h * 14336)
     part = seconds(quick(flops=1e12), "DP 1", length, recompute="selective") - found
     assert part == pytest.approx(first / 1e12, rel=1e-9)
+
+
+def test_last_waves_by_hand() -> None:
+    """Catches half a wave that grows with the tokens or is not paid by each micro-batch, tensors
+    that are cut and counted whole, and recompute without it."""
+    h, f, keys, v = 4096, 14336, 2048, 128256
+    rate, idle = 1e12, 2 * 64 * 128 * 128 / 2 / 1e12
+
+    def waves(layout: str = "DP 1", **how: Any) -> float:
+        waved = seconds(quick(flops=rate, multiprocessors=64), layout, **how)
+        return (waved - seconds(quick(flops=rate), layout, **how)) / idle
+
+    forward, backward, ends = 3 * h + f, 2 * h + keys + 2 * f + h, h + v
+    assert waves() == pytest.approx(32 * (forward + backward) + ends, rel=1e-6)
+    assert waves(accumulation=3) == pytest.approx(3 * waves(), rel=1e-6)
+    assert waves(local_batch=2) == pytest.approx(waves(), rel=1e-6)
+    full, some = (waves(recompute=level) - waves() for level in ("full", "selective"))
+    assert full == pytest.approx(32 * forward, rel=1e-6)
+    assert some == pytest.approx(32 * 2 * h, rel=1e-6)
+    cut = 2 * h + (h + f) / 8 + (h + keys + 2 * f) / 8 + 2 * h
+    assert waves("TP 8") == pytest.approx(32 * cut + h + v / 8, rel=1e-6)
 
 
 def test_traffic_by_hand() -> None:

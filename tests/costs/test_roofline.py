@@ -33,6 +33,7 @@ def _made_up(**rates: float) -> Hardware:
         attained_attention=min(1.0, rates.get("attention", 1e30) / 1e30),
         attained_memory=1.0,
         launch_s=rates.get("launch", 0.0),
+        multiprocessors=int(rates.get("multiprocessors", 0)),
     )
     inside, across = (
         replace(link, bytes_per_s=rates.get(name, never), attained=1.0, latency_s=latency)
@@ -128,6 +129,48 @@ def test_a_step_of_the_optimizer() -> None:
     assert roofline_costs(H100, 1, LLAMA).exchange_s.pull_s == 0
 
 
+@pytest.mark.parametrize("multiprocessors", [108, 132])
+def test_half_a_wave_is_the_mean_of_all_sizes(multiprocessors: int) -> None:
+    """Catches a tail of last waves that is off: over many sizes of packs products take as long as
+    counted waves of tiles do, and a small pack takes more for each of its tokens."""
+    flops, tile, h, f = 1e12, 128, LLAMA.hidden, LLAMA.ffn
+    device = {"flops": flops, "multiprocessors": multiprocessors}
+    layer = _cost(_made_up(**device), 1, "local")
+    shapes = ((3 * h, h), (h, h), (2 * f, h), (h, f))  # outputs and inner features
+
+    def counted(tokens: int) -> float:
+        tiles = (-(-tokens // tile) * -(-outputs // tile) for outputs, _ in shapes)
+        waves = [-(-each // multiprocessors) * multiprocessors for each in tiles]
+        inner = [features for _, features in shapes]
+        return sum(2 * n * tile**2 * k for n, k in zip(waves, inner, strict=True)) / flops
+
+    sizes = range(tile, 16384, tile)
+    mean = sum(map(counted, sizes)) / len(sizes)
+    assert sum(layer.forward((n,)) for n in sizes) / len(sizes) == pytest.approx(mean, rel=0.01)
+    plain = _cost(_made_up(flops=flops), 1, "local")
+    small, large = (layer.forward((n,)) / plain.forward((n,)) for n in (512, 16384))
+    assert small > 1.15 > 1.02 > large > 1
+
+
+def test_methods_that_cut_weights_have_smaller_last_waves() -> None:
+    """Catches half a wave of whole products where ranks hold parts of them, of a shard that comes
+    many times counted once, and none when the first products run again."""
+    h, f, p = LLAMA.hidden, LLAMA.ffn, 4
+
+    def waves(text: str, backward: bool = False) -> float:
+        found = [_cost(_made_up(flops=1e12, multiprocessors=n), p, text) for n in (100, 0)]
+        first, second = ((c.backward if backward else c.forward).c for c in found)
+        return (first - second) / (2 * 100 * 128 * 128 / 2 / 1e12)
+
+    assert waves("ulysses_z") == pytest.approx(3 * h + f)
+    assert waves("ulysses_z", backward=True) == pytest.approx(5 * h + 2 * f)
+    assert waves("ulysses_z+attention", True) == pytest.approx(5 * h + 2 * f + h)
+    assert waves("ulysses_z+full", True) == pytest.approx(8 * h + 3 * f)
+    assert waves("megatron_ts") == pytest.approx(2 * h + (h + f) / p)
+    assert waves("megatron_ts", True) == pytest.approx(2 * h + (3 * h + 2 * f) / p)
+    assert waves("metp") == pytest.approx(p * (2 * h + (h + f) / p))
+
+
 def test_preset_to_speeds() -> None:
     """Catches peaks where fractions are attained, and 16 bits where products run in 32."""
     ideal = Implementation.named("ideal")
@@ -140,6 +183,7 @@ def test_preset_to_speeds() -> None:
     assert single.flops_per_s == 67e12 * device.attained_matmul
     assert (single.element_bytes, single.sum_bytes) == (4, 4)
     assert speeds_of(H100, 8).sum_bytes == 8
+    assert speeds.idle_outputs == 0 < speeds_of(H100).idle_outputs == 132 * 128 * 128 / 2
 
 
 @pytest.mark.parametrize("name", ["headrace", "eager", "eager-2023", "compiled", "fused"])
@@ -214,6 +258,7 @@ def test_what_cannot_be_is_said() -> None:
         {"attention_flops_per_s": 0.0},
         {"devices_per_node": 8},
         {"across_bytes_per_s": 1.0},
+        {"idle_outputs": -1.0},
     ):
         with pytest.raises(CostError, match="speeds"):
             Speeds(**wrong)

@@ -105,6 +105,8 @@ def test_errors_are_raised_at_their_turn() -> None:
             next(ahead)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_an_error_that_cannot_be_read_back_keeps_its_text() -> None:
     """Would catch a producer that dies of an error with arguments of its own."""
     with (
@@ -146,6 +148,8 @@ def test_a_producer_that_is_killed_is_told_and_replaced(tmp_path: Path, producer
         assert "\n" not in line
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_frozen_producer_is_killed_and_replaced() -> None:
     """Catches training that waits for ever for a process that is stopped, or swapped out, and one
     that is killed although it only takes long."""

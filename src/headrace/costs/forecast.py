@@ -28,7 +28,12 @@ from math import ceil
 from typing import Any, Literal, get_args
 
 from headrace.costs.rates import Assumed, Rates
-from headrace.costs.sources.formulas import first_elements, layer_elements, touched_units
+from headrace.costs.sources.formulas import (
+    first_elements,
+    inner_features,
+    layer_elements,
+    touched_units,
+)
 from headrace.costs.sources.roofline import speeds_of
 from headrace.errors import CostError
 from headrace.spec.architecture import Architecture, parameter_count
@@ -265,11 +270,13 @@ class _Step:
         there, back, again = (units * touch for units in touched_units(a))
         tensor, tensor_back = self._tensor_s()
         ring, ring_back = self._context_s(core)
-        launch = speeds.launch_s
-        forward = products + core + there + launch + tensor + ring
-        backward = 2 * products + 2.5 * core + back + 2 * launch + tensor_back + ring_back
+        launch, idle = speeds.launch_s, 2 * speeds.idle_outputs / speeds.flops_per_s
+        idle_s, idle_back_s, idle_again_s = (idle * n for n in inner_features(a, lay.tensor))
+        forward = products + idle_s + core + there + launch + tensor + ring
+        backward = 2 * products + idle_back_s + 2.5 * core + back + 2 * launch
+        backward += tensor_back + ring_back
         if self.recompute == "selective":
-            backward += first + again + launch / 2
+            backward += first + idle_again_s + again + launch / 2
         elif self.recompute == "full":
             backward += forward
         return forward, backward
@@ -326,7 +333,9 @@ class _Step:
         tokens = self.tokens / self.layout.group
         head = 6 * a.hidden * a.vocabulary * a.head_share * tokens / speeds.flops_per_s
         logits = 3 * 2 * a.vocabulary * a.head_share * tokens / speeds.touched_bytes_per_s
-        return head + logits + 3 * speeds.launch_s
+        features = a.hidden + a.vocabulary / self.layout.tensor
+        idle_s = 2 * speeds.idle_outputs * features / speeds.flops_per_s
+        return head + logits + 3 * speeds.launch_s + idle_s
 
     def _replicas(self, elements: float) -> float:
         """Seconds of the gradients of replicas, summed once a step, that nothing hides."""

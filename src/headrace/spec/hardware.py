@@ -37,8 +37,10 @@ class Device:
     ``attained_attention`` and ``attained_memory`` are the fractions of the peaks that large
     matrix products, attention kernels and element-wise kernels reach. ``family`` are devices whose
     kernels attain alike (:class:`headrace.spec.implementation.Implementation`), ``power_w`` is the
-    limit of power, ``clock`` the fraction of the peak FLOPs that it leaves. ``source`` says where
-    the numbers are from.
+    limit of power, ``clock`` the fraction of the peak FLOPs that it leaves. ``multiprocessors``
+    compute a tile of a product each at the same time; 0 where a product takes what its FLOPs do,
+    and on measured devices, whose launches have it in them. ``source`` says where the numbers are
+    from.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Device:
     family: str = ""
     power_w: int = 0
     clock: float = 1.0
+    multiprocessors: int = 0
 
     def __post_init__(self) -> None:
         """Raise SpecError for speeds and sizes that are not above zero and attained shares out of
@@ -64,6 +67,9 @@ class Device:
             raise SpecError(f"memory of {self.name}", got=got, wanted="> 0")
         if not self.launch_s >= 0:
             raise SpecError(f"launch of {self.name}", got=self.launch_s, wanted="seconds >= 0")
+        if self.multiprocessors < 0:
+            got = self.multiprocessors
+            raise SpecError(f"multiprocessors of {self.name}", got=got, wanted=">= 0")
         for field in fields(self):
             if field.name.startswith("attained"):
                 _check_attained(self.name, field.name, getattr(self, field.name))
@@ -163,6 +169,7 @@ def _nvidia(
         family=family,
         power_w=power_w,
         clock=clock,
+        multiprocessors={"ampere": 108, "hopper": 132}[family],
     )
 
 
@@ -255,6 +262,7 @@ _DEVICES = (
         attained_matmul=0.6,
         attained_attention=0.35,
         attained_memory=0.75,
+        multiprocessors=104,
         source="AMD Instinct MI250 data sheet, matrix peaks; one of its two dies (a GCD), as torch "
         "shows it",
     ),

@@ -69,6 +69,8 @@ class Implementation:
         logit_bytes: Bytes that the loss holds for each logit at its peak, where the logits of all
             tokens of a rank are there at once; None for a loss in chunks, and layers that keep
             what headrace's keep.
+        tile_outputs: Outputs of a matrix product that a multiprocessor computes at once; 0 where
+            products take what their FLOPs do, whatever their size.
         source: Where the numbers are from.
     """
 
@@ -76,6 +78,7 @@ class Implementation:
     what: str
     on: Mapping[str, Efficiency]
     logit_bytes: float | None = None
+    tile_outputs: int = 128 * 128
     source: str
 
     @classmethod
@@ -153,7 +156,7 @@ _EAGER = {
         products=_PRODUCTS_HOPPER, attention=_FLASH_2_HOPPER, passes=5.7, exposed=0.93
     ),
     "ampere": Efficiency(
-        products=_PRODUCTS_AMPERE, attention=_FLASH_2_AMPERE, passes=3.9, exposed=1.0
+        products=_PRODUCTS_AMPERE, attention=_FLASH_2_AMPERE, passes=3.6, exposed=1.0
     ),
 }
 
@@ -192,10 +195,10 @@ _KNOWN = (
         what="PyTorch with torch.compile, FlashAttention-2, FSDP2",
         on={
             "hopper": Efficiency(
-                products=_PRODUCTS_HOPPER, attention=_FLASH_2_HOPPER, passes=3.6, exposed=0.5
+                products=_PRODUCTS_HOPPER, attention=_FLASH_2_HOPPER, passes=3.75, exposed=0.5
             ),
             "ampere": Efficiency(
-                products=_PRODUCTS_AMPERE, attention=_FLASH_2_AMPERE, passes=2.5, exposed=0.5
+                products=_PRODUCTS_AMPERE, attention=_FLASH_2_AMPERE, passes=2.4, exposed=0.5
             ),
         },
         logit_bytes=16,
@@ -206,7 +209,7 @@ _KNOWN = (
         what="Transformer Engine's fused kernels in BF16, attention by cuDNN, Megatron's overlap",
         on={
             "hopper": Efficiency(
-                products=_PRODUCTS_HOPPER, attention=0.514, passes=2.6, exposed=0.3
+                products=_PRODUCTS_HOPPER, attention=0.514, passes=2.4, exposed=0.3
             ),
         },
         logit_bytes=8,
@@ -217,6 +220,7 @@ _KNOWN = (
         what="every kernel at the fraction of the peak that its device's preset says, each byte "
         "moved once, no traffic of weights hidden",
         on={},
+        tile_outputs=0,
         source="data sheets and FlexSP's fit (benchmarks/roofline.py): faster than what is "
         "published of long sequences",
     ),

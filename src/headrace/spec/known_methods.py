@@ -206,6 +206,7 @@ def _shard_of_heads(a: Architecture, p: int, r: float) -> BranchUse:
         messages_back=3,
         kept_attention=even.kept,
         buffers=2 + 2 * (1 + 2 * _kv(a)),
+        cut=p,
     )
 
 
@@ -219,6 +220,7 @@ def _shard_of_features(a: Architecture, p: int, r: float) -> BranchUse:
         messages=2,
         messages_back=3,
         buffers=2 + 2 * (a.ffn / a.hidden),
+        cut=p,
     )
 
 
@@ -246,6 +248,7 @@ def _ring_of_shards(a: Architecture, p: int, r: float) -> BranchUse:
         kept=2.0,
         buffers=2 * r + (2 + 8 * k + 4 * k * r) / p,
         launches=p,
+        cut=p,
         recomputes=True,
     )
 
@@ -257,6 +260,7 @@ def _shards_pass(a: Architecture, p: int, r: float) -> BranchUse:
         kept=1.0,
         buffers=r + 2 * active / p,
         launches=p,
+        cut=p,
         recomputes=True,
     )
 

@@ -43,8 +43,9 @@ class BranchUse:
     units u = T h e / p, those of one local activation: ``sent`` forward and ``sent_back`` backward
     in so many ``messages`` of one ``pattern``; ``kept`` for the backward at the level ``none`` and
     ``kept_attention`` at ``attention``; ``buffers`` needed in passing. ``launches`` counts how
-    often the branch starts its kernels. A branch that ``recomputes`` runs its first product again
-    in every backward, whatever the level.
+    often the branch starts its kernels, ``cut`` over how many ranks the features of its weights
+    are cut. A branch that ``recomputes`` runs its first product again in every backward, whatever
+    the level.
     """
 
     linear: float
@@ -58,6 +59,7 @@ class BranchUse:
     kept_attention: float
     buffers: float
     launches: int = 1
+    cut: int = 1
     recomputes: bool = False
 
 

@@ -8,8 +8,10 @@ import io
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import time
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -22,6 +24,11 @@ pytest.importorskip("transformers")
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
+def environment(folder: Path) -> dict[str, str]:
+    """An environment whose measurements are kept in the folder."""
+    return os.environ | {"XDG_CACHE_HOME": str(folder)}
+
+
 def losses(folder: Path, *command: str) -> list[float]:
     done = subprocess.run(
         [sys.executable, *command],
@@ -29,7 +36,8 @@ def losses(folder: Path, *command: str) -> list[float]:
         text=True,
         timeout=280,
         check=False,
-        env=os.environ | {"XDG_CACHE_HOME": str(folder)},
+        cwd=folder,
+        env=environment(folder),
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line)["loss"] for line in done.stdout.splitlines()]
@@ -74,15 +82,16 @@ def test_the_same_losses(name: str, tmp_path: Path) -> None:
 WRAPS = {
     "ddp": "model = torch.nn.parallel.DistributedDataParallel(model)",
     "fsdp2": """from torch.distributed.fsdp import fully_shard
-    for layer in model.blocks if hasattr(model, "blocks") else model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)""",
+    for net in [model, reference] if "reference" in locals() else [model]:
+        for layer in net.blocks if hasattr(net, "blocks") else net.model.layers:
+            fully_shard(layer)
+        fully_shard(net)""",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["attach_plain", "attach_transformers"])
+@pytest.mark.parametrize("name", ["attach_plain", "attach_transformers", "grpo"])
 @pytest.mark.parametrize("how", WRAPS)
 def test_the_same_losses_in_wrappers(name: str, how: str, tmp_path: Path) -> None:
     """Catches a loop that is another when its user wraps the model. Accelerate wraps in DDP as it
@@ -91,11 +100,40 @@ def test_the_same_losses_in_wrappers(name: str, how: str, tmp_path: Path) -> Non
     script = tmp_path / f"{name}_{how}.py"
     script.write_text((EXAMPLES / f"{name}.py").read_text().replace("    optimizer =", prepared))
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    spread = losses(tmp_path, *ranks, str(script), "--steps", "20")
-    alone = losses(tmp_path, str(EXAMPLES / f"{name}_single.py"), "--steps", "20")
+    steps = ("--steps", STEPS.get(name, "20"))
+    spread = losses(tmp_path, *ranks, str(script), *steps)
+    alone = losses(tmp_path, str(EXAMPLES / f"{name}_single.py"), *steps)
     assert spread == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_rollouts_go_on_after_a_kill(how: str, tmp_path: Path) -> None:
+    """Catches updates that are lost or done twice, and other samples, once a run was killed."""
+    prepared = f"    torch.distributed.init_process_group()\n    {WRAPS[how]}\n    optimizer ="
+    script = tmp_path / "grpo.py"
+    script.write_text((EXAMPLES / "grpo.py").read_text().replace("    optimizer =", prepared))
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = (sys.executable, *ranks, str(script), "--steps", "40")
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(tmp_path), start_new_session=True
+    )
+    deadline = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < deadline:
+        if len(list((tmp_path / "runs" / "grpo").glob("step-*"))) >= 2:
+            break
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    found = losses(tmp_path, *command[1:], "--resume")
+    alone = losses(tmp_path, str(EXAMPLES / "grpo_single.py"), "--steps", "40")
+    assert 0 < len(found) < 40
+    assert found == pytest.approx(alone[-len(found) :], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.apart
 def test_a_loop_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an attached loop that needs a launcher."""

@@ -97,6 +97,8 @@ def test_hybrid_costs_are_planned_with(tmp_path) -> None:
     assert "by formula" in json.loads(out)["costs"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_run_with_hybrid_costs_trains(tmp_path) -> None:
     """Catches ranks that fit other forests than the first, and costs that a run cannot plan
     with."""

@@ -249,6 +249,8 @@ def test_a_run_that_is_stopped_keeps_its_steps(tmp_path: Path) -> None:
     assert hr.TrainingRun(out).losses == hr.TrainingRun(tmp_path / "whole").losses
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_steps_choose_their_own_samples(tmp_path: Path) -> None:
     """Catches an adopted model whose iterations are drawn before its costs are known, whose samples
     weigh by their group, that leaves some out of an epoch, and that goes on with other iterations
@@ -306,6 +308,8 @@ def test_a_factory_makes_the_model(tmp_path: Path) -> None:
         hr.train(config, model=dict, out=tmp_path / "none", tell=told.append)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_command_takes_a_factory(tmp_path: Path) -> None:
     """Catches a flag that is parsed and not passed on."""
     path = job(tmp_path, None)

@@ -132,7 +132,7 @@ def test_a_run_plans_for_itself(how: str, tmp_path: Path) -> None:
     assert sum(len(plan.lengths) for plan in plans) == 2 * len(LENGTHS)
 
 
-@pytest.mark.parametrize("how", ["alone", "fsdp2"])
+@pytest.mark.parametrize("how", ["alone", whole("fsdp2")])
 def test_layers_by_algorithm_1_equal_one_process(how: str, tmp_path: Path) -> None:
     """Catches a planner of others that a loop knows by its name and cannot run: groups of one size,
     free or in lockstep, whose layers are chosen for each micro-batch."""

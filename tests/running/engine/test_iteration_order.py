@@ -27,6 +27,7 @@ from running.engine.loops import (
     trained,
     weights,
 )
+from spread import whole
 
 pytest.importorskip("transformers")
 
@@ -110,7 +111,7 @@ def test_a_loop_goes_on_with_what_is_left_of_the_epoch(after: int, tmp_path: Pat
         assert before + rest == unbroken
 
 
-@pytest.mark.parametrize("stop", [None, 1])
+@pytest.mark.parametrize("stop", [None, whole(1)])
 def test_workers_read_the_samples_of_the_iterations_to_come(
     stop: int | None, tmp_path: Path
 ) -> None:

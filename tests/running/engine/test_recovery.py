@@ -212,7 +212,7 @@ def _found(folder: Path) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("node_ranks", "backend"),
-    [whole(None, "gloo"), (2, "gloo"), whole(None, "kernels"), (2, "kernels")],
+    [whole(None, "gloo"), (2, "gloo"), whole(None, "kernels"), whole(2, "kernels")],
 )
 def test_a_step_is_taken_again_wherever_memory_runs_out(
     run_job: RunJob, tmp_path: Path, node_ranks: int | None, backend: str

@@ -36,6 +36,8 @@ def flags(folder: Path, *more: str) -> list[str]:
     return [part for change in changes for part in ("--set", change)]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_run_is_the_same_on_any_ranks_and_resumed(tmp_path: Path) -> None:
     """Catches clips that are lost, drawn anew or weighted by ranks, and state that a checkpoint
     forgets."""

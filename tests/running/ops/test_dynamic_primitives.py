@@ -15,6 +15,7 @@ import headrace as hr
 from headrace.errors import HeadraceError
 from headrace.native.counted import TrafficCounter
 from ranks import run_ranks
+from spread import whole
 
 SHAPES = ((4, 8, 6), (7, 5, 6), (3, 2, 6), (1, 9, 6), (2, 3, 6))
 """Frames, patches and features: even, uneven, and fewer than four ranks."""
@@ -178,7 +179,7 @@ def compiled(fullgraph: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("fullgraph", [True, whole(False)])
 def test_compiled_models_are_the_same(fullgraph: bool) -> None:
     """Catches operators without an adjoint in a graph, shards of another shape than was traced,
     and sizes of the shape before."""

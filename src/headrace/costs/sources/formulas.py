@@ -5,6 +5,9 @@ of the feed-forward, m = 3 matrices of it when gated, else 2, e bytes of an elem
 bytes of one local activation, w = f / h):
 
     linear FLOPs      4 h (h + g d) T / p and 2 m h f T / p
+    idle outputs      what the last wave of a product leaves idle, on average; they cost a multiply
+                      and an add for each of its inner features, forward 2 h and h + f, to the
+                      gradients of inputs 2 h + 2 g d and h + (m - 1) f, whatever the tokens
     attention FLOPs   4 h l^2 / p of every sequence of l tokens, half of it when causal; counted as
                       kernels run them 2 h (l^2 + l) / p when causal
     backward          twice the FLOPs of the forward (counted attention: 5/2), plus what is
@@ -45,6 +48,7 @@ __all__ = [
     "first_elements",
     "formula_model",
     "group_sizes_of",
+    "inner_features",
     "layer_elements",
     "layer_options",
     "touched_units",
@@ -76,6 +80,7 @@ class Speeds:
             computes whole, where operations are counted.
         exposed: Fraction of the seconds of weights' gathers and gradients' scatters that is not
             hidden behind other work.
+        idle_outputs: Outputs that the last wave of a product leaves idle, on average.
 
     Raises:
         CostError: For speeds that are not above zero, times below zero, and for only one of
@@ -96,6 +101,7 @@ class Speeds:
     counted: bool = False
     block_tokens: int = 1
     exposed: float = 1.0
+    idle_outputs: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise CostError for speeds, seconds or shares out of range, and for nodes without a link
@@ -110,9 +116,10 @@ class Speeds:
         )
         if not min(rates) > 0:
             raise CostError("speeds", got=self, wanted="> 0")
-        times = (self.launch_s, self.latency_s, self.across_latency_s)
-        if not (min(times) >= 0 and isfinite(sum(times))) or self.element_bytes < 1:
-            raise CostError("speeds", got=self, wanted="times >= 0 and at least a byte")
+        least = (self.launch_s, self.latency_s, self.across_latency_s, self.idle_outputs)
+        if not (min(least) >= 0 and isfinite(sum(least))) or self.element_bytes < 1:
+            wanted = "times and idle outputs >= 0 and at least a byte"
+            raise CostError("speeds", got=self, wanted=wanted)
         if self.block_tokens < 1 or not 0 <= self.exposed <= 1:
             raise CostError("speeds", got=self, wanted="a block of a token, a fraction exposed")
         if (self.devices_per_node is None) != (self.across_bytes_per_s is None):
@@ -166,12 +173,12 @@ _NOTHING = Quadratic()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Branch:
-    """One branch: what its method uses, FLOPs-seconds of its products, of the first of them, of
-    its attention forward and backward; units of u that the rest touches forward, backward and with
-    the first product."""
+    """One branch: what its method uses, seconds of its products forward and backward, of the first
+    of them alone, of its attention forward and backward; units of u that the rest touches forward,
+    backward and with the first product."""
 
     use: BranchUse
-    linear: Quadratic
+    linear: tuple[Quadratic, Quadratic]
     first: Quadratic
     core: tuple[Quadratic, Quadratic] = (_NOTHING, _NOTHING)
     touched: tuple[float, float, float]
@@ -200,9 +207,18 @@ class _Group:
         """u of one token: bytes of its activation, over the ranks."""
         return self.a.hidden * self.s.element_bytes / self.p
 
-    def gemms(self, weights: float, share: float) -> Quadratic:
-        """``share`` of the FLOPs of all tokens through matrices of ``weights`` elements."""
-        return Quadratic(b=2 * weights * share / self.s.flops_per_s)
+    def products(
+        self, weights: float, use: BranchUse, features: tuple[float, float, float], first: float
+    ) -> tuple[tuple[Quadratic, Quadratic], Quadratic]:
+        """A branch's products through matrices of ``weights`` elements, forward and backward, and
+        those that come first, a ``first`` of the elements, alone; with what last waves leave idle
+        for each of the inner ``features`` of these three."""
+        every = Quadratic(b=2 * weights * use.linear / self.s.flops_per_s)
+        there, back, again = (
+            Quadratic(c=2 * n * use.launches * self.s.idle_outputs / self.s.flops_per_s)
+            for n in features
+        )
+        return (every + there, every * 2 + back), every * first + again
 
     def core(self, share: float) -> tuple[Quadratic, Quadratic]:
         """``share`` of attention's FLOPs forward and backward."""
@@ -276,6 +292,25 @@ def first_elements(a: Architecture) -> float:
     return attention * _attention_elements(a) + feed_forward * _feed_forward_elements(a)
 
 
+def inner_features(a: Architecture, cut: int = 1) -> tuple[float, float, float]:
+    """Inner features of a layer's products, summed over them: forward, towards the gradients of
+    their inputs, and of those that come first in both branches. The last product of a branch has a
+    ``cut``-th of its inner features on each of so many ranks, the first of its outputs."""
+    pairs = zip(_attention_features(a, cut), _feed_forward_features(a, cut), strict=True)
+    forward, backward, again = (sum(pair) for pair in pairs)
+    return forward, backward, again
+
+
+def _attention_features(a: Architecture, cut: int) -> tuple[float, float, float]:
+    h, keys = a.hidden, 2 * a.kv_heads * a.head_features
+    return h + h / cut, (h + keys) / cut + h, h
+
+
+def _feed_forward_features(a: Architecture, cut: int) -> tuple[float, float, float]:
+    h, wide = a.hidden, (2 if a.gated else 1) * a.ffn
+    return h + a.ffn / cut, wide / cut + h, h
+
+
 def _first_shares(a: Architecture) -> tuple[float, float]:
     """The shares of both branches' elements in the matrices that come first."""
     k, matrices = a.kv_heads * a.head_features / a.hidden, 3 if a.gated else 2
@@ -307,12 +342,13 @@ def _attention(g: _Group, facts: MethodFacts) -> _Branch:
     again."""
     assert facts.attention_use is not None, "the method has formulas"
     a, k, use = g.a, g.k, facts.attention_use(g.a, g.p, g.r)
-    linear = g.gemms(_attention_elements(a), use.linear)
+    features, share = _attention_features(a, use.cut), _first_shares(a)[0]
+    linear, first = g.products(_attention_elements(a), use, features, share)
     return _Branch(
         use=use,
         linear=linear,
         core=g.core(use.core),
-        first=linear * _first_shares(a)[0],
+        first=first,
         touched=_attention_units(k),
     )
 
@@ -322,11 +358,12 @@ def _feed_forward(g: _Group, facts: MethodFacts) -> _Branch:
     part that recompute runs again."""
     assert facts.feed_forward_use is not None, "the method has formulas"
     a, use = g.a, facts.feed_forward_use(g.a, g.p, g.r)
-    linear = g.gemms(_feed_forward_elements(a), use.linear)
+    features, share = _feed_forward_features(a, use.cut), _first_shares(a)[1]
+    linear, first = g.products(_feed_forward_elements(a), use, features, share)
     return _Branch(
         use=use,
         linear=linear,
-        first=linear * _first_shares(a)[1],
+        first=first,
         touched=_feed_forward_units(a.gated, a.ffn / a.hidden),
     )
 
@@ -348,10 +385,11 @@ def _layer(
         launch = Quadratic(c=use.launches * g.s.launch_s / 2)
         there, back, again = map(g.touch, part.touched)
         core, core_back = part.core
-        once = part.linear + core + g.traffic(use.sent, use.messages, use.pattern) + there + launch
+        linear, linear_back = part.linear
+        once = linear + core + g.traffic(use.sent, use.messages, use.pattern) + there + launch
         sent_back = g.traffic(use.sent_back, use.messages_back, use.pattern)
         forward += once
-        backward += part.linear * 2 + core_back + sent_back + back + launch * 2
+        backward += linear_back + core_back + sent_back + back + launch * 2
         if use.recomputes:
             backward += part.first + again
         elif level == "attention" and use.kept > use.kept_attention:
@@ -511,9 +549,10 @@ def _ends(a: Architecture, s: Speeds, p: int, memory_bytes: int) -> OptionCost:
     unit, logits = a.hidden * s.element_bytes / p, words * a.head_share / p
     there = Quadratic(b=(4 * unit + logits) / s.touched_bytes_per_s)
     back = Quadratic(b=(7 * unit + 2 * logits) / s.touched_bytes_per_s)
+    idle_s = 2 * s.idle_outputs / s.flops_per_s
     return OptionCost(
-        forward=head + there + Quadratic(c=s.launch_s),
-        backward=head * 2 + back + Quadratic(c=2 * s.launch_s),
+        forward=head + there + Quadratic(c=s.launch_s + a.hidden * idle_s),
+        backward=head * 2 + back + Quadratic(c=2 * s.launch_s + a.vocabulary * idle_s),
         kept=Linear(slope=unit),
         transient=Linear(constant=most) if roomy else Linear(slope=2 * logits),
     )

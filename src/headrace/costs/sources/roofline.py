@@ -3,7 +3,9 @@
 Every part of a step is bound by one thing, and takes what it needs of it over what is attained of
 the peak (:class:`headrace.spec.hardware.Device` and ``Link``):
 
-    products     FLOPs over the matrix units' rate
+    products     FLOPs over the matrix units' rate, and half a wave for each product: every
+                 multiprocessor computes a tile of the outputs, and the last wave of tiles is half
+                 empty on average, so small micro-batches are slower a token
     attention    FLOPs as kernels run them (causal, document by document) over their rate
     the rest     bytes read and written once, over the memory's: norms, rotations, activations,
                  residual sums, the loss, the optimizer
@@ -118,4 +120,5 @@ def speeds_of(
         counted=True,
         block_tokens=attained.block_tokens,
         exposed=attained.exposed,
+        idle_outputs=device.multiprocessors * implementation.tile_outputs / 2,
     )
