@@ -10,13 +10,21 @@ from typing import Any
 import torch
 
 from headrace.adopt.axis_model import AxisModel
-from headrace.adopt.axis_shards import Dims
 from headrace.adopt.gradients import gradient_error
 from headrace.adopt.known_models import adapt
 from headrace.errors import MissingExtra
 from headrace.models.transformer_2d import SHAPES_2D, Transformer2D
 
-__all__ = ["EXAMPLES", "AxisExample", "latte", "ltx", "timesformer", "transformer_2d", "wan"]
+__all__ = [
+    "EXAMPLES",
+    "AxisExample",
+    "cogvideox",
+    "latte",
+    "ltx",
+    "timesformer",
+    "transformer_2d",
+    "wan",
+]
 
 Results = Callable[[Any], Sequence[tuple[torch.Tensor, str]]]
 """Gives (tensor, its dims as text) of each tensor in a model's result."""
@@ -67,7 +75,7 @@ class AxisExample:
         loss = torch.zeros(())
         for (x, dims), weight in zip(self.results(out), weights, strict=True):
             part = (x * run.local(weight, dims)).sum()
-            loss = loss + (part if run.axis in Dims.parse(dims) else part / run.mates)
+            loss = loss + (part if run.is_sharded(dims) else part / run.mates)
         run.backward(loss)
         total = float(run.add_up(loss))
         run.detach()
@@ -188,6 +196,54 @@ def wan(
     )
 
 
+def cogvideox(
+    frames: int = 5,
+    side: int = 6,
+    samples: int = 2,
+    *,
+    checkpoints: bool = False,
+    rotary: bool = True,
+) -> AxisExample:
+    """A small CogVideoX of diffusers in fp64, with rotary positions as the 5B has, or added ones as
+    the 2B. Raises MissingExtra without diffusers."""
+    try:
+        from diffusers.models.transformers.cogvideox_transformer_3d import (
+            CogVideoXTransformer3DModel,
+        )
+    except ImportError:
+        raise MissingExtra("diffusers", extra="video", needed_for="CogVideoX") from None
+    torch.manual_seed(0)
+    text, places = 4, frames * (side // 2) ** 2
+    model: Any = CogVideoXTransformer3DModel(
+        num_attention_heads=3,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=8,
+        text_embed_dim=12,
+        num_layers=2,
+        sample_width=side,
+        sample_height=side,
+        max_text_seq_length=text,
+        use_rotary_positional_embeddings=rotary,
+    )
+    model = model.double().train()
+    if checkpoints:
+        model.enable_gradient_checkpointing()
+    angles = torch.randn(places, 16, dtype=torch.float64)
+    positions = {"image_rotary_emb": (angles.cos(), angles.sin())} if rotary else {}
+    return AxisExample(
+        model=model,
+        inputs={
+            "hidden_states": torch.randn(samples, frames, 4, side, side, dtype=torch.float64),
+            "timestep": torch.randint(0, 1000, (samples,)),
+            "encoder_hidden_states": torch.randn(samples, text, 12, dtype=torch.float64),
+            **positions,
+        },
+        results=lambda out: [(out.sample, "b t c y x")],
+    )
+
+
 def ltx(
     frames: int = 5, side: int = 3, samples: int = 2, *, checkpoints: bool = False
 ) -> AxisExample:
@@ -244,6 +300,7 @@ def transformer_2d(frames: int = 5, patches: int = 6, samples: int = 2) -> AxisE
 EXAMPLES: dict[str, dict[str, Callable[[], AxisExample]]] = {
     name: {"5 frames": make, "one frame, 4 samples": partial(make, frames=1, samples=4)}
     for name, make in (
+        ("cogvideox", cogvideox),
         ("latte", latte),
         ("ltx", ltx),
         ("timesformer", timesformer),
@@ -253,6 +310,8 @@ EXAMPLES: dict[str, dict[str, Callable[[], AxisExample]]] = {
 }
 """Each model's examples by the names that the command line takes."""
 
+EXAMPLES["cogvideox"]["4 frames, added positions"] = partial(cogvideox, frames=4, rotary=False)
+EXAMPLES["cogvideox"]["3 frames, recomputed"] = partial(cogvideox, frames=3, checkpoints=True)
 EXAMPLES["latte"]["4 frames, recomputed"] = partial(latte, frames=4, checkpoints=True)
 EXAMPLES["timesformer"]["4 frames, recomputed"] = partial(timesformer, frames=4, checkpoints=True)
 EXAMPLES["wan"]["4 frames, recomputed"] = partial(wan, frames=4, checkpoints=True)

@@ -239,6 +239,8 @@ class HookManager:
         self.model, self.axis = model, axis
         self.stages = modules_of(model, tuple(stages))
         self.axes = {axis, *(name for stage in stages for name in stage.mixed)}
+        # Other sequences that attention sees, in shards beside the axis.
+        self.beside = tuple(dict.fromkeys(name for stage in stages for name in stage.beside))
         # Axes that hooks of an adapter put in shards.
         self.switched: tuple[str, ...] = ()
         # The batch: whether the model is spread, its shards, and shards given for the next forward.

@@ -293,7 +293,7 @@ class AxisModel:
             labels=labels,
             group=shards.group,
             targets=places,
-            tokens=math.prod(shards.here().values()),
+            tokens=self._tokens(shards),
             placed=shards,
         )
 
@@ -351,7 +351,7 @@ class AxisModel:
             labels=self._local_labels(own, shards),
             group=shards.group,
             targets=targets or 0,
-            tokens=math.prod(shards.here().values()),
+            tokens=self._tokens(shards),
             placed=shards,
         )
 
@@ -391,6 +391,7 @@ class AxisModel:
             group=groups.get(ranks[block * each : (block + 1) * each]) if groups else None,
             across=groups.get(ranks[me::each]) if groups else None,
             members=ranks,
+            beside=self._manager.beside,
         )
         return shards, self._on(shards, batch)
 
@@ -513,7 +514,12 @@ class AxisModel:
             The product of the places of the axes.
         """
         totals = self._totals(self._tensors(sample))
-        return math.prod(n for name, n in totals.items() if name != self.batch)
+        return math.prod(n for name, n in totals.items() if name in self.axes)
+
+    def _tokens(self, shards: AxisShards) -> int:
+        """The places of all axes and samples on this rank."""
+        here = shards.here()
+        return math.prod(n for name, n in here.items() if name not in shards.beside)
 
     def local(self, x: torch.Tensor, dims: str) -> torch.Tensor:
         """Cut a tensor that every rank holds whole, such as a target, along its samples and the
@@ -535,6 +541,11 @@ class AxisModel:
                 raise SpecError("dims", got=dims, wanted=f"a dim of its own for {self.batch}")
             x = x.narrow(layout.names.index((self.batch,)), *shards.samples[:2])
         return shards.local(x, layout)
+
+    def is_sharded(self, dims: str) -> bool:
+        """Whether ranks with the same samples have parts of a tensor of these dims now; else they
+        have it alike."""
+        return bool(self._manager.at_work.sharded_dims(Dims.parse(dims)))
 
     def collect(self, x: torch.Tensor, dims: str) -> torch.Tensor:
         """Put a result together on every rank: a loss of it is ``alike`` on all of them.
@@ -900,7 +911,7 @@ class AxisModel:
         found |= self._sizes(tensors) if self._sizes is not None else {}
         if self.axis not in found:
             raise DataError("inputs", got=", ".join(tensors) or "none", wanted="those with axes")
-        wanted = {*self._manager.axes, self.batch}
+        wanted = {*self._manager.axes, *self._manager.beside, self.batch}
         return {name: n for name, n in found.items() if name in wanted}
 
     def _dims_of(self, name: str, x: torch.Tensor) -> Dims:

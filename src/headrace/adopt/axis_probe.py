@@ -120,37 +120,39 @@ class ProbeShards(AxisShards):
         self, x: torch.Tensor, dims: Dims, known: Mapping[str, int] | None = None
     ) -> torch.Tensor:
         """This rank's part of a tensor that is whole."""
-        if self.axis not in dims:
+        if not (sharded := self.sharded_dims(dims)):
             return x
-        at, whole = dims.dim_of(self.axis), dims.opened(x, {**(known or {}), **self.totals})
-        return dims.closed(whole.narrow(at, *self.span(self.axis)))
+        part = dims.opened(x, {**(known or {}), **self.totals})
+        for at, name in sharded:
+            part = part.narrow(at, *self.span(name))
+        return dims.closed(part)
 
     def whole(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
         """The tensor that was kept, once the part was found right."""
-        if self.axis not in dims:
+        if not (sharded := self.sharded_dims(dims)):
             return x
-        return dims.closed(
-            self._keep_or_compare(dims.opened(x, self.here()), dims.dim_of(self.axis))
-        )
+        (at, name), *_ = sharded  # the axis, or one beside it
+        return dims.closed(self._keep_or_compare(dims.opened(x, self.here()), at, name))
 
     def switched(self, x: torch.Tensor, dims: Dims, axis: str) -> torch.Tensor:
         """Another part of the tensor that was kept."""
         opened, at = dims.opened(x, self.here()), dims.dim_of(axis)
         self.totals[axis] = opened.shape[at]
         self.require_places(axis)
-        kept = self._keep_or_compare(opened, dims.dim_of(self.axis))
+        kept = self._keep_or_compare(opened, dims.dim_of(self.axis), self.axis)
         self.axis = axis
         self.axes_met.append(axis)
         return dims.closed(kept.narrow(at, *self.span(axis)))
 
-    def _keep_or_compare(self, part: torch.Tensor, at: int) -> torch.Tensor:
+    def _keep_or_compare(self, part: torch.Tensor, at: int, name: str) -> torch.Tensor:
         """Keep the whole tensor of this switch, or compare ``part`` with its places of the kept one
-        along dim ``at`` and return the kept one; raises _Differs."""
+        along dim ``at``, of an axis or another sequence, and return the kept one; raises
+        _Differs."""
         if self.part is None:
             self.script.append(part)
             return part
         kept, self.met = self.script[self.met], self.met + 1
-        if not _alike(part, kept.narrow(at, *self.span(self.axis))):
+        if not _alike(part, kept.narrow(at, *self.span(name))):
             raise _Differs
         return kept
 
@@ -163,11 +165,36 @@ class ProbeShards(AxisShards):
         other = [
             d for d, n in enumerate(kept.shape) if part.dim() == kept.dim() and n != part.shape[d]
         ]
-        start, count = self.span(self.axis)
-        total = self.totals[self.axis]
-        if len(other) != 1 or total == count:
+        if len(other) != 1:
             return False
         (dim,) = other
+        if any(self._is_part_of(name, dim, part, kept) for name in self.sharded):
+            return True
+        return any(self._is_part_beside(name, dim, part, kept) for name in self.beside)
+
+    def _is_part_beside(self, name: str, dim: int, part: torch.Tensor, kept: torch.Tensor) -> bool:
+        """Whether tensors have another sequence in front of what :meth:`is_part` compares, or
+        behind it."""
+        (start, count), total = self.span(name), self.totals[name]
+        own, whole = part.shape[dim] - count, kept.shape[dim] - total
+        if min(own, whole) < 0:
+            return False
+        return any(
+            _alike(part.narrow(dim, here, count), kept.narrow(dim, there + start, count))
+            and self._is_part_of(
+                self.axis,
+                dim,
+                part.narrow(dim, 0 if here else count, own),
+                kept.narrow(dim, 0 if there else total, whole),
+            )
+            for here, there in ((0, 0), (own, whole))
+        )
+
+    def _is_part_of(self, name: str, dim: int, part: torch.Tensor, kept: torch.Tensor) -> bool:
+        """:meth:`is_part`, where dim ``dim`` has the places of ``name``."""
+        (start, count), total = self.span(name), self.totals[name]
+        if total == count:
+            return False
         each, rest = divmod(kept.shape[dim] - part.shape[dim], total - count)
         first = kept.shape[dim] - each * total
         if rest or first < 0 or not _alike(part.narrow(dim, 0, first), kept.narrow(dim, 0, first)):
@@ -235,6 +262,7 @@ class _Probe:
             totals=dict(self.totals),
             group=_NOBODY,
             members=(-1,),
+            beside=self.manager.beside,
             prefer=prefer,
         )
 

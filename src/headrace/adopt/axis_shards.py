@@ -114,8 +114,9 @@ Entry = tuple[str, int]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AxisShards:
-    """The places of ``axis`` are sharded over the ranks of ``group``, all other axes are not. Ranks
-    of ``across`` have other samples; ``members`` are all ranks that share the batch.
+    """The places of ``axis`` are sharded over the ranks of ``group``, all other axes are not; those
+    of ``beside``, other sequences such as a text, always are. Ranks of ``across`` have other
+    samples; ``members`` are all ranks that share the batch.
 
     ``totals`` are the places of each name that is known, for the samples of this group; ``samples``
     are the first one, how many, and of how many. ``passed`` are the axes that the stages of the
@@ -130,6 +131,7 @@ class AxisShards:
     group: dist.ProcessGroup | None
     across: dist.ProcessGroup | None = None
     members: Members = (0,)
+    beside: tuple[str, ...] = ()
     samples: tuple[int, int, int] = (0, 1, 1)
     passed: list[tuple[str, ...]] = field(default_factory=list)
     position: int = 0
@@ -155,10 +157,16 @@ class AxisShards:
         """The places of each rank while ``axis`` is sharded."""
         return split_sizes(self.totals[axis], self.ranks)
 
-    def joint_sizes(self, mixed: tuple[str, ...]) -> tuple[int, ...]:
-        """The places of each rank over several axes together, one of which is sharded."""
-        others = math.prod(self.totals[name] for name in mixed if name != self.axis)
-        return tuple(size * others for size in self.sizes(self.axis))
+    def joint_sizes(self, parts: Dims) -> tuple[int, ...]:
+        """The places of each rank over several sequences one after the other, in each of which a
+        name is sharded."""
+        found = [0] * self.ranks
+        for names in parts.names:
+            shared = next(name for name in names if name in self.sharded)
+            others = math.prod(self.totals[name] for name in names if name != shared)
+            for rank, size in enumerate(self.sizes(shared)):
+                found[rank] += size * others
+        return tuple(found)
 
     def begun(self, axis: str, task: int) -> Self:
         """The same places for a forward that begins. Each has shards of its own: its backward may
@@ -182,9 +190,19 @@ class AxisShards:
         self.position += 1
         return self.position - 1
 
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """The names whose places are sharded now."""
+        return (self.axis, *self.beside)
+
+    def sharded_dims(self, dims: Dims) -> list[tuple[int, str]]:
+        """The dims, unflattened, of a tensor that are sharded now, and their names."""
+        return [(dims.dim_of(name), name) for name in self.sharded if name in dims]
+
     def here(self) -> dict[str, int]:
         """The local size of every axis."""
-        return self.totals | {self.axis: self.sizes(self.axis)[self.rank]}
+        known = [name for name in self.sharded if name in self.totals]
+        return self.totals | {name: self.sizes(name)[self.rank] for name in known}
 
     def best(self, free: Sequence[str]) -> str:
         """Which of several axes to take where no plan is known: that of most places."""
@@ -194,19 +212,23 @@ class AxisShards:
         self, x: torch.Tensor, dims: Dims, known: Mapping[str, int] | None = None
     ) -> torch.Tensor:
         """This rank's part of a tensor that is whole. ``known`` are places of other names."""
-        if self.axis not in dims or self.group is None:
+        sharded = self.sharded_dims(dims)
+        if not sharded or self.group is None:
             return x
-        whole = dims.opened(x, {**(known or {}), **self.totals})
-        at = dims.dim_of(self.axis)
-        return dims.closed(split(whole, at, self.group, sizes=self.sizes(self.axis)))
+        part = dims.opened(x, {**(known or {}), **self.totals})
+        for at, name in sharded:
+            part = split(part, at, self.group, sizes=self.sizes(name))
+        return dims.closed(part)
 
     def whole(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
         """The full tensor on every rank, gathered from this rank's part. Collective."""
-        if self.axis not in dims or self.group is None:
+        sharded = self.sharded_dims(dims)
+        if not sharded or self.group is None:
             return x
-        part = dims.opened(x, self.here())
-        at = dims.dim_of(self.axis)
-        return dims.closed(gather(part, at, self.group, sizes=self.sizes(self.axis)))
+        whole = dims.opened(x, self.here())
+        for at, name in sharded:
+            whole = gather(whole, at, self.group, sizes=self.sizes(name))
+        return dims.closed(whole)
 
     def learn(self, x: torch.Tensor, dims: Dims, axes: Collection[str]) -> None:
         """Record the full sizes of those of ``axes`` that are not sharded in ``x``."""

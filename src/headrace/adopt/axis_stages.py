@@ -26,11 +26,15 @@ class AxisStage:
             whole there is cut to this rank's places.
         counts: The axes whose places whole numbers among the arguments count, by number or name:
             ``{"num_frames": "t"}``; they are given the places that this rank has in the stage.
+        attends: The sequences that its attention sees one after the other, in their order, where
+            there are others beside the places of the axes: ``n (t s)`` for a text and the places
+            behind it. Their names are sharded over the same ranks, wherever inputs have them.
         returns: Whether the axis that was in shards before is so again afterwards, for models whose
             code between stages asks for it; else it stays as it is until a stage mixes it.
 
     Raises:
-        SpecError: For malformed dims, and for a mixed axis that the dims lack.
+        SpecError: For malformed dims, for a mixed axis that the dims lack, and for ``attends``
+            without the mixed axes in the order of the dims.
     """
 
     modules: str
@@ -38,6 +42,7 @@ class AxisStage:
     dims: str
     sides: Mapping[int | str, str] = field(default_factory=dict)
     counts: Mapping[int | str, str] = field(default_factory=dict)
+    attends: str = ""
     returns: bool = True
 
     def __post_init__(self) -> None:
@@ -51,6 +56,14 @@ class AxisStage:
                 )
         for text in self.sides.values():
             Dims.parse(text)
+        if self.places not in self.sequences.names or any(
+            len(names) > 1 for names in self.sequences.names if names != self.places
+        ):
+            raise SpecError(
+                f"attention of stage {self.modules}",
+                got=f"sequences {self.attends}",
+                wanted=f"{Dims((self.places,))}, and a name for each of the others",
+            )
 
     @property
     def mixed(self) -> tuple[str, ...]:
@@ -61,6 +74,21 @@ class AxisStage:
     def layout(self) -> Dims:
         """The dims of its modules' first argument, parsed."""
         return Dims.parse(self.dims)
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The axes that it mixes, in the order of its first argument."""
+        return tuple(name for name in self.layout.flat if name in self.mixed)
+
+    @property
+    def sequences(self) -> Dims:
+        """The sequences that its attention sees, one after the other."""
+        return Dims.parse(self.attends) if self.attends else Dims((self.places,))
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The names of sequences that its attention sees beside the places of the axes."""
+        return tuple(name for name in self.sequences.flat if name not in self.places)
 
 
 def modules_of(

@@ -6,6 +6,7 @@ other ranks' places. Nothing is masked there, so the order of places does not ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -82,7 +83,7 @@ class JointAttention(TorchFunctionMode):
                 wanted="all places that see each other",
                 hint="hr.compile spreads causal attention and packed documents",
             )
-        sizes = self._shards.joint_sizes(self._stage.mixed)
+        sizes = self._shards.joint_sizes(self._stage.sequences)
         here = sizes[self._shards.rank]
         if query.shape[-2] != here or key.shape[-2] != here:
             raise ModelError(
@@ -93,10 +94,7 @@ class JointAttention(TorchFunctionMode):
             )
         self.calls, self.heads = self.calls + 1, query.shape[-3]
         if self._shards.simulated:
-            places = next(n for n in self._stage.layout.names if self._shards.axis in n)
-            rows = tuple((f"_{at}",) for at in range(key.dim() - 2))
-            dims = Dims((*rows, places, ("_",)))
-            key, value = (self._shards.whole(x, dims) for x in (key, value))
+            key, value = self._whole(key), self._whole(value)
             return scaled_dot_product_attention(
                 query, key, value, scale=scale, enable_gqa=enable_gqa
             )
@@ -112,6 +110,16 @@ class JointAttention(TorchFunctionMode):
         q, k, v = (x.reshape(rows, *x.shape[-3:]) for x in (query, key, value))
         out = attention(q, k, v, self._slot.handle, causal=False, scale=scale)
         return out.reshape(*query.shape[:-1], value.shape[-1])
+
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        """Keys or values [..., places, features] of all ranks, sequence by sequence."""
+        rows = tuple((f"_{at}",) for at in range(x.dim() - 2))
+        here, found = self._shards.here(), list[torch.Tensor]()
+        sequences = self._stage.sequences.names
+        counts = [math.prod(here[name] for name in names) for names in sequences]
+        for names, part in zip(sequences, x.split(counts, dim=-2), strict=True):
+            found.append(self._shards.whole(part, Dims((*rows, names, ("_",)))))
+        return torch.cat(found, dim=-2)
 
 
 def _sent_elements(

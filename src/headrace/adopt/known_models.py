@@ -1,4 +1,4 @@
-"""Adapters for models with axes that are known by class: Latte, TimeSformer, Wan and others."""
+"""Adapters for models with axes that are known by class: Latte, CogVideoX, Wan and others."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from headrace.errors import ModelError
 __all__ = [
     "KNOWN",
     "adapt",
+    "adapt_cogvideox",
     "adapt_latte",
     "adapt_ltx",
     "adapt_timesformer",
@@ -279,7 +280,92 @@ def adapt_ltx(
     return run
 
 
+_COGVIDEOX_ATTENTION = AxisStage(
+    modules="transformer_blocks.*.attn1", mixes="t s", dims="b (t s) d", attends="n (t s)"
+)
+_COGVIDEOX_INPUTS = {
+    "hidden_states": "b t c y x",
+    "timestep": "b",
+    "encoder_hidden_states": "b n e",
+}
+_COGVIDEOX_ROTARY, _TEXT = Dims.parse("(t s) d"), Dims.parse("k n d")
+_COGVIDEOX_PLACES = Dims.parse("k (t s) d")
+_POSITIONS = "_get_positional_embeddings"
+"""What the embedding of CogVideoX asks for the positions of a video that is not of its own size."""
+
+
+def adapt_cogvideox(
+    model: Any,
+    *,
+    groups: Groups | None = None,
+    check: bool | FirstStep = True,
+    compare: bool = True,
+) -> AxisModel:
+    """Adapt a CogVideoX; inputs must be given by name, ``image_rotary_emb`` as that of the whole
+    video. Its text, which attention sees in front of the places, is in shards as they are. Raises
+    ModelError for patches of several frames."""
+    inner = getattr(model, "module", model)
+    if inner.config.patch_size_t is not None:
+        got = f"{inner.config.patch_size_t} frames"
+        raise ModelError("patches of CogVideoX", got=got, wanted="one frame")
+    side, patches = inner.config.patch_size, inner.patch_embed
+
+    def sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        *_, height, width = inputs["hidden_states"].shape
+        return {"s": (height // side) * (width // side)}
+
+    run = AxisModel(
+        model,
+        stages=[_COGVIDEOX_ATTENTION],
+        inputs=_COGVIDEOX_INPUTS,
+        axis="t",
+        batch="b",
+        sizes=sizes,
+        groups=groups,
+        check=check,
+        compare=compare,
+    )
+
+    def own_rotary(args: Any, named: dict[str, Any]) -> Any:
+        assert run.shards is not None, "sharded"
+        if (whole := named.get("image_rotary_emb")) is not None:
+            parts = tuple(run.shards.local(x, _COGVIDEOX_ROTARY) for x in whole)
+            named = {**named, "image_rotary_emb": parts}
+        return args, named
+
+    kept = list[int]()
+
+    def own_positions(args: Any, named: dict[str, Any]) -> Any:
+        """Have the embedding ask for positions, and give it this rank's of text and places."""
+        make, made_for = getattr(patches, _POSITIONS), patches.sample_frames
+        size, texts = (patches.sample_height, patches.sample_width), patches.max_text_seq_length
+
+        def of_this_rank(height: int, width: int, _: int, device: Any = None) -> torch.Tensor:
+            assert run.shards is not None, "sharded"
+            frames = (run.places_of("t") - 1) * patches.temporal_compression_ratio + 1
+            same = (height, width, frames) == (*size, made_for)
+            found = patches.pos_embedding if same else make(height, width, frames, device)
+            text = run.shards.local(found[:, :texts], _TEXT)
+            return torch.cat([text, run.shards.local(found[:, texts:], _COGVIDEOX_PLACES)], dim=1)
+
+        kept.append(made_for)
+        setattr(patches, _POSITIONS, of_this_rank)
+        patches.sample_frames = -1  # never those of the buffer, which is of all ranks
+        return args, named
+
+    def as_before(_: Any, out: Any) -> Any:
+        delattr(patches, _POSITIONS)
+        patches.sample_frames = kept.pop()
+        return out
+
+    run.on(inner, own_rotary)
+    if patches.use_positional_embeddings or patches.use_learned_positional_embeddings:
+        run.on(patches, own_positions, as_before, always=True)
+    return run
+
+
 KNOWN: Mapping[str, Callable[..., AxisModel]] = {
+    "CogVideoXTransformer3DModel": adapt_cogvideox,
     "LTXVideoTransformer3DModel": adapt_ltx,
     "LatteTransformer3DModel": adapt_latte,
     "TimesformerForVideoClassification": adapt_timesformer,
@@ -306,8 +392,8 @@ def adapt(
     """Run a multi-dimensional model on shards of its axes, unchanged (DSP).
 
     Args:
-        model: diffusers' Latte, Wan or LTX-Video, or transformers' TimeSformer, which need nothing
-            else, or one whose stages are named; alone, under DDP or FSDP2.
+        model: diffusers' Latte, CogVideoX, Wan or LTX-Video, or transformers' TimeSformer, which
+            need nothing else, or one whose stages are named; alone, under DDP or FSDP2.
         stages: The modules in which places of an axis see each other.
         inputs: The dims of the inputs with places of axes, by name: ``{"x": "b t s c"}``.
         axis: The axis that is in shards where no stage says otherwise.

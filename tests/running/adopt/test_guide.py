@@ -12,6 +12,7 @@ import torch
 import headrace as hr
 from headrace.adopt.axis_examples import latte
 from ranks import run_ranks
+from running.adopt.test_joint import FEATURES, Spoken
 
 ROOT = Path(__file__).parents[3]
 
@@ -22,7 +23,8 @@ def blocks(page: str, call: str = "hr.adapt") -> list[str]:
     return [block for block in found if call in block]
 
 
-BLOCKS = blocks("docs/guides/axes.md")
+(TEXT,) = blocks("docs/guides/axes.md", "attends")
+BLOCKS = [block for block in blocks("docs/guides/axes.md") if block != TEXT]
 LOOP = BLOCKS.pop()
 (PRIMITIVES,) = blocks("docs/guides/axes.md", "hr.switch")
 README = "import headrace as hr\n" + blocks("README.md")[0]
@@ -108,6 +110,24 @@ def test_the_replicas_of_the_guide_run() -> None:
     """Catches a mean over one replica, and names that have changed since the page was written."""
     for loss, wanted in run_ranks(2, replicated):
         assert loss == pytest.approx(wanted, rel=1e-12)
+
+
+def spoken() -> float:
+    """How far a model of videos and texts, as the guide spreads it, is from itself alone."""
+    torch.manual_seed(0)
+    model = Spoken(2).double()
+    x, text = (torch.randn(2, *n, FEATURES, dtype=torch.float64) for n in ((5, 3), (4,)))
+    wanted, _ = model(x, text)
+    names: dict[str, Any] = {"hr": hr, "model": model}
+    exec(TEXT.replace("blocks.*.attn", "layers.*"), names)
+    run = names["run"]
+    places, _ = run(**run.shard({"x": x, "text": text}))
+    return float((places - run.local(wanted, "b t s c")).detach().abs().max())
+
+
+def test_the_text_of_the_guide_runs() -> None:
+    """Catches names that have changed since the page was written."""
+    assert max(run_ranks(2, spoken)) <= 1e-12
 
 
 def looped(folder: Path) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import headrace as hr
 from headrace.adopt.axis_model import AxisModel
-from headrace.errors import ModelError
+from headrace.errors import ModelError, SpecError
 from ranks import run_ranks
 from running.adopt.axial import Axial
 from spread import whole
@@ -151,6 +152,117 @@ def test_grouped_heads_with_a_scale(ranks: int) -> None:
     """Catches key-value heads that are taken for query heads, and a scale that is dropped."""
     for found in run_ranks(ranks, errors, 4, False, False, "grouped", timeout_s=60):
         assert max(max(pair) for pair in found) < 1e-12
+
+
+class Spoken(nn.Module):
+    """Attention over a text and the places of a video together, both of which go on; the text in
+    front or ``behind``. Wrong in ``manner``."""
+
+    def __init__(self, heads: int, *, behind: bool = False, manner: str = "right") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Together(heads, behind, manner) for _ in range(2))
+        self.ends = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shape, x = x.shape, x.flatten(1, 2)
+        for layer in self.layers:
+            x, text = layer(x, text)
+        return self.ends[0](x).view(shape), self.ends[1](text)
+
+
+class Together(nn.Module):
+    """One layer of :class:`Spoken`."""
+
+    def __init__(self, heads: int, behind: bool, manner: str) -> None:
+        super().__init__()
+        self.heads, self.behind, self.manner = heads, behind, manner
+        self.qkv, self.out = nn.Linear(FEATURES, 3 * FEATURES), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        own, parts = text.shape[1], [x, text] if self.behind else [text, x]
+        y = torch.cat(parts, dim=1)
+        if self.manner == "mean":
+            y = y + text.mean(1, keepdim=True)
+        qkv = self.qkv(y).unflatten(-1, (3, self.heads, -1))
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+        y = y + self.out(f.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+        first, second = y.split(
+            [y.shape[1] - own, own] if self.behind else [own, len(y[0]) - own], 1
+        )
+        return (first, second) if self.behind else (second, first)
+
+
+def spoken(model: nn.Module, attends: str = "n (t s)") -> AxisModel:
+    return hr.adapt(
+        model,
+        inputs={"x": "b t s c", "text": "b n c"},
+        axis="t",
+        batch="b",
+        stages=[hr.AxisStage(modules="layers.*", mixes="t s", dims="b (t s) c", attends=attends)],
+    )
+
+
+def spoken_errors(heads: int, behind: bool) -> list[tuple[float, float]]:
+    """Of batches with texts of several lengths, one shorter than there are ranks; the probe passes
+    them, too."""
+    torch.manual_seed(0)
+    alone = Spoken(heads, behind=behind).double()
+    model, found = copy.deepcopy(alone), []
+    for t, s, words in ((5, 3, 7), (4, 2, 1), (6, 1, 2)):
+        alone.zero_grad()
+        model.zero_grad()
+        attends = "(t s) n" if behind else "n (t s)"
+        inputs = {
+            "x": torch.randn(2, t, s, FEATURES, dtype=torch.float64),
+            "text": torch.randn(2, words, FEATURES, dtype=torch.float64),
+        }
+        run = spoken(model, attends)
+        part = run.shard(inputs)
+        assert part.tokens == part["x"].shape[:3].numel()
+        run.detach()
+        example = hr.AxisExample(
+            model=model,
+            results=lambda out: [(out[0], "b t s c"), (out[1], "b n c")],
+            inputs=inputs,
+            adapted=lambda model, attends=attends: spoken(model, attends),
+        )
+        found.append(example.errors(alone))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "behind"),
+    [(2, True), (3, False), whole(1, True), whole(2, False), whole(4, False), whole(4, True)],
+)
+def test_a_text_beside_the_places_equals_one_process(ranks: int, behind: bool) -> None:
+    """Catches a text that counts for every rank, words that are lost or stand elsewhere, and ranks
+    without a word."""
+    for heads in (4, 1):
+        for found in run_ranks(ranks, spoken_errors, heads, behind, timeout_s=60):
+            assert max(max(pair) for pair in found) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("manner", "attends", "words"),
+    [
+        ("right", "(t s)", "name the module of the attention over places alone"),
+        ("right", "(t s) n", "on shards of axis t"),
+        ("mean", "n (t s)", "given, by code in front of it"),
+    ],
+)
+def test_a_text_that_is_not_as_declared_is_refused(manner: str, attends: str, words: str) -> None:
+    """Catches a text that is taken for places, another order, and a mean over a rank's words."""
+    run = spoken(Spoken(2, manner=manner).double(), attends)
+    given = {"x": torch.randn(2, 5, 3, FEATURES), "text": torch.randn(2, 7, FEATURES)}
+    with pytest.raises(ModelError, match=re.escape(words)):
+        run.shard({name: x.double() for name, x in given.items()})
+
+
+@pytest.mark.parametrize("attends", ["n t s", "n", "(s t) n", "(n m) (t s)"])
+def test_sequences_that_cannot_be(attends: str) -> None:
+    """Catches attention whose places are not told, or lie in another order than the argument's."""
+    with pytest.raises(SpecError, match="attention of stage layers"):
+        hr.AxisStage(modules="layers.*", mixes="t s", dims="b (t s) c", attends=attends)
 
 
 def planned() -> tuple[list[str], list[str]]:

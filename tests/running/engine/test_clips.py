@@ -21,6 +21,7 @@ from headrace.errors import DataError, InfeasiblePlan, ModelError
 from headrace.models.transformer_2d import SHAPES_2D, Transformer2D
 from ranks import run_ranks
 from running.adopt.axial import Axial
+from running.adopt.test_joint import FEATURES, Spoken, spoken
 from running.engine import loops
 from running.engine.loops import Drawn, costs, in_values, weights
 from spread import whole
@@ -183,6 +184,73 @@ def test_a_run_plans_for_itself(tmp_path: Path) -> None:
         assert any("full" in option for option in options)
         for one, wanted in zip(mine, ends, strict=True):
             np.testing.assert_allclose(one, wanted, rtol=0, atol=EXACT)
+
+
+def spoken_clips() -> list[dict[str, torch.Tensor]]:
+    """Clips with a text each, of other lengths than the clips'."""
+    draw = torch.Generator().manual_seed(4)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    return [
+        {"x": randn(t, s, FEATURES), "text": randn(n, FEATURES), "labels": randn(t, s, FEATURES)}
+        for (t, s), n in zip(SHAPES, (3, 1, 4, 1, 6, 2, 4, 5, 1, 2, 3), strict=True)
+    ]
+
+
+def spoken_loss(model: Any, micro: Any) -> torch.Tensor:
+    """The squares of what is off, of places alone."""
+    places, _ = model(**micro.inputs)
+    return (places - micro.labels).square().sum() / micro.targets
+
+
+def spoken_steps(folder: Path, ranks: int, seed: int) -> Any:
+    """Losses and weights of steps with plans drawn at random."""
+    torch.manual_seed(0)
+    own = Spoken(2).double()
+    run = hr.attach(
+        spoken(own),
+        sgd(own),
+        spoken_clips(),
+        batch_sequences=4,
+        samples=hr.SampleOptions(shuffle=False),
+        measure=hr.MeasureOptions(cache=folder, costs=costs(ranks)),
+        say=lambda text: None,
+    )
+    run.engine.planner = Drawn(  # type: ignore[assignment]
+        ranks=ranks, layers=2, seed=seed, semantics="free", levels=("none",)
+    )
+    losses = list[float]()
+    for step in run:
+        for micro in step:
+            micro.backward(spoken_loss(own, micro))
+        losses.append(step.loss)
+    return losses, weights(own)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, whole(2), whole(4)])
+def test_clips_with_texts_equal_one_process(ranks: int, tmp_path: Path) -> None:
+    """Catches texts that count as places of clips, that are packed with others of another length,
+    or whose gradients count by ranks."""
+    torch.manual_seed(0)
+    single, data, wanted = Spoken(2).double(), spoken_clips(), list[float]()
+    optimizer = sgd(single)
+    for batch in BATCHES:
+        targets, total = sum(data[i]["x"].shape[:2].numel() for i in batch), 0.0
+        for i in batch:
+            places, _ = single(data[i]["x"][None], data[i]["text"][None])
+            loss = (places[0] - data[i]["labels"]).square().sum() / targets
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(total)
+    for seed in (1, 2):
+        for got, mine in run_ranks(ranks, spoken_steps, tmp_path, ranks, seed, timeout_s=100):
+            assert got == pytest.approx(wanted, rel=EXACT)
+            for one, other in zip(mine, weights(single), strict=True):
+                np.testing.assert_allclose(one, other, rtol=0, atol=EXACT)
 
 
 def begun_late(folder: Path) -> list[float]:
