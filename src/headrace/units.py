@@ -81,6 +81,7 @@ def seconds_text(seconds: float) -> str:
     min``."""
     if seconds < 0:
         return "-" + seconds_text(-seconds)
+    # From 0.9995 on three digits of the smaller unit would be 1e+03.
     if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.3g} us"
     if seconds < 0.9995:

@@ -746,6 +746,7 @@ class AxisModel:
         """
         before = frozenset(self._backwards)
         self._backwards.clear()
+        # Without a backward before, or after some of either kind, the caller knows what adds up.
         if self.ranks > 1 and before == {not alike}:
             raise ModelError(
                 "add_up of a loss",
@@ -753,8 +754,9 @@ class AxisModel:
                 wanted=f"alike={not alike}, as its backward was given",
                 hint="what all ranks have alike counts once: run.add_up(loss, alike=True)",
             )
-        mates = len(self._manager.at_work.members) if alike and self.ranks > 1 else 1
-        whole = loss.detach().clone() / mates
+        # A loss that all ranks of a replica have counts once; losses of replicas add up.
+        sharers = len(self._manager.at_work.members) if alike and self.ranks > 1 else 1
+        whole = loss.detach().clone() / sharers
         if self._groups is not None:
             with self._watch.during("adding up gradients"):
                 Transfer(dist.all_reduce(whole, async_op=True), None, whole).wait()

@@ -125,7 +125,7 @@ def _table_cut(node: Node, width: str | None) -> Cut | None:
     before = base.meta.get("example_value") if isinstance(base, Node) else None
     if not isinstance(value, torch.Tensor) or not isinstance(before, torch.Tensor):
         return None
-    if not _is_table(base):
+    if not isinstance(base, Node) or not _is_held(base):
         return None
     found = [
         cut
@@ -135,12 +135,17 @@ def _table_cut(node: Node, width: str | None) -> Cut | None:
     return found[0] if len(found) == 1 else None
 
 
-def _is_table(node: Any) -> bool:
-    """Whether a value is a parameter or a buffer."""
+def _is_held(node: Node) -> bool:
+    """Whether a value is a parameter or a buffer of the model."""
     if node.op == "get_attr":
         return True
-    source = str(node.meta.get("grapharg") and node.meta["grapharg"].source.name)
-    return node.op == "placeholder" and ("_parameters" in source or "_buffers" in source)
+    # Dynamo makes inputs of the graph of them; only the name of their source, such as
+    # ``L['self']._modules['wpe']._parameters['weight']``, tells them from the user's inputs.
+    argument = node.meta.get("grapharg")
+    if node.op != "placeholder" or argument is None:
+        return False
+    source = str(argument.source.name)  # a method in some versions of torch: its text has it, too
+    return "_parameters" in source or "_buffers" in source
 
 
 def _numbered_cross_entropy(

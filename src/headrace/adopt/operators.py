@@ -310,17 +310,23 @@ def _attend_backward(
 def _unpack(
     core: Core, heads: Heads, kept: Tensor, lse: Tensor, rows: int, features: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The saved tensors in the shapes that the core expects: (qkv, saved)."""
+    """The saved tensors in the shapes that the core expects: (qkv, saved).
+
+    ``kept`` is the qkv of this rank's ``rows`` [rows, N + 2 G, D], N query heads, G of keys, D
+    ``features``; of a switched core that of its part of the heads and all rows of its block,
+    [T, n + 2 g, D], and behind it the result [T, n, D], both flat.
+    """
     if not isinstance(core, SwitchedCore):
         count = heads.queries + 2 * heads.keys
         return kept.view(rows, count, features), (lse.view(heads.queries, rows),)
-    inner, rows = core.inner, core.rows
+    inner, total = core.inner, core.rows
     count = inner.queries + 2 * inner.keys
-    qkv, out = kept.split([rows * count * features, rows * inner.queries * features])
+    qkv, out = kept.split([total * count * features, total * inner.queries * features])
+    # A switched core takes its qkv from what is saved; its first argument is not looked at.
     return kept, (
-        qkv.view(rows, count, features),
-        out.view(rows, inner.queries, features),
-        lse.view(inner.queries, rows),
+        qkv.view(total, count, features),
+        out.view(total, inner.queries, features),
+        lse.view(inner.queries, total),
     )
 
 

@@ -186,15 +186,31 @@ def _failure(model: torch.nn.Module, count: int, error: Exception) -> ModelError
 
 
 class _Lookups(TorchFunctionMode):
-    """Collects the numbers of rows that are looked up in tables."""
+    """Collects the numbers of rows that are looked up in tables, for ``tokens`` [count]."""
 
-    def __init__(self) -> None:
-        self.rows: list[torch.Tensor] = []
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self._tokens, self._rows = tokens, list[torch.Tensor]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.embedding:
-            self.rows.append(args[0])
+            self._rows.append(args[0])
         return func(*args, **(kwargs or {}))
+
+    def of_places(self) -> Iterator[torch.Tensor]:
+        """The rows [count] that may be those of the tokens' places: one for each token (of the last
+        row of a batch), and not the numbers of the tokens themselves. A compiler's stand-ins for
+        tensors have no values to look at."""
+        for rows in self._rows:
+            flat = rows.reshape(-1)[-len(self._tokens) :]
+            if isinstance(flat, FakeTensor) or len(flat) != len(self._tokens):
+                continue
+            if not torch.equal(flat, self._tokens):
+                yield flat.cpu()
+
+
+def _rise(places: torch.Tensor) -> bool:
+    """Whether places [count] rise by one from each to the next."""
+    return torch.equal(places - places[0], torch.arange(len(places)))
 
 
 @torch.no_grad()
@@ -202,20 +218,16 @@ def counts_by_mask(
     model: torch.nn.Module, batch: Mapping[str, torch.Tensor], tokens: str, **always: Any
 ) -> bool:
     """Whether a plain model that is given no places counts them from the first token that is not
-    padding, as OPT does: it looks up the first rows of its table for tokens after padding."""
+    padding, as OPT does: then the rows that it looks up rise by one over the tokens, and not over
+    the padding in front of them."""
     few, padding = few_of(batch, tokens)[tokens], _TOKENS // 3
     mask = torch.ones_like(few)
     mask[:, :padding] = 0
-    with held_still(model, training=False), _Lookups() as lookups:
+    with held_still(model, training=False), _Lookups(few[0]) as lookups:
         model(**{tokens: few, "attention_mask": mask, **always})
-    counted = torch.arange(_TOKENS - padding)
-    for rows in lookups.rows:
-        flat = rows.reshape(-1)[-_TOKENS:]
-        if isinstance(flat, FakeTensor) or len(flat) != _TOKENS or torch.equal(flat, few[0]):
-            continue
-        places = flat[padding:].cpu()
-        if torch.equal(places - places[0], counted):
-            return not torch.equal(flat.cpu() - flat[0].cpu(), torch.arange(_TOKENS))
+    for places in lookups.of_places():
+        if _rise(places[padding:]):
+            return not _rise(places)
     return False
 
 
@@ -245,15 +257,11 @@ def counts_by_ids(
     padding, at = found[0], _TOKENS // 3
     few = without_padding(model, few_of(batch, tokens)[tokens]).clone()
     few[:, at] = padding
-    with held_still(model, training=False), _Lookups() as lookups:
+    with held_still(model, training=False), _Lookups(few[0]) as lookups:
         model(**{tokens: few, **always})
-    for rows in lookups.rows:
-        flat = rows.reshape(-1)[-_TOKENS:]
-        if isinstance(flat, FakeTensor) or len(flat) != _TOKENS or torch.equal(flat, few[0]):
-            continue
-        places = flat.cpu()
-        rest = torch.cat([places[:at], places[at + 1 :]])
-        if torch.equal(rest - rest[0], torch.arange(_TOKENS - 1)) and int(places[at]) == padding:
+    for places in lookups.of_places():
+        others = torch.cat([places[:at], places[at + 1 :]])
+        if _rise(others) and int(places[at]) == padding:
             return int(padding)
     return None
 

@@ -83,7 +83,8 @@ class Messages:
         return out
 
     def exchange(self, x: torch.Tensor, shape: Sequence[int], peer: int) -> torch.Tensor:
-        """Send ``x`` to a neighbour and receive a tensor from it, both posted at once."""
+        """Send ``x`` to a neighbour and receive a tensor of ``shape`` from it, both posted at once:
+        the result is there, what was sent may still be under way (:meth:`settle`)."""
         self._settle(peer)
         out = x.new_empty(tuple(shape))
         receive = dist.P2POp(dist.irecv, out, peer, self._group)

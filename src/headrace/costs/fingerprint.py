@@ -47,13 +47,11 @@ def fingerprint_difference(stored: str, wanted: str) -> str:
     Returns:
         Such as ``torch is 2.12 instead of 2.13``; empty when nothing differs.
     """
-    here, there = _facts(stored), _facts(wanted)
+    had, wants = _facts(stored), _facts(wanted)
     texts = []
-    for key in sorted(here.keys() | there.keys()):
-        if here.get(key) != there.get(key):
-            texts.append(
-                f"{key} is {here.get(key, 'absent')} instead of {there.get(key, 'absent')}"
-            )
+    for key in sorted(had.keys() | wants.keys()):
+        if had.get(key) != wants.get(key):
+            texts.append(f"{key} is {had.get(key, 'absent')} instead of {wants.get(key, 'absent')}")
     return ", ".join(texts)
 
 

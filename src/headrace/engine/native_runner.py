@@ -39,7 +39,8 @@ class TrainingBatch(Protocol):
 
     @property
     def masks(self) -> tuple[np.ndarray | None, ...]:
-        """Which tokens of each sequence have a loss, bool [length]; empty where all have."""
+        """Which tokens of each sequence have a loss, bool [length], None where all have; an empty
+        tuple where all tokens of the batch have one."""
         ...
 
     @property

@@ -279,7 +279,7 @@ class DrawnOrder:
     def next_batch(self) -> LoopBatch:
         """The samples of the next step."""
         if self._workers and self._ahead is None:
-            self._ahead = self._reading_ahead()
+            self._ahead = self._reading_ahead()  # from where the sampler stands, so before it moves
         batch = self._sampler.next_batch()
         items = [sample.document for sample in batch.samples]
         ready = None if self._ahead is None else self._ahead.take(len(items))
@@ -288,7 +288,7 @@ class DrawnOrder:
             found = self.samples.read(items[i]) if ready is None else ready[i]
             if isinstance(found, dict):
                 return found
-            raise found.error()
+            raise found.error()  # a worker could not read it
 
         return LoopBatch(
             lengths=batch.lengths, epoch=batch.epoch, state_after=batch.state_after, read=read

@@ -251,6 +251,16 @@ class _Queue:
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _EpochOrder:
+    """What an epoch draws: for every bucket the order of its samples, as positions in it, and the
+    part of a group after which its first one is due."""
+
+    epoch: int
+    samples: Sequence[Counts]
+    offsets: Sequence[float]
+
+
 class IterationDrawer:
     """Draws iterations for ever, every sample once per epoch.
 
@@ -294,7 +304,7 @@ class IterationDrawer:
             for own, setting in zip(members, settings, strict=True)
         ]
         self.position = DrawPosition(taken=(0,) * len(members))
-        self._orders: tuple[int, list[Counts], list[float]] | None = None
+        self._orders: _EpochOrder | None = None
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
@@ -358,22 +368,21 @@ class IterationDrawer:
         while self.position.epoch == epoch:
             yield self.draw()
 
-    def _order(self, epoch: int) -> tuple[list[Counts], list[float]]:
-        """For every bucket the order of its samples in an epoch, and the part of a group after
-        which its first one is due."""
-        if self._orders is None or self._orders[0] != epoch:
+    def _order(self, epoch: int) -> _EpochOrder:
+        """The order of an epoch."""
+        if self._orders is None or self._orders.epoch != epoch:
             key = np.array([self._options.seed, epoch], dtype=np.uint64)
             bits = np.random.Philox(key=key)
             drawn = bits.random_raw(len(self._lengths))
             own = [np.argsort(drawn[bucket.samples], kind="stable") for bucket in self._buckets]
             offsets = np.random.Generator(bits).random(len(own)).tolist()
-            self._orders = (epoch, own, offsets)
-        return self._orders[1:]
+            self._orders = _EpochOrder(epoch=epoch, samples=own, offsets=offsets)
+        return self._orders
 
     def _groups(self, at: DrawPosition) -> list[int]:
         """Groups of each bucket, drawn until no further one fits the ranks: each time of the bucket
         that is behind most."""
-        _, offsets = self._order(at.epoch)
+        offsets = self._order(at.epoch).offsets
         groups, room, longest_s = [0] * len(self._buckets), self._devices, 0.0
         while True:
             due = [
@@ -419,7 +428,7 @@ class IterationDrawer:
         """Seconds of the next ``many`` launches of a bucket [launches]."""
         bucket = self._buckets[i]
         start, batch = at.taken[i], bucket.setting.batch
-        own = bucket.tokens[self._order(at.epoch)[0][i][start : start + many * batch]]
+        own = bucket.tokens[self._order(at.epoch).samples[i][start : start + many * batch]]
         return _launch_s(bucket.setting.scheme.frontier, own, batch)
 
     def _queue(self, at: DrawPosition, i: int, groups: int, latest_s: float) -> _Queue:
@@ -436,22 +445,26 @@ class IterationDrawer:
         self, at: DrawPosition, groups: Sequence[int], counts: Sequence[int]
     ) -> tuple[list[DrawnLaunch], Counts]:
         """The launches in order, the first of every group before the second of any, and the numbers
-        of their samples; wide groups have the first ranks."""
+        of their samples; wide groups have the first ranks. ``groups`` and ``counts`` are the groups
+        and the launches of each bucket."""
         widest = sorted(range(len(groups)), key=lambda i: -self._buckets[i].setting.width)
-        found, samples, first, held = list[tuple[int, DrawnLaunch]](), list[Counts](), 0, 0
+        in_round, samples = list[tuple[int, DrawnLaunch]](), list[Counts]()
+        first_rank = samples_before = 0  # of the buckets so far
         for i in widest:
             bucket, batch = self._buckets[i], self._buckets[i].setting.batch
             width, start = bucket.setting.width, at.taken[i]
-            own = self._order(at.epoch)[0][i][start : start + counts[i] * batch]
+            own = self._order(at.epoch).samples[i][start : start + counts[i] * batch]
             samples.append(bucket.samples[own])
             for n in range(counts[i]):
-                ranks = tuple(first + rank for rank in block(width, n % groups[i]))
-                members = range(held + n * batch, held + min((n + 1) * batch, len(own)))
-                launch = DrawnLaunch(ranks=ranks, sequences=tuple(members))
-                found.append((n // groups[i], launch))
-            first, held = first + groups[i] * width, held + len(own)
-        found.sort(key=lambda item: item[0])
-        return [launch for _, launch in found], np.concatenate(samples)
+                ranks = tuple(first_rank + rank for rank in block(width, n % groups[i]))
+                some = range(n * batch, min((n + 1) * batch, len(own)))
+                sequences = tuple(samples_before + member for member in some)
+                launch = DrawnLaunch(ranks=ranks, sequences=sequences)
+                in_round.append((n // groups[i], launch))
+            first_rank += groups[i] * width
+            samples_before += len(own)
+        in_round.sort(key=lambda item: item[0])  # stable: wide groups stay in front
+        return [launch for _, launch in in_round], np.concatenate(samples)
 
     def _after(self, at: DrawPosition, counts: Sequence[int]) -> DrawPosition:
         """Where it stands after so many launches of each bucket."""

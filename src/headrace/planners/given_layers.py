@@ -56,12 +56,13 @@ class SizesOnly:
     role: Role = _FLEXSP
 
     def drafts(self, table: PriceTable, known: Known) -> Iterator[Draft | Assignment]:
-        """Groups with the layer option of the least bound; with further ones as long as their bound
-        is below what was drafted."""
+        """Groups with one layer option after the other by rising lower bound, up to the first whose
+        bound is not below the best draft so far."""
         best_s = inf
         for bound_s, own in sorted(_bounded(table, known.problem), key=lambda item: item[0]):
             if bound_s >= best_s:
                 return
+            # FlexSP does not know what other planners drafted, so nothing is cut short by it.
             for made in _groups(own, replace(known, bound_s=bound_s, best_s=inf, packed_s=inf)):
                 best_s = min(best_s, made.seconds)
                 yield made
@@ -148,9 +149,11 @@ class Paradyse:
     role: Role = _PARADYSE
 
     def drafts(self, table: PriceTable, known: Known) -> Iterator[Assignment]:
-        """A schedule for each size that holds the batch with the layers that are chosen."""
+        """A schedule for each size that holds the batch with the layers that are chosen: scheme
+        ``k`` of the table, of groups of ``p`` ranks."""
         problem = known.problem
         for k, p in enumerate(table.width):
+            # One slot for all layers: where the options of each layer are listed, nothing is free.
             static = static_schedule(table, k) if len(problem.slots[p]) == 1 else None
             made = None if static is None else _with_chosen_layers(static, problem, p)
             if made is not None:

@@ -116,12 +116,12 @@ class SideBySide:
 
 
 def _dealt(filler: Filler, found: Searched[Pipelines], levels: Sequence[float]) -> Iterator[Draft]:
-    """Drafts of a filling: as it is, and with short sequences dealt out again up to each of
-    ``levels``, shares of its time."""
+    """Drafts of a filling: as it is, and with the sequences dealt out again that take up to each of
+    ``levels``, a share of its seconds; infinite for all of them."""
     table = filler.table
     yield Draft.of(table, found.seconds, placed(table, found.result), "filled")
     for level in levels:
-        limit_s = level if isinf(level) else found.seconds * level
+        limit_s = inf if isinf(level) else found.seconds * level  # 0 s times inf is no number
         seconds, dealt = filler.levelled(found.result, limit_s)
         if dealt:
             yield Draft.of(table, seconds, placed(table, dealt), f"dealt {level}")

@@ -161,6 +161,7 @@ class Walk:
         self._pushes: dict[int, dict[int, float]] = {rank: {} for rank in self._world}
         self._come: dict[tuple[Any, ...], set[int]] = {}
         self._there: dict[Key, float] = {}  # when each message arrives
+        # By rank and neighbour, when the last message to it arrives.
         self._under_way: dict[int, dict[int, float]] = {rank: {} for rank in self._world}
         self._posted: dict[int, float] = {}  # when ranks at an exchange have sent their part
         self._ready = list(reversed(self._world))
@@ -336,13 +337,13 @@ class Walk:
         return True
 
     def _send(self, message: Posted, rank: int) -> float:
-        """Post a message, and return the seconds at which the last one to that neighbour has left,
-        so that it may go."""
+        """Post a message of a rank, and return when: as soon as the rank is here and its last one
+        to that neighbour has arrived, as one is in flight at a time."""
         under_way = self._under_way[rank]
         posted_s = max(self.clock[rank], under_way.get(message.peer, 0.0))
         there_s = posted_s + message_s(self._costs, message.rows)
         under_way[message.peer] = self._there[message.key(rank)] = there_s
-        if message.peer in self._actions:
+        if message.peer in self._actions:  # it may wait for this message
             self._ready.append(message.peer)
         return posted_s
 

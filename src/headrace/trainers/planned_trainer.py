@@ -45,7 +45,14 @@ from headrace.trainers.one_process import as_one_process
 from headrace.trainers.policy import PolicyModel, policy_values
 from headrace.trainers.refusals import Kind, kind_of, require_base, require_combinable
 from headrace.trainers.rows import RowSample, samples_of
-from headrace.trainers.stand_ins import Outcome, PartOfModel, Sums, WholeModel, fused_head
+from headrace.trainers.stand_ins import (
+    REPORTED,
+    Outcome,
+    PartOfModel,
+    Sums,
+    WholeModel,
+    fused_head,
+)
 from headrace.trainers.token_scores import ScoredModel, TokenScores, without_labels
 from headrace.trainers.train_loader import Collated, longest_of, train_loader
 from headrace.units import parse_count
@@ -402,11 +409,18 @@ class _Planned(_Trainer):
             self._metrics, self._total_train_tokens = metrics, tokens
 
     def _report(self, sums: Sums, tokens: int, targets: int) -> None:
-        """Have SFTTrainer report a step as one batch, by its own formulas. Collective."""
+        """Have SFTTrainer report a step as one batch of ``tokens``, of which ``targets`` have a
+        loss, by its own formulas. Collective.
+
+        Its metrics are sums of values of tokens over the sum of their mask, so one sum in the place
+        of all tokens gives those of the whole step; so does one number in the place of the mask
+        that it counts tokens by. The loss that it returns is not used: what would compute another
+        one, from logits that are not here, is put aside.
+        """
         rows = gather_floats(sums.values, dist.group.WORLD)
         found = [torch.tensor([sum(column)]) for column in zip(*rows, strict=True)]
-        names = ("log_probs", "entropy", "is_top1", "label_mask")
-        outputs = SimpleNamespace(**dict(zip(names, found, strict=True)), aux_loss=None)
+        outputs = SimpleNamespace(**dict(zip(REPORTED, found, strict=True)), aux_loss=None)
+        # Not super(): a user's class in between may have a compute_loss of its own.
         own: Any = next(
             kind
             for kind in type(self).__mro__

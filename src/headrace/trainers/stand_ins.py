@@ -28,10 +28,14 @@ from headrace.errors import ModelError
 from headrace.ops.loss import IGNORED
 from headrace.trainers.rows import RowSample, columns_of, samples_of
 
-__all__ = ["Outcome", "PartOfModel", "ModelStandIn", "Sums", "WholeModel", "fused_head"]
+__all__ = ["REPORTED", "Outcome", "PartOfModel", "ModelStandIn", "Sums", "WholeModel", "fused_head"]
 
 _FUSED = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 """What TRL's models give of each token that has a label."""
+
+REPORTED = ("log_probs", "entropy", "is_top1", "label_mask")
+"""What SFTTrainer's metrics are made of, values of tokens: the log-probability, the entropy of the
+prediction, whether the likeliest token is right, and whether the token counts."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,16 +43,16 @@ class Sums:
     """Sums over the tokens of a step on this rank, of what TRL's trainers report.
 
     Attributes:
-        values: Of log-probabilities, entropies and right tokens, and how many tokens were counted.
+        values: The sum of each of :data:`REPORTED`.
         tokens: Tokens that the model was given.
     """
 
-    values: list[float] = field(default_factory=lambda: [0.0] * 4)
+    values: list[float] = field(default_factory=lambda: [0.0] * len(REPORTED))
     tokens: int = 0
 
     def add(self, outputs: Any) -> None:
         """Add what a model gave of its local tokens."""
-        parts = (outputs.log_probs, outputs.entropy, outputs.is_top1, outputs.label_mask)
+        parts = [getattr(outputs, name) for name in REPORTED]
         self.values = [
             total + float(part.detach().double().sum())
             for total, part in zip(self.values, parts, strict=True)
