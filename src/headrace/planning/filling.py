@@ -280,10 +280,13 @@ class Filler:
         return self._least_s
 
     def _rest(self, i: int) -> float:
-        """The share of all work, in device-seconds, of position i and those after it."""
+        """The share of all work, in device-seconds, of position i and those after it; 0 where some
+        sequence fits no scheme, so that it is unknown."""
         if self._after is None:
             least = self.table.batch.each((self.table.ranks * self.table.spread).min(axis=0))
-            self._after = np.cumsum(least[::-1])[::-1] / least.sum()
+            total = least.sum()
+            fits = np.isfinite(total)
+            self._after = np.cumsum(least[::-1])[::-1] / total if fits else np.zeros(len(least))
         return float(self._after[i])
 
     def levelled(self, found: Pipelines, limit_s: float) -> tuple[float, Pipelines]:

@@ -35,16 +35,12 @@ class Improvement:
     """How many drafts are packed exactly and improved, in schedules and steps: never in seconds.
 
     Attributes:
-        packed: Drafts that are packed exactly, at most.
-        polished: Schedules that are improved by local search, at most.
-        steps: Steps of local search for each schedule.
-        step_work: Sequences placed in these steps.
+        packed: Drafts that are packed exactly and improved by local search, at most.
+        steps: Steps of local search for each schedule, at most.
     """
 
-    packed: int = 8
-    polished: int = 4
-    steps: int = 100
-    step_work: int = 20_000
+    packed: int = 12
+    steps: int = 1000
 
     def scheduled(
         self, drafts: Iterable[Draft], found: Iterable[Assignment], bound_s: float
@@ -74,28 +70,31 @@ class Improvement:
         if not made:
             return made
         limit_s = made[0].expected_s * (1 + NEAR)
-        for schedule in made[: self.polished]:
+        for schedule in made[: self.packed]:
             done = made[0].expected_s <= bound_s * (1 + ENOUGH)
             if done or schedule.expected_s > limit_s:
                 break
-            steps = min(self.steps, self.step_work // len(schedule.table.tokens))
-            better = improved(schedule, target_s=bound_s, steps=steps)
+            better = improved(schedule, target_s=bound_s, steps=self.steps)
             if better is not schedule:
                 made.append(replace(better, source="improved"))
                 made.sort(key=lambda schedule: schedule.expected_s)
         return made
 
     def _various(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """The first of sorted drafts, of several tables, as packing may reorder them."""
+        """The first of sorted drafts, as packing may reorder them: the best of each table and kind,
+        then the others."""
+        first, others, kinds = list[Draft](), list[Draft](), set[tuple[int, str]]()
+        for draft in drafts:
+            kind = id(draft.table), draft.source
+            (others if kind in kinds else first).append(draft)
+            kinds.add(kind)
         found = list[Draft]()
-        for shared in (max(1, self.packed - 1), self.packed):
-            for draft in drafts:
-                if len(found) == self.packed:
-                    break
-                beside = sum(other.table is draft.table for other in found)
-                if beside < shared and not any(_same(draft, other) for other in found):
-                    found.append(draft)
-        return found
+        for draft in (*first, *others):
+            if len(found) == self.packed:
+                break
+            if not any(_same(draft, other) for other in found):
+                found.append(draft)
+        return sorted(found, key=lambda draft: draft.expected_s)
 
 
 def _are_few(drafts: Sequence[Draft]) -> bool:

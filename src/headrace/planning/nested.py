@@ -358,6 +358,11 @@ class Nested:
                 yield Draft.of(table, found.seconds, found.result, "nested")
 
 
+_TARGETS, _DEALT = (1.0, 1.02, 1.05), 4
+"""Times for which sequences are dealt out, over the bound, and drafts that are kept: with one time
+and two drafts steps of an 8B on 8 to 256 devices are 0.01 % longer in the mean, 0.4 % at most."""
+
+
 class _Dealing:
     """Drafts of nested groups by dealing, each quicker than all before.
 
@@ -371,22 +376,29 @@ class _Dealing:
         self.dealt, self.tried = list[tuple[float, list[Group]]](), set[tuple[int, ...]]()
 
     def drafts(self, bound_s: float) -> list[Draft]:
-        """The best two drafts: for the bound as the time, ``bound_s`` seconds, then without sizes
-        that cost more than they bring."""
-        levels = list(range(len(self.nesting.rows)))
-        best_s, sizes = self._deal(bound_s, levels)
-        gained = True
-        while gained and len(levels) > 1:
-            gained = False
-            for left_out in sorted(set(sizes)):
-                fewer = [level for level in levels if level != left_out]
-                seconds, fewer_sizes = self._deal(bound_s, fewer)
-                if seconds < best_s:
-                    best_s, sizes, levels, gained = seconds, fewer_sizes, fewer, True
-                    break
+        """The best drafts: for the bound, ``bound_s`` seconds, and a little more as the time, each
+        with all sizes, then without those that cost more than they bring."""
+        for target in _TARGETS:
+            self._without_sizes(bound_s * target)
         self.dealt.sort(key=lambda item: item[0])
-        table = self.nesting.table
-        return [Draft.of(table, seconds, groups, "nested") for seconds, groups in self.dealt[:2]]
+        table, kept = self.nesting.table, self.dealt[:_DEALT]
+        return [Draft.of(table, seconds, groups, "nested") for seconds, groups in kept]
+
+    def _without_sizes(self, target_s: float) -> None:
+        """Deal for a target time with all sizes, then without the size that gains the most by being
+        left out, as long as one gains."""
+        levels = list(range(len(self.nesting.rows)))
+        best_s, sizes = self._deal(target_s, levels)
+        while len(levels) > 1:
+            tried = [
+                (*self._deal(target_s, fewer), fewer)
+                for left_out in sorted(set(sizes))
+                if (fewer := [level for level in levels if level != left_out])
+            ]
+            seconds, fewer_sizes, fewer = min(tried, key=lambda item: item[0])
+            if seconds >= best_s:
+                return
+            best_s, sizes, levels = seconds, fewer_sizes, fewer
 
     def _deal(self, target_s: float, levels: Sequence[int]) -> tuple[float, tuple[int, ...]]:
         """(seconds, schemes chosen for runs) of dealing with some sizes for a target time; the

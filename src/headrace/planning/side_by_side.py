@@ -15,7 +15,7 @@ less time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isinf
 
 import numpy as np
@@ -64,7 +64,20 @@ class SideBySide:
     exchanged: int = 60
 
     def drafts(self, table: PriceTable, known: Known) -> Iterator[Draft]:
-        """Pipelines of all families of schemes, then exchanged ones."""
+        """Pipelines of all families of schemes, then exchanged ones; of schemes with stages also
+        where each is priced by its usual plan alone."""
+        best_s = known.best_s
+        for draft in self._drafts(table, known):
+            best_s = min(best_s, draft.seconds)
+            yield draft
+        own = _usual_plans(table)
+        if own is not None and best_s > known.bound_s * (1 + self.role.beyond):
+            anew = replace(known, best_s=inf, packed_s=inf, drafted=False)
+            for draft in self._drafts(own, anew):
+                yield Draft.of(table, draft.seconds, draft.groups, draft.source)
+
+    def _drafts(self, table: PriceTable, known: Known) -> Iterator[Draft]:
+        """Drafts of one table."""
         few, fluid = len(table.tokens) <= FEW, any(table.fluid)
         bound_s, enough_s = known.bound_s, known.bound_s * (1 + self.role.beyond)
         high_s = known.packed_s if few and not fluid else known.best_s
@@ -113,6 +126,26 @@ class SideBySide:
                     (1.0 if alone else bias) if used else inf
                     for used, alone in zip(chosen, single, strict=True)
                 ]
+
+
+def _usual_plans(table: PriceTable) -> PriceTable | None:
+    """The same schemes, those with stages with their usual plan alone; None where that is the same
+    table.
+
+    All micro-batches of such a pipeline run by one plan, as they move through its stages together.
+    Where every sequence is priced by the plan that is best for it, a filling promises more than
+    packing keeps: of 32B and 70B models on 64 devices steps are 0.75 % quicker for filling in both
+    ways, 5.4 % at most.
+    """
+    schemes = [
+        replace(scheme, frontier=scheme.frontier.only(row), stages=None)
+        if scheme.depth > 1 and len(scheme.frontier.caps) > 1
+        else scheme
+        for scheme, row in zip(table.schemes, table.rows, strict=True)
+    ]
+    if all(one is other for one, other in zip(schemes, table.schemes, strict=True)):
+        return None
+    return PriceTable.like(table, schemes)
 
 
 def _dealt(filler: Filler, found: Searched[Pipelines], levels: Sequence[float]) -> Iterator[Draft]:
