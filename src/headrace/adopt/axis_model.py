@@ -543,8 +543,14 @@ class AxisModel:
         return shards.local(x, layout)
 
     def is_sharded(self, dims: str) -> bool:
-        """Whether ranks with the same samples have parts of a tensor of these dims now; else they
-        have it alike."""
+        """Say whether ranks with the same samples have parts of a tensor now, or have it alike.
+
+        Args:
+            dims: Its dims.
+
+        Returns:
+            Whether a name among them is sharded over these ranks.
+        """
         return bool(self._manager.at_work.sharded_dims(Dims.parse(dims)))
 
     def collect(self, x: torch.Tensor, dims: str) -> torch.Tensor:
