@@ -53,7 +53,7 @@ from headrace.trainers.stand_ins import (
     WholeModel,
     fused_head,
 )
-from headrace.trainers.token_scores import ScoredModel, TokenScores, without_labels
+from headrace.trainers.token_scores import ScoredModel, scores_of_tokens, without_labels
 from headrace.trainers.train_loader import Collated, longest_of, train_loader
 from headrace.units import parse_count
 
@@ -217,12 +217,8 @@ class _Planned(_Trainer):
             most = min(most, max(longest, total * samples // max(1, len(self.train_dataset))))
         example = None
         if self._kind == "scores":
-            model = TokenScores(self.accelerator.unwrap_model(model)).train()
             first = next(iter(self.train_dataset))
             example = without_labels(torch.as_tensor(first["chosen_ids"]), {})
-        spread = SampleOptions(
-            labels="same" if self._kind == "scores" else None, own=self._kind == "policy"
-        )
         join_world(str(self.args.device))
         if dist.get_world_size() != self.args.world_size:
             raise SpecError(
@@ -231,12 +227,27 @@ class _Planned(_Trainer):
                 wanted=f"the {dist.get_world_size()} that were started",
                 hint="on CPUs say TrainingArguments(use_cpu=True)",
             )
+        with self._spread_forward():
+            return self._attach(model, longest, example, options.batch_tokens or most)
+
+    def _spread_forward(self) -> AbstractContextManager[None]:
+        """Within it the model's forward is the one that is spread."""
+        if self._kind != "scores":
+            return nullcontext()
+        return scores_of_tokens(self.model, self.accelerator.autocast)
+
+    def _attach(self, model: Any, longest: int, example: Any, batch_tokens: int | str) -> Attached:
+        """A run over a model as it is wrapped, measured up to ``longest`` tokens."""
+        options = self._planned
+        spread = SampleOptions(
+            labels="same" if self._kind == "scores" else None, own=self._kind == "policy"
+        )
         return attach(
             model,
             getattr(self.optimizer, "optimizer", self.optimizer),
             longest=longest,
             example=example,
-            batch_tokens=options.batch_tokens or most,
+            batch_tokens=batch_tokens,
             update=False,
             check_loss=options.check_loss and self._kind in ("sums", "sft"),
             seed=self.args.seed,
@@ -456,12 +467,13 @@ class _Planned(_Trainer):
         samples = [sample for outcome in outcomes for sample in outcome.given()]
         gradients = [gradient for outcome in outcomes for gradient in outcome.gradients()]
         scores = self._kind == "scores"
-        self._run.backward(
-            samples,
-            _scores if scores else _log_probs,
-            gradients,
-            more=None if scores else fused_head,
-        )
+        with self._spread_forward():
+            self._run.backward(
+                samples,
+                _scores if scores else _log_probs,
+                gradients,
+                more=None if scores else fused_head,
+            )
         self._note_tokens(tokens)
         return total
 
@@ -519,7 +531,9 @@ class _Planned(_Trainer):
         assert run is not None, "made before"
         model, reference = self.model, getattr(self, "ref_model", None)
         if self._kind == "scores":
-            whole: Any = ScoredModel(run, model, outcomes=outcomes)
+            whole: Any = ScoredModel(
+                run, model, around=self.accelerator.autocast, outcomes=outcomes
+            )
         else:
             whole = WholeModel(
                 run,

@@ -238,6 +238,4 @@ def _of_trl(trainer: Any, kind: Kind, *, budget: bool) -> list[tuple[str, Any, s
                 "a step has the completions of its prompts: say per_device_train_batch_size",
             )
         )
-    if kind == "scores" and trainer.is_fsdp_enabled:
-        found.append(("fsdp", "a model of sequences", "the scores of tokens are read: use DDP"))
     return found

@@ -1,13 +1,14 @@
 """Reward models: a score of each sequence, that of its last token.
 
 A model of transformers for sequences picks the score of the last token of each row, so of a packed
-row or of a part it would give one for many. What is spread is a view of it that gives the score of
-every token; the last ones are picked when all are there.
+row or of a part it would give one for many. While it is spread it gives the score of every token
+instead; the last ones are picked when all are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,63 +18,70 @@ from headrace.errors import ModelError
 from headrace.trainers.rows import RowSample, samples_of
 from headrace.trainers.stand_ins import ModelStandIn, Outcome
 
-__all__ = ["ScoredModel", "TokenScores", "without_labels"]
+__all__ = ["ScoredModel", "scores_of_tokens", "without_labels"]
 
 
-class TokenScores(torch.nn.Module):
-    """A view of a model for sequences that gives the score of every token, [b, S, 1].
-
-    Raises ModelError for a model that is no stack of layers with a linear ``score``.
-    """
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        if not hasattr(inner, "score") or not hasattr(inner, inner.base_model_prefix):
-            raise ModelError(
-                f"reward model {type(inner).__name__}",
-                got="no layer named score",
-                wanted="a model of transformers for sequences (AutoModelForSequenceClassification)",
-            )
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "model":
-                raise
-            return getattr(self.model, name)
+@contextmanager
+def scores_of_tokens(
+    model: Any, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Iterator[None]:
+    """Within the block a model for sequences gives the score of every token, [b, S, 1], under DDP
+    and FSDP2 as alone; ``around`` is entered in each forward. Raises ModelError for a model that is
+    no stack of layers with a linear ``score``."""
+    inner = getattr(model, "module", model)
+    if hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()
+    if not hasattr(inner, "score") or not hasattr(inner, inner.base_model_prefix):
+        raise ModelError(
+            f"reward model {type(inner).__name__}",
+            got="no layer named score",
+            wanted="a model of transformers for sequences (AutoModelForSequenceClassification)",
+        )
 
     def forward(
-        self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         **rest: Any,
     ) -> torch.Tensor:
         """Tokens [b, S] to scores [b, S, 1]; labels are not looked at."""
-        inner = self.model
-        if hasattr(inner, "get_base_model"):
-            inner = inner.get_base_model()
-        stack = getattr(inner, inner.base_model_prefix)
-        hidden = stack(input_ids=input_ids, position_ids=position_ids, **rest).last_hidden_state
-        scores: torch.Tensor = inner.score(hidden)
+        with around():
+            stack = getattr(inner, inner.base_model_prefix)
+            hidden = stack(input_ids=input_ids, position_ids=position_ids, **rest).last_hidden_state
+            scores: torch.Tensor = inner.score(hidden)
         return scores
+
+    own = vars(inner).get("forward")  # Accelerate's, where numbers are of mixed precision
+    inner.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del inner.forward
+        else:
+            inner.forward = own
 
 
 class ScoredModel(ModelStandIn):
     """A reward model as it is called for whole batches that all ranks have alike. Collective.
 
     Args:
-        run: The attached run of its :class:`TokenScores`.
+        run: The attached run of it.
         model: What it stands for.
+        around: Entered in each forward.
         outcomes: Gets what losses are made of, where gradients are wanted.
     """
 
-    def __init__(self, run: Attached, model: Any, *, outcomes: list[Outcome] | None) -> None:
+    def __init__(
+        self,
+        run: Attached,
+        model: Any,
+        *,
+        around: Callable[[], AbstractContextManager[Any]],
+        outcomes: list[Outcome] | None,
+    ) -> None:
         super().__init__(model)
-        self._run, self._outcomes = run, outcomes
+        self._run, self._around, self._outcomes = run, around, outcomes
 
     def __call__(self, **named: Any) -> Any:
         """The scores of all rows, on every rank."""
@@ -81,7 +89,8 @@ class ScoredModel(ModelStandIn):
             named.pop(name, None)
         samples = samples_of(named, "input_ids", "a batch")
         given = [_unlabelled(sample) for sample in samples]
-        found = self._run.map(given, _scores)
+        with scores_of_tokens(self.stands_for, self._around):
+            found = self._run.map(given, _scores)
         scores = torch.stack([value[-1] for value in found]).to(named["input_ids"].device)
         if self._outcomes is not None and torch.is_grad_enabled():
             scores = scores.clone().requires_grad_()

@@ -172,10 +172,11 @@ def _of_transformers(script: Script, common: dict[str, Any], over: Callable[[Any
     )
 
 
-def _lora() -> Any:
+def _lora(**options: Any) -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+    layers = ["q_proj", "v_proj", "down_proj"]
+    return LoraConfig(r=4, lora_alpha=8, target_modules=layers, **options)
 
 
 def accuracy(found: Any) -> dict[str, float]:
@@ -299,6 +300,8 @@ def _of_preferences(script: Script, common: dict[str, Any], over: Callable[[Any]
         base, kind = RewardTrainer, RewardConfig
         torch.manual_seed(0)
         model = Qwen3ForSequenceClassification(_config(num_labels=1))
+        if script.lora:
+            more["peft_config"] = _lora(task_type="SEQ_CLS")
     return over(base)(
         model=model,
         args=_arguments(kind, script, common),

@@ -34,6 +34,8 @@ SCRIPTS = {
     ),
     "dpo, fsdp2": Script(**DPO, sharded=True),
     "rewards": Script(base="RewardTrainer", evaluates=True),
+    "rewards, fsdp2": Script(base="RewardTrainer", evaluates=True, sharded=True),
+    "rewards, lora": Script(base="RewardTrainer", evaluates=True, lora=True),
 }
 
 
