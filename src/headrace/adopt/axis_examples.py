@@ -19,8 +19,10 @@ __all__ = [
     "EXAMPLES",
     "AxisExample",
     "cogvideox",
+    "hunyuan",
     "latte",
     "ltx",
+    "mochi",
     "timesformer",
     "transformer_2d",
     "wan",
@@ -244,6 +246,47 @@ def cogvideox(
     )
 
 
+def hunyuan(
+    frames: int = 5, side: int = 6, samples: int = 2, *, checkpoints: bool = False
+) -> AxisExample:
+    """A small HunyuanVideo of diffusers in fp64; two of six words are padding. Raises MissingExtra
+    without diffusers."""
+    try:
+        from diffusers.models.transformers.transformer_hunyuan_video import (
+            HunyuanVideoTransformer3DModel,
+        )
+    except ImportError:
+        raise MissingExtra("diffusers", extra="video", needed_for="HunyuanVideo") from None
+    torch.manual_seed(0)
+    model: Any = HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=3,
+        attention_head_dim=16,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        text_embed_dim=12,
+        pooled_projection_dim=8,
+        rope_axes_dim=(4, 6, 6),
+    )
+    model = model.double().train()
+    if checkpoints:
+        model.enable_gradient_checkpointing()
+    return AxisExample(
+        model=model,
+        inputs={
+            "hidden_states": torch.randn(samples, 4, frames, side, side, dtype=torch.float64),
+            "timestep": torch.randint(0, 1000, (samples,)),
+            "encoder_hidden_states": torch.randn(samples, 6, 12, dtype=torch.float64),
+            "encoder_attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]] * samples),
+            "pooled_projections": torch.randn(samples, 8, dtype=torch.float64),
+            "guidance": torch.full((samples,), 6.0, dtype=torch.float64),
+        },
+        results=lambda out: [(out.sample, "b c t y x")],
+    )
+
+
 def ltx(
     frames: int = 5, side: int = 3, samples: int = 2, *, checkpoints: bool = False
 ) -> AxisExample:
@@ -281,6 +324,41 @@ def ltx(
     )
 
 
+def mochi(
+    frames: int = 5, side: int = 6, samples: int = 2, *, checkpoints: bool = False
+) -> AxisExample:
+    """A small Mochi of diffusers, some of whose numbers are in single precision; two of six words
+    are padding. Raises MissingExtra without diffusers."""
+    try:
+        from diffusers.models.transformers.transformer_mochi import MochiTransformer3DModel
+    except ImportError:
+        raise MissingExtra("diffusers", extra="video", needed_for="Mochi") from None
+    torch.manual_seed(0)
+    model: Any = MochiTransformer3DModel(
+        num_attention_heads=3,
+        attention_head_dim=8,
+        num_layers=2,
+        pooled_projection_dim=8,
+        in_channels=4,
+        text_embed_dim=16,
+        time_embed_dim=8,
+    )
+    model = model.double().train()
+    if checkpoints:
+        model.enable_gradient_checkpointing()
+    return AxisExample(
+        model=model,
+        single=True,
+        inputs={
+            "hidden_states": torch.randn(samples, 4, frames, side, side, dtype=torch.float64),
+            "timestep": torch.randint(0, 1000, (samples,)),
+            "encoder_hidden_states": torch.randn(samples, 6, 16, dtype=torch.float64),
+            "encoder_attention_mask": torch.tensor([[True] * 4 + [False] * 2] * samples),
+        },
+        results=lambda out: [(out.sample, "b c t y x")],
+    )
+
+
 def transformer_2d(frames: int = 5, patches: int = 6, samples: int = 2) -> AxisExample:
     """A small Transformer-2D in fp64."""
     torch.manual_seed(0)
@@ -301,8 +379,10 @@ EXAMPLES: dict[str, dict[str, Callable[[], AxisExample]]] = {
     name: {"5 frames": make, "one frame, 4 samples": partial(make, frames=1, samples=4)}
     for name, make in (
         ("cogvideox", cogvideox),
+        ("hunyuan", hunyuan),
         ("latte", latte),
         ("ltx", ltx),
+        ("mochi", mochi),
         ("timesformer", timesformer),
         ("transformer-2d", transformer_2d),
         ("wan", wan),
@@ -312,6 +392,8 @@ EXAMPLES: dict[str, dict[str, Callable[[], AxisExample]]] = {
 
 EXAMPLES["cogvideox"]["4 frames, added positions"] = partial(cogvideox, frames=4, rotary=False)
 EXAMPLES["cogvideox"]["3 frames, recomputed"] = partial(cogvideox, frames=3, checkpoints=True)
+EXAMPLES["hunyuan"]["3 frames, recomputed"] = partial(hunyuan, frames=3, checkpoints=True)
+EXAMPLES["mochi"]["3 frames, recomputed"] = partial(mochi, frames=3, checkpoints=True)
 EXAMPLES["latte"]["4 frames, recomputed"] = partial(latte, frames=4, checkpoints=True)
 EXAMPLES["timesformer"]["4 frames, recomputed"] = partial(timesformer, frames=4, checkpoints=True)
 EXAMPLES["wan"]["4 frames, recomputed"] = partial(wan, frames=4, checkpoints=True)

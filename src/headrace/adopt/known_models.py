@@ -13,14 +13,16 @@ from headrace.adopt.axis_shards import Dims
 from headrace.adopt.axis_stages import AxisStage
 from headrace.adopt.first_step import FirstStep
 from headrace.comm.mesh import Groups
-from headrace.errors import ModelError
+from headrace.errors import DataError, InfeasiblePlan, ModelError
 
 __all__ = [
     "KNOWN",
     "adapt",
     "adapt_cogvideox",
+    "adapt_hunyuan",
     "adapt_latte",
     "adapt_ltx",
+    "adapt_mochi",
     "adapt_timesformer",
     "adapt_transformer_2d",
     "adapt_wan",
@@ -288,7 +290,7 @@ _COGVIDEOX_INPUTS = {
     "timestep": "b",
     "encoder_hidden_states": "b n e",
 }
-_COGVIDEOX_ROTARY, _TEXT = Dims.parse("(t s) d"), Dims.parse("k n d")
+_PLACES_ROTARY, _TEXT = Dims.parse("(t s) d"), Dims.parse("k n d")
 _COGVIDEOX_PLACES = Dims.parse("k (t s) d")
 _POSITIONS = "_get_positional_embeddings"
 """What the embedding of CogVideoX asks for the positions of a video that is not of its own size."""
@@ -329,7 +331,7 @@ def adapt_cogvideox(
     def own_rotary(args: Any, named: dict[str, Any]) -> Any:
         assert run.shards is not None, "sharded"
         if (whole := named.get("image_rotary_emb")) is not None:
-            parts = tuple(run.shards.local(x, _COGVIDEOX_ROTARY) for x in whole)
+            parts = tuple(run.shards.local(x, _PLACES_ROTARY) for x in whole)
             named = {**named, "image_rotary_emb": parts}
         return args, named
 
@@ -364,13 +366,195 @@ def adapt_cogvideox(
     return run
 
 
+_HUNYUAN_STAGES = tuple(
+    AxisStage(modules=f"{blocks}.*.attn", mixes="t s", dims="b (t s) d", attends="(t s) n")
+    for blocks in ("transformer_blocks", "single_transformer_blocks")
+)
+_HUNYUAN_INPUTS = {
+    "hidden_states": "b c t y x",
+    "timestep": "b",
+    "encoder_hidden_states": "b m e",
+    "encoder_attention_mask": "b m",
+    "pooled_projections": "b f",
+    "guidance": "b",
+}
+_WORDS, _MASK = Dims.parse("b n d"), Dims.parse("b n")
+
+
+def adapt_hunyuan(
+    model: Any,
+    *,
+    groups: Groups | None = None,
+    check: bool | FirstStep = True,
+    compare: bool = True,
+) -> AxisModel:
+    """Adapt a HunyuanVideo; inputs must be given by name. The texts of a batch have one length; the
+    padding behind them, which attention masks, is left out. Their refiner, which mixes words, runs
+    on every rank, and behind it they are in shards as the frames are. Raises ModelError for patches
+    of several frames, and where the first frame is conditioned by itself."""
+    inner = getattr(model, "module", model)
+    config = inner.config
+    if config.patch_size_t != 1 or config.image_condition_type == "token_replace":
+        raise ModelError(
+            "HunyuanVideo",
+            got=f"patches of {config.patch_size_t} frames, images as {config.image_condition_type}",
+            wanted="patches of one frame, all frames alike",
+        )
+    side = config.patch_size
+
+    def sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        *_, height, width = inputs["hidden_states"].shape
+        return {"s": (height // side) * (width // side), "n": _words(inputs)}
+
+    run = AxisModel(
+        model,
+        stages=_HUNYUAN_STAGES,
+        inputs=_HUNYUAN_INPUTS,
+        axis="t",
+        switched=["n"],  # it cuts the last words off, so each rank needs one
+        batch="b",
+        sizes=sizes,
+        groups=groups,
+        check=check,
+        compare=compare,
+    )
+
+    def with_words_for_all(args: Any, named: dict[str, Any]) -> Any:
+        assert run.shards is not None, "sharded"
+        words, ranks = run.places_of("n"), run.shards.ranks
+        if words < ranks:
+            raise InfeasiblePlan(
+                "text of HunyuanVideo",
+                got=f"{words} words for {ranks} ranks",
+                wanted="a word for each",
+                hint="fewer ranks for each sample, or a longer text",
+            )
+        return args, _unpadded(named, words)
+
+    def all_frames(args: Any, named: dict[str, Any]) -> Any:
+        (x,) = args
+        b, c, _, *side = x.shape
+        return (x.new_zeros(()).expand(b, c, run.places_of("t"), *side),), named
+
+    def own_places(_: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        assert run.shards is not None, "sharded"
+        return tuple(run.shards.local(x, _PLACES_ROTARY) for x in out)
+
+    def own_words(_: Any, out: torch.Tensor) -> torch.Tensor:
+        assert run.shards is not None, "sharded"
+        return run.shards.local(out, _WORDS)
+
+    def unmasked(args: Any, named: dict[str, Any]) -> Any:
+        return args, {**named, "attention_mask": None}  # nothing is left that it would mask
+
+    run.on(inner, with_words_for_all)
+    run.on(inner.rope, all_frames, own_places)
+    run.on(inner.context_embedder, after=own_words)
+    for block in (*inner.transformer_blocks, *inner.single_transformer_blocks):
+        run.on(block.attn, unmasked)
+    return run
+
+
+_MOCHI_STAGE = AxisStage(
+    modules="transformer_blocks.*.attn1", mixes="t s", dims="b (t s) d", attends="(t s) n"
+)
+_MOCHI_INPUTS = {
+    "hidden_states": "b c t y x",
+    "timestep": "b",
+    "encoder_hidden_states": "b m e",
+    "encoder_attention_mask": "b m",
+}
+_MOCHI_ROTARY = Dims.parse("(t s) j d")
+
+
+def adapt_mochi(
+    model: Any,
+    *,
+    groups: Groups | None = None,
+    check: bool | FirstStep = True,
+    compare: bool = True,
+) -> AxisModel:
+    """Adapt a Mochi; inputs must be given by name. The texts of a batch have one length; padding
+    behind them, which attention leaves out, is left out before. Behind the embedding, which mixes
+    words and runs on every rank, they are in shards as the frames are."""
+    inner = getattr(model, "module", model)
+    side = inner.config.patch_size
+
+    def sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        *_, height, width = inputs["hidden_states"].shape
+        return {"s": (height // side) * (width // side), "n": _words(inputs)}
+
+    run = AxisModel(
+        model,
+        stages=[_MOCHI_STAGE],
+        inputs=_MOCHI_INPUTS,
+        axis="t",
+        batch="b",
+        sizes=sizes,
+        groups=groups,
+        check=check,
+        compare=compare,
+    )
+
+    def without_padding(args: Any, named: dict[str, Any]) -> Any:
+        return args, _unpadded(named, run.places_of("n"))
+
+    def all_frames(args: Any, named: dict[str, Any]) -> Any:
+        frequencies, _, *rest = args
+        return (frequencies, run.places_of("t"), *rest), named
+
+    def own_places(_: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        assert run.shards is not None, "sharded"
+        return tuple(run.shards.local(x, _MOCHI_ROTARY) for x in out)
+
+    def own_words(_: Any, out: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        assert run.shards is not None, "sharded"
+        step, text = out
+        return step, run.shards.local(text, _WORDS)
+
+    def own_mask(args: Any, named: dict[str, Any]) -> Any:
+        assert run.shards is not None, "sharded"
+        return args, {**named, "attention_mask": run.shards.local(named["attention_mask"], _MASK)}
+
+    run.on(inner, without_padding)
+    run.on(inner.rope, all_frames, own_places)
+    run.on(inner.time_embed, after=own_words)
+    for block in inner.transformer_blocks:
+        run.on(block.attn1, own_mask)
+    return run
+
+
+def _unpadded(named: dict[str, Any], words: int) -> dict[str, Any]:
+    """Inputs whose texts have ``words`` words, and no padding behind them."""
+    texts = ("encoder_hidden_states", "encoder_attention_mask")
+    return {**named, **{name: named[name][:, :words] for name in texts}}
+
+
+def _words(inputs: Mapping[str, torch.Tensor]) -> int:
+    """Words of each text of a batch. Raises DataError for texts of several lengths, and for masks
+    that hide other words than the last ones."""
+    mask = inputs["encoder_attention_mask"] != 0
+    counts = mask.sum(dim=1)
+    words = int(counts[0])
+    if not (bool((counts == words).all()) and bool(mask[:, :words].all())):
+        raise DataError(
+            "encoder_attention_mask",
+            got=f"texts of {sorted(set(counts.tolist()))} words",
+            wanted="one number of words in a batch, and padding behind them",
+            hint="batches of texts of one length: give each without its padding",
+        )
+    return words
+
+
 KNOWN: Mapping[str, Callable[..., AxisModel]] = {
     "CogVideoXTransformer3DModel": adapt_cogvideox,
+    "HunyuanVideoTransformer3DModel": adapt_hunyuan,
     "LTXVideoTransformer3DModel": adapt_ltx,
     "LatteTransformer3DModel": adapt_latte,
     "TimesformerForVideoClassification": adapt_timesformer,
     "TimesformerModel": adapt_timesformer,
     "Transformer2D": adapt_transformer_2d,
+    "MochiTransformer3DModel": adapt_mochi,
     "WanTransformer3DModel": adapt_wan,
 }
 """Adapters by the class names of models."""
@@ -392,8 +576,9 @@ def adapt(
     """Run a multi-dimensional model on shards of its axes, unchanged (DSP).
 
     Args:
-        model: diffusers' Latte, CogVideoX, Wan or LTX-Video, or transformers' TimeSformer, which
-            need nothing else, or one whose stages are named; alone, under DDP or FSDP2.
+        model: diffusers' Latte, CogVideoX, HunyuanVideo, LTX-Video, Mochi or Wan, or transformers'
+            TimeSformer, which need nothing else, or one whose stages are named; alone, under DDP or
+            FSDP2.
         stages: The modules in which places of an axis see each other.
         inputs: The dims of the inputs with places of axes, by name: ``{"x": "b t s c"}``.
         axis: The axis that is in shards where no stage says otherwise.

@@ -14,8 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import headrace as hr
+from headrace.adopt.axis_examples import cogvideox, hunyuan, mochi
 from headrace.adopt.axis_model import AxisModel
-from headrace.errors import ModelError, SpecError
+from headrace.errors import DataError, InfeasiblePlan, ModelError, SpecError
 from ranks import run_ranks
 from running.adopt.axial import Axial
 from spread import whole
@@ -256,6 +257,51 @@ def test_a_text_that_is_not_as_declared_is_refused(manner: str, attends: str, wo
     given = {"x": torch.randn(2, 5, 3, FEATURES), "text": torch.randn(2, 7, FEATURES)}
     with pytest.raises(ModelError, match=re.escape(words)):
         run.shard({name: x.double() for name, x in given.items()})
+
+
+def short_text() -> str:
+    """What is said of a text of one word on several ranks, by a model that must have one on each."""
+    example = hunyuan()
+    mask = torch.zeros_like(example.inputs["encoder_attention_mask"])
+    mask[:, 0] = 1
+    run = hr.adapt(example.model)
+    try:
+        run(**run.shard({**example.inputs, "encoder_attention_mask": mask}))
+    except InfeasiblePlan as error:
+        return str(error)
+    return ""
+
+
+def test_a_text_shorter_than_the_ranks_is_told() -> None:
+    """Catches ranks without a word in a model that cuts the last words off, 0 of them being all."""
+    pytest.importorskip("diffusers")
+    for said in run_ranks(2, short_text, timeout_s=60):
+        assert "1 words for 2 ranks" in said
+
+
+@pytest.mark.parametrize("make", [hunyuan, mochi])
+@pytest.mark.parametrize(
+    "mask", [[[1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]], [[1, 0, 1, 0, 0, 0]] * 2]
+)
+def test_texts_that_need_a_mask_are_refused(make: Any, mask: list[list[int]]) -> None:
+    """Catches words of padding that others see, as their mask is taken away."""
+    pytest.importorskip("diffusers")
+    example = make()
+    run = hr.adapt(example.model)
+    with pytest.raises(DataError, match="encoder_attention_mask: got texts of"):
+        run.shard({**example.inputs, "encoder_attention_mask": torch.tensor(mask)})
+
+
+@pytest.mark.parametrize("make", [cogvideox, hunyuan, mochi])
+def test_models_with_texts_pass_the_probe(make: Any) -> None:
+    """Catches an adapter that is right on real ranks and refused before, and a wrong one that is
+    not: the plain model is the judge, padding and all."""
+    pytest.importorskip("diffusers")
+    example = make()
+    run = hr.adapt(example.model)
+    assert run.check
+    run.shard(example.inputs)
+    assert not run.check
 
 
 @pytest.mark.parametrize("attends", ["n t s", "n", "(s t) n", "(n m) (t s)"])
