@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from headrace.comm.status import Death, StatusBoard
 from headrace.errors import LaunchError
@@ -33,6 +34,7 @@ __all__ = [
     "stop_text",
     "stopping",
     "supervise",
+    "told_first",
 ]
 
 
@@ -99,6 +101,36 @@ def caught(*signals: signal.Signals) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
+
+
+@contextmanager
+def told_first(tell: Callable[[signal.Signals], bool]) -> Iterator[None]:
+    """Context in which a signal that ends a job is told first; where ``tell`` takes it the process
+    goes on. One that it does not take has its former effect. Nothing outside of the main thread,
+    and for signals that are ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {number: signal.getsignal(number) for number in stopping()}
+    heard = {number: do for number, do in former.items() if do != signal.SIG_IGN}
+
+    def hear(number: int, frame: Any) -> None:
+        if tell(signal.Signals(number)):
+            return
+        do = heard[signal.Signals(number)]
+        if callable(do):
+            do(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    for number in heard:
+        signal.signal(number, hear)
+    try:
+        yield
+    finally:
+        for number, do in heard.items():
+            signal.signal(number, do or signal.SIG_DFL)
 
 
 def fork(ranks: int, body: Callable[[int], int]) -> dict[int, int]:

@@ -252,6 +252,14 @@ class Watcher:
         """Whether the ranks are to stop now, as the last round of the first rank has heard."""
         return self._stop_asked
 
+    def stop_lone(self, number: signal.Signals) -> bool:
+        """Ask the only rank of a job to stop in order, because of a signal; whether it will: its
+        steps are :meth:`stoppable`, and it is the first signal."""
+        if not self._stoppable or not self.board.ask_stop(number, f"rank {self._rank}"):
+            return False
+        say(f"stopped by {number.name}: the step under way is ended and a checkpoint written")
+        return True
+
     def obey(self, *signals: signal.Signals, grace_s: float = 0.0) -> None:
         """Let these signals end the process from the thread, with a line that says where it was: a
         handler in Python never runs while the main thread waits in a collective. Main thread only.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 from headrace.comm.collectives import gather_bytes
 from headrace.comm.launch import World
-from headrace.comm.processes import stopping
+from headrace.comm.processes import stopping, told_first
 from headrace.comm.variables import under_torchrun
 from headrace.config import Config
 from headrace.costs import CostModel
@@ -71,9 +72,9 @@ def train(
         The run, with its losses, checkpoints and report; ``run.report()`` writes ``report.html``.
 
     Raises:
-        KeyboardInterrupt: On Ctrl-C.
+        KeyboardInterrupt: On Ctrl-C, with a checkpoint of the step under way where steps had begun.
         SystemExit: With the shell's code on another signal that ends a job (SIGTERM, SIGHUP,
-            SIGUSR1).
+            SIGUSR1), likewise.
         HeadraceError: As a rank raised it.
         LaunchError: When a rank died; then ``resume`` goes on.
 
@@ -240,8 +241,16 @@ def _in_this_process(
     if under_torchrun():
         _raise_stopped(launch(config, main))
     else:
-        run_here(config, main)
+        _raise_stopped(run_here(config, partial(_in_order, main)))
     return found[0]
+
+
+def _in_order(main: Callable[[World], int], world: World) -> int:
+    """Run ``main`` as the only rank, whose steps a signal ends in order: 128 and its number."""
+    with told_first(world.watcher.stop_lone):
+        code = main(world)
+    number = world.watcher.stopped_by()
+    return 128 + number if number else code
 
 
 class _Sender(Listener):

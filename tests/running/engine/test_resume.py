@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 import zlib
 from collections.abc import Iterator
 from copy import deepcopy
@@ -45,6 +49,38 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
         "planner.recompute=['none']",
     )
     return config, hr.train(config, out=folder / "run", tell=silent)
+
+
+LONE = """
+import sys
+import headrace as hr
+
+config = hr.Config.load(sys.argv[1], "devices.ranks=1", "run.steps=100000")
+hr.train(config, out=sys.argv[2], tell=lambda text: None)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_what_a_lone_rank_has_trained(number: int, tmp_path: Path) -> None:
+    """Catches a run in the caller's own process that a signal ends with nothing kept, and an end
+    that looks like a success."""
+    path = write_job(tmp_path, steps=6, candidates=["megatron_cz"])
+    command = [sys.executable, "-c", LONE, str(path), str(tmp_path / "run")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    trained, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        if trained.exists() and trained.read_text().count("\n") > 5:
+            break
+        time.sleep(0.02)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == (-number if number == signal.SIGINT else 128 + number), said
+    assert f"stopped by {signal.Signals(number).name}" in said
+    steps = len(hr.TrainingRun(tmp_path / "run").losses)
+    assert place(tmp_path / "run", steps).exists()
+    config = Config.load(path, "devices.ranks=1", f"run.steps={steps + 1}")
+    again = hr.train(config, out=tmp_path / "run", resume=True, tell=silent)
+    assert len(again.losses) == steps + 1
 
 
 @pytest.fixture
