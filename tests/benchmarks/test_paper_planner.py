@@ -7,7 +7,19 @@ from paper_planner import LAWS, RESTRICTIONS, World, problem_of
 
 from benchmarks.scripts import Ran, run
 
-SMALL = ("--models", "8b", "--devices", "8", "--laws", "crawl", "long", "--tokens", "4096")
+SMALL = (
+    "--models",
+    "8b",
+    "--devices",
+    "8",
+    "--laws",
+    "crawl",
+    "long",
+    "--tokens",
+    "4096",
+    "--seeds",
+    "0",
+)
 
 
 @pytest.fixture(scope="module")
