@@ -171,6 +171,17 @@ def test_methods_that_cut_weights_have_smaller_last_waves() -> None:
     assert waves("metp") == pytest.approx(p * (2 * h + (h + f) / p))
 
 
+def test_the_head_has_last_waves() -> None:
+    """Catches a head without half a wave, and one whose gradient has that of its forward."""
+    some, none = (
+        roofline_costs(_made_up(flops=1e12, multiprocessors=n), 8, LLAMA, sizes=(2,)).ends[2]
+        for n in (100, 0)
+    )
+    idle_s = 100 * 128 * 128 / 1e12
+    assert some.forward.c - none.forward.c == pytest.approx(LLAMA.hidden * idle_s)
+    assert some.backward.c - none.backward.c == pytest.approx(LLAMA.vocabulary * idle_s)
+
+
 def test_preset_to_speeds() -> None:
     """Catches peaks where fractions are attained, and 16 bits where products run in 32."""
     ideal = Implementation.named("ideal")

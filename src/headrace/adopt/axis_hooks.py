@@ -25,7 +25,7 @@ from headrace.adopt.axis_stages import AxisStage, modules_of
 from headrace.adopt.joint_attention import JointAttention
 from headrace.adopt.operators import ModelSlot
 from headrace.adopt.own_hooks import hook_after, hook_before
-from headrace.errors import ModelError
+from headrace.errors import ModelError, SpecError
 from headrace.ops.traced_switch import GroupSlot, traced_switch
 from headrace.spec.axes import AxisChoice, MixingStage, plan_axes
 from headrace.spec.method_facts import Members
@@ -241,6 +241,14 @@ class HookManager:
         self.axes = {axis, *(name for stage in stages for name in stage.mixed)}
         # Other sequences that attention sees, in shards beside the axis.
         self.beside = tuple(dict.fromkeys(name for stage in stages for name in stage.beside))
+        for stage in stages:
+            if stage.beside and not self.axes <= set(stage.mixed):
+                raise SpecError(
+                    f"stage {stage.modules}, whose attention sees {' '.join(stage.beside)}",
+                    got=f"mixes {stage.mixes}",
+                    wanted=f"all axes, {' '.join(sorted(self.axes))}",
+                    hint="along one axis it would see the words of one rank: give the text whole",
+                )
         # Axes that hooks of an adapter put in shards.
         self.switched: tuple[str, ...] = ()
         # The batch: whether the model is spread, its shards, and shards given for the next forward.

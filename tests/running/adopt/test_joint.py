@@ -311,6 +311,21 @@ def test_sequences_that_cannot_be(attends: str) -> None:
         hr.AxisStage(modules="layers.*", mixes="t s", dims="b (t s) c", attends=attends)
 
 
+def test_a_text_that_one_axis_sees_is_refused() -> None:
+    """Catches attention along one axis alone, within a rank, that sees this rank's words only."""
+    one = hr.AxisStage(modules="layers.*", mixes="s", dims="b t s c", attends="n s")
+    every = hr.AxisStage(modules="ends.0", mixes="t s", dims="b (t s) c")
+    with pytest.raises(SpecError, match="mixes s, wanted all axes, s t"):
+        hr.adapt(
+            Spoken(2),
+            inputs={"x": "b t s c", "text": "b n c"},
+            axis="t",
+            batch="b",
+            stages=[one, every],
+            check=False,
+        )
+
+
 def planned() -> tuple[list[str], list[str]]:
     """Axes and methods that a second forward of one adapted model takes."""
     torch.manual_seed(0)

@@ -59,6 +59,18 @@ def test_equals_one_process(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_rewards_in_mixed_precision(tmp_path: Path) -> None:
+    """Catches forwards of a reward model that leave out the trainer's autocast."""
+    script = Script(base="RewardTrainer", arguments={"bf16": True})
+    plain, planned = both(script, tmp_path / "half")
+    _, single = both(Script(base="RewardTrainer"), tmp_path / "single")
+    norms = [[row["grad_norm"] for row in log if "loss" in row] for log in (plain, planned, single)]
+    assert norms[1] == pytest.approx(norms[0], rel=0.06)
+    assert norms[1] != pytest.approx(norms[2], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_dpo_of_an_adapter(tmp_path: Path) -> None:
     """Catches a reference that is not the model without its adapter. In the first step both are the
     same, so who is right there is a matter of rounding."""

@@ -7,7 +7,8 @@ bytes of one local activation, w = f / h):
     linear FLOPs      4 h (h + g d) T / p and 2 m h f T / p
     idle outputs      what the last wave of a product leaves idle, on average; they cost a multiply
                       and an add for each of its inner features, forward 2 h and h + f, to the
-                      gradients of inputs 2 h + 2 g d and h + (m - 1) f, whatever the tokens
+                      gradients of inputs 2 h + 2 g d and h + (m - 1) f, whatever the tokens; those
+                      of gradients of weights, as many for each token, are in the attained rate
     attention FLOPs   4 h l^2 / p of every sequence of l tokens, half of it when causal; counted as
                       kernels run them 2 h (l^2 + l) / p when causal
     backward          twice the FLOPs of the forward (counted attention: 5/2), plus what is
