@@ -28,6 +28,35 @@ __all__ = [
     "adapt_wan",
 ]
 
+
+def _patches(inputs: Mapping[str, torch.Tensor], high: int, wide: int) -> dict[str, int]:
+    """The patches ``s`` of a frame, each of ``high`` by ``wide`` points."""
+    *_, height, width = inputs["hidden_states"].shape
+    return {"s": (height // high) * (width // wide)}
+
+
+def _of_all_frames(run: AxisModel) -> Callable[[Any, dict[str, Any]], Any]:
+    """A hook before a module that counts positions by the shape of a video [b, c, t, y, x]: it is
+    given one of all frames, without memory of its own."""
+
+    def before(args: Any, named: dict[str, Any]) -> Any:
+        (x,) = args
+        b, c, _, *side = x.shape
+        return (x.new_zeros(()).expand(b, c, run.places_of("t"), *side),), named
+
+    return before
+
+
+def _own_places(run: AxisModel, dims: Dims) -> Callable[[Any, Any], tuple[torch.Tensor, ...]]:
+    """A hook behind a module that gives tensors for all places: this rank's part of each."""
+
+    def after(_: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        assert run.shards is not None, "sharded"
+        return tuple(run.shards.local(x, dims) for x in out)
+
+    return after
+
+
 _LATTE_STAGES = (
     AxisStage(modules="transformer_blocks.*", mixes="s", dims="(b t) s d"),
     AxisStage(
@@ -50,8 +79,7 @@ def adapt_latte(
     side = inner.config.patch_size
 
     def sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        *_, height, width = inputs["hidden_states"].shape
-        return {"s": (height // side) * (width // side)}
+        return _patches(inputs, side, side)
 
     run = AxisModel(
         model,
@@ -213,8 +241,7 @@ def adapt_wan(
         raise ModelError("patches of Wan", got=f"{deep} frames", wanted="one frame")
 
     def sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        *_, height, width = inputs["hidden_states"].shape
-        return {"s": (height // high) * (width // wide)}
+        return _patches(inputs, high, wide)
 
     run = AxisModel(
         model,
@@ -229,17 +256,7 @@ def adapt_wan(
         other_dims={"timestep": "b (t s)"},
     )
 
-    def all_frames(args: Any, named: dict[str, Any]) -> Any:
-        (x,) = args
-        assert run.shards is not None, "sharded"
-        b, c, _, *side = x.shape
-        return (x.new_zeros(()).expand(b, c, run.shards.totals["t"], *side),), named
-
-    def own_frames(_: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        assert run.shards is not None, "sharded"
-        return tuple(run.shards.local(x, _ROTARY) for x in out)
-
-    run.on(inner.rope, all_frames, own_frames)
+    run.on(inner.rope, _of_all_frames(run), _own_places(run, _ROTARY))
     return run
 
 
@@ -274,11 +291,7 @@ def adapt_ltx(
         other_dims={"timestep": "b s"},
     )
 
-    def own_places(_: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        assert run.shards is not None, "sharded"
-        return tuple(run.shards.local(x, _LTX_ROTARY) for x in out)
-
-    run.on(inner.rope, after=own_places)
+    run.on(inner.rope, after=_own_places(run, _LTX_ROTARY))
     return run
 
 
@@ -313,8 +326,7 @@ def adapt_cogvideox(
     side, patches = inner.config.patch_size, inner.patch_embed
 
     def sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        *_, height, width = inputs["hidden_states"].shape
-        return {"s": (height // side) * (width // side)}
+        return _patches(inputs, side, side)
 
     run = AxisModel(
         model,
@@ -403,8 +415,7 @@ def adapt_hunyuan(
     side = config.patch_size
 
     def sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        *_, height, width = inputs["hidden_states"].shape
-        return {"s": (height // side) * (width // side), "n": _words(inputs)}
+        return {**_patches(inputs, side, side), "n": _words(inputs)}
 
     run = AxisModel(
         model,
@@ -431,15 +442,6 @@ def adapt_hunyuan(
             )
         return args, _unpadded(named, words)
 
-    def all_frames(args: Any, named: dict[str, Any]) -> Any:
-        (x,) = args
-        b, c, _, *side = x.shape
-        return (x.new_zeros(()).expand(b, c, run.places_of("t"), *side),), named
-
-    def own_places(_: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        assert run.shards is not None, "sharded"
-        return tuple(run.shards.local(x, _PLACES_ROTARY) for x in out)
-
     def own_words(_: Any, out: torch.Tensor) -> torch.Tensor:
         assert run.shards is not None, "sharded"
         return run.shards.local(out, _WORDS)
@@ -448,7 +450,7 @@ def adapt_hunyuan(
         return args, {**named, "attention_mask": None}  # nothing is left that it would mask
 
     run.on(inner, with_words_for_all)
-    run.on(inner.rope, all_frames, own_places)
+    run.on(inner.rope, _of_all_frames(run), _own_places(run, _PLACES_ROTARY))
     run.on(inner.context_embedder, after=own_words)
     for block in (*inner.transformer_blocks, *inner.single_transformer_blocks):
         run.on(block.attn, unmasked)
@@ -481,8 +483,7 @@ def adapt_mochi(
     side = inner.config.patch_size
 
     def sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        *_, height, width = inputs["hidden_states"].shape
-        return {"s": (height // side) * (width // side), "n": _words(inputs)}
+        return {**_patches(inputs, side, side), "n": _words(inputs)}
 
     run = AxisModel(
         model,
@@ -503,10 +504,6 @@ def adapt_mochi(
         frequencies, _, *rest = args
         return (frequencies, run.places_of("t"), *rest), named
 
-    def own_places(_: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        assert run.shards is not None, "sharded"
-        return tuple(run.shards.local(x, _MOCHI_ROTARY) for x in out)
-
     def own_words(_: Any, out: tuple[torch.Tensor, torch.Tensor]) -> Any:
         assert run.shards is not None, "sharded"
         step, text = out
@@ -517,7 +514,7 @@ def adapt_mochi(
         return args, {**named, "attention_mask": run.shards.local(named["attention_mask"], _MASK)}
 
     run.on(inner, without_padding)
-    run.on(inner.rope, all_frames, own_places)
+    run.on(inner.rope, all_frames, _own_places(run, _MOCHI_ROTARY))
     run.on(inner.time_embed, after=own_words)
     for block in inner.transformer_blocks:
         run.on(block.attn1, own_mask)
