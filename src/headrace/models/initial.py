@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace.layouts.partition import Rows
 from headrace.spec.architecture import Architecture, WeightSpec
 
 __all__ = ["initial_rows"]
+
+_AT_ONCE = 1 << 18
+"""Numbers that a thread draws at once: what it computes with stays in a core's cache."""
 
 
 def initial_rows(
@@ -20,7 +25,7 @@ def initial_rows(
 
     Norm weights are one, biases zero, matrices normal with deviation 0.02, and 0.02 / sqrt(2 L)
     for the two that write to the residual stream (GPT-2) unless norms follow its sums (BERT).
-    Each row draws from its own Philox stream, so any rank draws any rows alike.
+    Each row has its own words of a Philox stream, so any rank draws any rows alike.
     """
     shape = (len(rows), *weight.shape[1:])
     if weight.name.endswith(".bias"):
@@ -32,10 +37,34 @@ def initial_rows(
     deviation = 0.02 / (2 * architecture.layers) ** 0.5 if adds else 0.02
     key = [seed & (2**64 - 1), zlib.crc32(weight.name.encode())]
     columns = weight.row_elements
-    # Philox counts in blocks of four 64-bit words: a row starts at a block of its own.
-    stride = columns + 4
-    values = np.empty((len(rows), columns))
-    for i, row in enumerate(range(rows.start, rows.stop)):
-        stream = np.random.Generator(np.random.Philox(key=key, counter=[row * stride, 0, 1, 0]))
-        values[i] = stream.standard_normal(columns)
-    return torch.from_numpy(values * deviation).to(dtype).view(shape)
+    values = torch.empty((len(rows), columns), dtype=dtype)
+    at_once = max(1, _AT_ONCE // columns)
+
+    def fill(first: int) -> None:
+        """Draw some rows of ``values``."""
+        count = min(at_once, len(rows) - first)
+        drawn = _normal(key, rows.start + first, count, columns)
+        values[first : first + count] = torch.from_numpy(drawn * deviation)
+
+    starts = range(0, len(rows), at_once)
+    if len(starts) < 2:
+        for first in starts:
+            fill(first)
+    else:
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(fill, starts))
+    return values.view(shape)
+
+
+def _normal(key: list[int], first: int, count: int, columns: int) -> NDArray[np.float64]:
+    """Standard normal numbers [count, columns] of the rows from ``first`` on: pairs by Box and
+    Muller of the two halves of each random word, so that each row takes as many words."""
+    blocks = -(-columns // 8)  # Philox makes four words at a time
+    words = np.random.Philox(key=key, counter=[first * blocks, 0, 1, 0]).random_raw(
+        count * blocks * 4
+    )
+    halves = words.view(np.uint32).reshape(-1, 2) * 2.0**-32
+    radius = np.sqrt(-2 * np.log(halves[:, 0] + 2.0**-33))
+    angle = halves[:, 1] * (2 * np.pi)
+    pairs = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=-1)
+    return pairs.reshape(count, blocks * 8)[:, :columns]
