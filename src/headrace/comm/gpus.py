@@ -2,7 +2,9 @@
 
 [Note: forks] Ranks are forked where possible, and CUDA cannot be used in a child of a process that
 has initialized it; some queries of torch initialize it (is there a device? how many, where the
-driver's management library is missing). So the launcher runs such queries in a child.
+driver's management library is missing). So the launcher runs such queries in a child. Nor can
+autograd be used in a child of a process that has used it on a machine with devices, not even on
+CPUs: it has a thread for each device.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from headrace.comm.variables import sees_own_gpus
 from headrace.errors import LaunchError
 
-__all__ = ["VARIABLES", "begin_gpu", "count_gpus", "cuda_begun", "gpu_of"]
+__all__ = ["VARIABLES", "begin_gpu", "count_gpus", "forks_fail", "gpu_of"]
 
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -35,11 +37,19 @@ def count_gpus() -> int:
     return _ask_child(torch.cuda.device_count)
 
 
-def cuda_begun() -> bool:
-    """Whether CUDA was initialized in this process, or queried, so that its forks cannot use it."""
+def forks_fail() -> bool:
+    """Whether forks of this process could not compute: CUDA was initialized here, or only queried,
+    or autograd ran where there are devices, as its threads ask for them."""
     if not torch.backends.cuda.is_built():
         return False
-    return torch.cuda.is_initialized() or bool(_ask_child(torch.cuda._is_in_bad_fork))  # noqa: SLF001
+    return torch.cuda.is_initialized() or not _ask_child(_computes)
+
+
+def _computes() -> bool:
+    """Whether this child has CUDA and autograd; torch raises where it knows that it has not."""
+    torch.ones(1, requires_grad=True).sum().backward()
+    reached = torch._C._cuda_getDeviceCount()  # noqa: SLF001  the driver's count, not the manager's
+    return not torch.cuda._is_in_bad_fork() and reached == torch.cuda.device_count()  # noqa: SLF001
 
 
 def _ask_child(question: Callable[[], int]) -> int:

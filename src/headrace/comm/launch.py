@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from headrace.comm.gpus import VARIABLES, cuda_begun
+from headrace.comm.gpus import VARIABLES, forks_fail
 from headrace.comm.meeting import JoinRequest, interface_of, join_attempt, reach_store, route
 from headrace.comm.processes import bury, caught, end, execute, fork, stopping, supervise
 from headrace.comm.ranks import RankPlace, Settings, World, here, run_rank
@@ -72,9 +72,10 @@ def start(
     ``each`` is called here time and again while the ranks run, and once more when they have ended;
     what it raises ends them.
 
-    Ranks are forked (``forked``), or are new processes where this one has begun CUDA or was a rank
-    that computed on several threads, neither of which survives a fork. To those ``main`` is sent:
-    it must be a value of a module, no closure, and uses of open files only those ``inherited``.
+    Ranks are forked (``forked``), or are new processes where this one has begun CUDA, has used
+    autograd where there are devices, or was a rank that computed on several threads, none of which
+    survives a fork. To those ``main`` is sent: it must be a value of a module, no closure, and uses
+    of open files only those ``inherited``.
     Call it from the main thread. Raises LaunchError when ranks cannot be started.
     """
     settings = Settings(
@@ -88,7 +89,7 @@ def start(
     _check(ranks)
     if forked is None:
         several = (threads or len(os.sched_getaffinity(0)) // ranks) > 1
-        forked = not ((_threaded.is_set() and several) or (device == "cuda" and cuda_begun()))
+        forked = not ((_threaded.is_set() and several) or forks_fail())
     # torch's optimizers import it when they are first made: once here, not on every rank.
     importlib.import_module("torch._dynamo")
     gc.collect()  # ranks would join the threads of a leftover store, and abort

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm import gpus, launch, ranks
-from headrace.comm.gpus import VARIABLES, begin_gpu, count_gpus, cuda_begun, gpu_of
+from headrace.comm.gpus import VARIABLES, begin_gpu, count_gpus, forks_fail, gpu_of
 from headrace.comm.launch import World, join, lone_rank, start
 from headrace.comm.ranks import RankPlace
 from headrace.comm.variables import ranks_here, sees_own_gpus, under_torchrun
@@ -614,17 +614,28 @@ def test_what_no_new_process_can_have_is_refused() -> None:
         start(lambda world: int(here.locked()), ranks=2, forked=False)
 
 
-def test_cuda_that_was_asked_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches ranks that are forked from a process in which torch has only looked for devices."""
+def test_what_forks_could_not_have_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches ranks that are forked from a process in which torch has only looked for devices, or
+    has used autograd beside some."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    assert not cuda_begun()
+    assert not forks_fail()
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    for bad in (True, False):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for bad, reached in ((True, 2), (False, 0), (False, 2)):
         monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda bad=bad: bad)
-        assert cuda_begun() is bad
+        monkeypatch.setattr(
+            torch._C, "_cuda_getDeviceCount", lambda reached=reached: reached, raising=False
+        )
+        assert forks_fail() is (bad or reached == 0)
+
+    def refused(self: torch.Tensor) -> None:
+        raise RuntimeError("Unable to handle autograd's threading")
+
+    monkeypatch.setattr(torch.Tensor, "backward", refused)
+    assert forks_fail()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert cuda_begun()
+    assert forks_fail()
 
 
 def test_the_launcher_is_called_while_ranks_run() -> None:
