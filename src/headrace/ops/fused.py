@@ -3,14 +3,16 @@
 A device runs a chain of small operators at the pace of its memory, and of the host that launches
 each. So the chains around products and attention are written as pure functions here and compiled
 there, for any number of tokens. They are operators of torch (``torch.ops.headrace``), so that what
-counts operators, or runs them on tensors without contents, sees one. Where compiling fails (no
-Triton, an old compiler) the plain operators run, which is said once.
+counts operators, or runs them on tensors without contents, sees one. A few that the compiler makes
+slow are Triton kernels (``headrace.ops.triton_kernels``). Where compiling fails (no Triton, an old
+compiler) the plain operators run, which is said once.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -52,6 +54,8 @@ class Fused:
         self.name = schema.partition("(")[0]
         self._plain = plain or function
         self._compiled: Callable[..., Any] | None = None
+        self.written: Callable[..., Any] | None = None
+        self._looked = False
         _LIBRARY.define(schema)
         _LIBRARY.impl(self.name, self._on_device, "CUDA")
         _LIBRARY.impl(self.name, function, "Meta")
@@ -69,6 +73,21 @@ class Fused:
         return self.operator(x, *others)
 
     def _on_device(self, *args: Any) -> Any:
+        """Run the kernel that was written for the function, or what is compiled of it; a kernel
+        that does not run is not tried again."""
+        if not self._looked:
+            self._looked, self.written = True, _written_kernel(self.name)
+        if self.written is not None:
+            try:
+                return self.written(*args)
+            except Exception as error:  # whatever Triton, its compiler and the driver raise
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                self.written = None
+                self._warn("the compiler's kernel", error)
+        return self.of_compiler(*args)
+
+    def of_compiler(self, *args: Any) -> Any:
         """Run the compiled function; one that cannot be compiled runs as plain operators from then
         on, with a warning."""
         if self._compiled is None:
@@ -87,9 +106,22 @@ class Fused:
             torch._dynamo.exc.FailOnRecompileLimitHit,  # noqa: SLF001
         ) as error:
             self._compiled = self.function
-            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            warnings.warn(f"{self.name} runs as plain operators, slower: {why}", stacklevel=2)
+            self._warn("plain operators", error)
             return self.function(*args)
+
+    def _warn(self, instead: str, error: Exception) -> None:
+        """Say once what runs instead, slower, and why."""
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        warnings.warn(f"{self.name} runs as {instead}, slower: {why}", stacklevel=3)
+
+
+def _written_kernel(name: str) -> Callable[..., Any] | None:
+    """The Triton kernel of a function; None where there is none, or no Triton."""
+    if find_spec("triton") is None:
+        return None
+    from headrace.ops import triton_kernels
+
+    return getattr(triton_kernels, name) if name in triton_kernels.__all__ else None
 
 
 def fused(
