@@ -34,8 +34,12 @@ FIRST = 3
 
 def steps_of(config: Config) -> list[dict[str, Any]]:
     """The metrics of each step of a run in a folder that does not stay."""
+
+    def say(step: hr.Step) -> None:
+        print(f"step {step.number}: {step.seconds:.2f} s", file=sys.stderr, flush=True)
+
     with tempfile.TemporaryDirectory() as folder:
-        run = hr.train(config, out=Path(folder) / "run")
+        run = hr.train(config, out=Path(folder) / "run", on_step=say)
         lines = (run.folder / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "step_s" in row]
 
