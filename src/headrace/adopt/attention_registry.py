@@ -36,6 +36,7 @@ def attention(
     causal: bool,
     window: int = 0,
     scale: float | None = None,
+    softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the local tokens over all tokens of the group that share a document.
@@ -46,6 +47,7 @@ def attention(
         window    tokens that a query sees with itself (on either side, where not causal), 0 for
                   all, below 0 those of its chunk of so many
         scale     of the scores, 1 / sqrt(D) where it is None
+        softcap   c above 0: scores are c tanh(score / c), by plain operators
         sinks     [N] a score of each head that takes its share of the softmax and gives nothing
         returns   [b, N, s_r, E]
 
@@ -66,7 +68,7 @@ def attention(
     if own < features:
         v = pad(v, (0, features - own))
     flat = [x.transpose(1, 2).reshape(rows * tokens, x.shape[1], features) for x in (q, k, v)]
-    out = attend(*flat, handle, causal, window, joins_inputs(), sinks)[0]
+    out = attend(*flat, handle, causal, window, joins_inputs(), softcap, sinks)[0]
     return out.view(rows, tokens, heads, features)[..., :own].transpose(1, 2)
 
 
@@ -146,6 +148,7 @@ def registered(model: Any, slot: ModelSlot) -> Callable[[bool], None]:
         dropout: float = 0.0,
         is_causal: bool | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
         **rest: Any,
     ) -> tuple[torch.Tensor, None]:
@@ -155,7 +158,15 @@ def registered(model: Any, slot: ModelSlot) -> Callable[[bool], None]:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         window = _window(module, sliding_window, causal=causal)
         out = attention(
-            query, key, value, handle, causal=causal, window=window, scale=scaling, sinks=s_aux
+            query,
+            key,
+            value,
+            handle,
+            causal=causal,
+            window=window,
+            scale=scaling,
+            softcap=softcap or 0.0,
+            sinks=s_aux,
         )
         return out.transpose(1, 2), None
 
@@ -226,7 +237,7 @@ def _refuse(
             what,
             got=f"the argument {changes[0]}",
             wanted="none that changes the scores",
-            hint="softcaps, biases and caches are not spread over ranks",
+            hint="biases and caches are not spread over ranks",
         )
 
 

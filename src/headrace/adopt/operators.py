@@ -6,7 +6,7 @@ A graph knows a model by one integer, its *handle*; where the tokens are is look
 operator runs. So one graph serves all lengths, group sizes and exchanges: results are of the shape
 of the local queries, and what the backward keeps has a size that is known only then.
 
-    attend(q, k, v, handle, causal, window, joins, sinks) -> out, kept, lse, serial
+    attend(q, k, v, handle, causal, window, joins, softcap, sinks) -> out, kept, lse, serial
     positions(like, handle)     [s] int64   the places of the local tokens in their rows
     targets(like, handle)       []          tokens of the step that have a loss
 
@@ -156,8 +156,8 @@ def _current_in(handle: int) -> Placement | StandIn:
     return slot.now
 
 
-def _heads(q: Tensor, k: Tensor) -> Heads:
-    return Heads(queries=q.shape[1], keys=k.shape[1])
+def _heads(q: Tensor, k: Tensor, softcap: float) -> Heads:
+    return Heads(queries=q.shape[1], keys=k.shape[1], softcap=softcap)
 
 
 _SELECTIVE = tuple(type(context) for context in create_selective_checkpoint_contexts([]))
@@ -186,6 +186,7 @@ def attend(
     causal: bool,
     window: int,
     joins: bool,
+    softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """softmax(q k^T / sqrt(D)) v over all tokens of the group that a query sees.
@@ -195,6 +196,7 @@ def attend(
         window     tokens that a query sees with itself, 0 for all; below 0 it sees those of its
                    chunk, of so many tokens of its document
         joins      keep q, k and v where no exchange brought others
+        softcap    c above 0: scores are c tanh(score / c)
         sinks      [N] one more score of each head in the softmax's denominator, without a value
         returns    [t, N, D], what was kept, its log-sum-exp, the serial number
 
@@ -210,7 +212,7 @@ def attend(
             wanted=f"{now.tokens.sizes[now.member]} of both, as were sharded",
             hint="the model must be given all inputs that shard() returned, and no cache",
         )
-    core = now.core(_heads(q, k), causal, window, q.device)
+    core = now.core(_heads(q, k, softcap), causal, window, q.device)
     qkv = torch.cat([q, k, v], dim=1)
     if isinstance(core, SwitchedCore):
         out, saved = core.forward(qkv, sinks)
@@ -233,10 +235,13 @@ def _(
     causal: bool,
     window: int,
     joins: bool,
+    softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Empty results of ``attend``, for tracing: out as q [t, N, D], kept, lse and serial."""
-    kept, lse = _kept_sizes(q, k, handle, causal=causal, window=window, joins=joins)
+    kept, lse = _kept_sizes(
+        _heads(q, k, softcap), q, handle, causal=causal, window=window, joins=joins
+    )
     return (
         torch.empty_like(q, memory_format=torch.contiguous_format),
         q.new_empty(kept),
@@ -246,14 +251,14 @@ def _(
 
 
 def _kept_sizes(
-    q: Tensor, k: Tensor, handle: int, *, causal: bool, window: int, joins: bool
+    heads: Heads, q: Tensor, handle: int, *, causal: bool, window: int, joins: bool
 ) -> tuple[int | torch.SymInt, int | torch.SymInt]:
     """Number of elements of the two saved tensors. They are symbols in a graph, which serves all
     placements; where nothing is traced, as in a rehearsal, the sizes of the current placement."""
     context = torch.library.get_ctx()
     if context._shape_env is not None:  # noqa: SLF001
         return context.new_dynamic_size() if joins else 0, context.new_dynamic_size()
-    heads, now = _heads(q, k), _current_in(handle)
+    now = _current_in(handle)
     core = None if isinstance(now, StandIn) else now.core(heads, causal, window, q.device)
     if not isinstance(core, SwitchedCore):
         count = heads.queries + 2 * heads.keys if joins else 0
@@ -274,6 +279,7 @@ def _attend_backward(
     keys: int,
     causal: bool,
     window: int,
+    softcap: float,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q [t, N, D], k and v [t, G, D] and of sinks [N] (empty without sinks) from that
@@ -283,7 +289,7 @@ def _attend_backward(
         raise ModelError(
             "backward", got="a batch that is gone", wanted="one whose shard is still held"
         )
-    heads = Heads(queries=grad.shape[1], keys=keys)
+    heads = Heads(queries=grad.shape[1], keys=keys, softcap=softcap)
     core = now.core(heads, causal, window, grad.device)
     features = grad.shape[2]
     if not isinstance(core, SwitchedCore) and not kept.numel():
@@ -341,6 +347,7 @@ def _(
     keys: int,
     causal: bool,
     window: int,
+    softcap: float,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Empty results of the backward, for tracing: gradients of q, k, v and sinks."""
@@ -355,10 +362,10 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keep results for the backward, and the inputs where the attention kept nothing itself."""
-    q, k, v, _, causal, window, _, sinks = inputs
+    q, k, v, _, causal, window, _, softcap, sinks = inputs
     _, kept, _, serial = output
     ctx.save_for_backward(*output, sinks, *(() if _holds(kept) else (q, k, v)))
-    ctx.rest = k.shape[1], causal, window
+    ctx.rest = k.shape[1], causal, window, softcap
     if not torch.compiler.is_compiling() and not isinstance(serial, FakeTensor):
         # Placements are held weakly: this one must live until the backward looks it up by its
         # serial number, which has no value while a graph is traced.
@@ -373,14 +380,14 @@ def _holds(kept: Tensor) -> bool:
 
 
 def _adjoint(ctx: Any, grad: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
-    """The gradients of the eight arguments of ``attend``: tensors for q, k, v and sinks, None for
+    """The gradients of the nine arguments of ``attend``: tensors for q, k, v and sinks, None for
     the rest."""
     if grad is None:
-        return (None,) * 8
+        return (None,) * 9
     out, kept, lse, serial, sinks, *qkv = ctx.saved_tensors
     *grads, dsinks = _attend_backward(grad, qkv, out, kept, lse, serial, *ctx.rest, sinks)
     given = None if sinks is None else dsinks.to(sinks.dtype)
-    return (*grads, None, None, None, None, given)
+    return (*grads, None, None, None, None, None, given)
 
 
 attend.register_autograd(_adjoint, setup_context=_keep)

@@ -324,12 +324,27 @@ def _loss_among(outputs: Any) -> torch.Tensor:
 def _own_loss(
     model: torch.nn.Module, run: TokenModel, inputs: dict[str, torch.Tensor], batch: _Batch
 ) -> tuple[float, list[torch.Tensor | None]]:
-    """(the model's own loss, gradients) of one process that is given whole rows."""
+    """(the model's own loss, gradients) of one process that is given whole rows, or one row after
+    the other without its padding where its attention gives NaN for that."""
     model.zero_grad()
-    if batch.padded and getattr(model, "_supports_sdpa", False):
-        cast("Any", model).set_attn_implementation("sdpa")  # eager: NaN where all is padding
-    rest = {name: value for name, value in inputs.items() if name != run.tokens}
-    loss = _loss_among(model(**run.plain_inputs(inputs[run.tokens]), **rest))
+
+    def own(part: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of some rows, a mean over their tokens."""
+        rest = {name: value for name, value in part.items() if name != run.tokens}
+        return _loss_among(model(**run.plain_inputs(part[run.tokens]), **rest))
+
+    if not batch.padded:
+        loss = own(inputs)
+    elif getattr(model, "_supports_sdpa", False):
+        # Eager attention gives NaN to queries that see padding alone.
+        cast("Any", model).set_attn_implementation("sdpa")
+        loss = own(inputs)
+    else:
+        kept = inputs["attention_mask"] != 0
+        rows = [{k: v[at : at + 1, kept[at]] for k, v in inputs.items()} for at in range(len(kept))]
+        counts = [int((predicted(row["labels"], run.labels) != IGNORED).sum()) for row in rows]
+        parts = [own(row) * count for row, count in zip(rows, counts, strict=True)]
+        loss = torch.stack(parts).sum() / sum(counts)
     loss.backward()
     return float(loss.detach()), [p.grad for p in model.parameters()]
 

@@ -113,9 +113,10 @@ class SwitchedCore:
     def inner(self) -> Heads:
         """The heads of this rank's core."""
         split, count = self.split, len(self.split.queries.of[self.member])
-        if split.expand[self.member] is not None:
-            return Heads(queries=count, keys=count)
-        return Heads(queries=count, keys=(len(split.columns.of[self.member]) - count) // 2)
+        keys = count
+        if split.expand[self.member] is None:
+            keys = (len(split.columns.of[self.member]) - count) // 2
+        return replace(self.heads, queries=count, keys=keys)
 
     @property
     def rows(self) -> int:

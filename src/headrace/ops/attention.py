@@ -100,17 +100,22 @@ class _Attend(torch.autograd.Function):
 
 
 def attend_blocks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Iterable[Block]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    blocks: Iterable[Block],
+    softcap: float = 0.0,
 ) -> Pair:
     """softmax(q k^T / sqrt(D)) v over the scores in ``blocks``, without autograd.
 
         q         [Q, N, D]
         k, v      [K, G, D]
+        softcap   c above 0: scores are c tanh(score / c)
         returns   out [Q, N, D] in the type of q, lse [N, Q]
 
     Rows of several blocks are summed wide. Rows of no block get out 0 and lse -inf.
     """
-    backend = _backend(q)
+    backend = _backend(q, softcap)
     runs = runs_of(blocks, backend.documents) if q.shape[1] else ()
     if len(runs) == 1 and runs[0].queries == slice(0, q.shape[0]):
         part, part_lse = _forward(backend, q, k, v, runs[0])
@@ -155,12 +160,17 @@ class Partial:
         self._parts: list[_Result] = []
 
     def add(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Iterable[Block]
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        blocks: Iterable[Block],
+        softcap: float = 0.0,
     ) -> None:
         """Attend ``q`` [Q, N, D] to more keys ``k`` and values ``v`` [K, G, D] and merge what comes
         out. ``blocks`` say which scores count, by rows of ``q`` and of ``k``. A rank may have no
         heads (N = 0)."""
-        backend = _backend(q)
+        backend = _backend(q, softcap)
         for run in runs_of(blocks, backend.documents) if q.shape[1] else ():
             self.merge(run.queries.start, *_forward(backend, q, k, v, run))
 
@@ -271,12 +281,10 @@ def attend_blocks_backward(
 
     ``fresh_q``: dq holds nothing yet and is written whole; ``fresh_kv``: dk and dv.
     """
-    sums = tuple(
-        RowSum(len(x), total=x, fresh=fresh)
-        for x, fresh in ((dq, fresh_q), (dk, fresh_kv), (dv, fresh_kv))
-    )
-    add_gradients(grad, q, k, v, out, lse, blocks, *sums)
-    for total, x, fresh in zip(sums, (dq, dk, dv), (fresh_q, fresh_kv, fresh_kv), strict=True):
+    of_q = RowSum(len(dq), total=dq, fresh=fresh_q)
+    of_k, of_v = (RowSum(len(x), total=x, fresh=fresh_kv) for x in (dk, dv))
+    add_gradients(grad, q, k, v, out, lse, blocks, of_q, of_k, of_v)
+    for total, x, fresh in ((of_q, dq, fresh_q), (of_k, dk, fresh_kv), (of_v, dv, fresh_kv)):
         total.write(x) if fresh else total.add_to(x)
 
 
@@ -291,13 +299,14 @@ def add_gradients(
     dq: RowSum,
     dk: RowSum,
     dv: RowSum,
+    softcap: float = 0.0,
 ) -> None:
     """Add gradients of attention over ``blocks`` to ``dq`` (Q rows), ``dk`` and ``dv`` (K rows).
 
     grad, q, out [Q, N, D]; k, v [K, G, D]; lse [N, Q] over all keys. A sum may keep a part instead
     of adding it at once. A rank without heads (N = 0) adds nothing.
     """
-    backend = _backend(q)
+    backend = _backend(q, softcap)
     for run in runs_of(blocks, backend.documents) if q.shape[1] else ():
         at, of = run.queries, run.keys
         parts = _backward(backend, grad[at], q[at], k[of], v[of], out[at], lse[:, at], run)
@@ -342,7 +351,10 @@ def _weigh_up(
     out.copy_(total)
 
 
-def _backend(q: torch.Tensor) -> Backend:
+def _backend(q: torch.Tensor, softcap: float = 0.0) -> Backend:
+    """The first back end for tensors like ``q``; bounded scores only plain operators have."""
+    if softcap:
+        return Plain(softcap=softcap)
     return next(backend for backend in BACKENDS if backend.supports(q))
 
 

@@ -77,10 +77,12 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """N query heads and G key-value heads: how ``qkv`` is divided."""
+    """N query heads and G key-value heads: how ``qkv`` is divided. Their scores are bounded where
+    ``softcap`` c is above 0: c tanh(score / c)."""
 
     queries: int
     keys: int
+    softcap: float = 0.0
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of q, k and v."""
@@ -97,7 +99,7 @@ class PackCore:
 
     def forward(self, qkv: torch.Tensor) -> tuple[torch.Tensor, Saved]:
         """(out [t, N, D], (lse [N, t],))."""
-        out, lse = attend_blocks(*self.heads.split(qkv), self.blocks)
+        out, lse = attend_blocks(*self.heads.split(qkv), self.blocks, self.heads.softcap)
         return out, (lse,)
 
     def backward(
@@ -108,7 +110,8 @@ class PackCore:
         dqkv = torch.empty_like(qkv, dtype=_sum_dtype(qkv, self.blocks))
         q, k, v = self.heads.split(dqkv)
         dq, dk, dv = (RowSum(len(qkv), total=part) for part in (q, k, v))
-        add_gradients(grad, *self.heads.split(qkv), out, saved[0], self.blocks, dq, dk, dv)
+        parts, cap = self.heads.split(qkv), self.heads.softcap
+        add_gradients(grad, *parts, out, saved[0], self.blocks, dq, dk, dv, cap)
         only = (dq.only(), dk.only(), dv.only())
         if only[0] is not None and only[1] is not None and only[2] is not None:
             return Gradients(q=only[0], k=only[1], v=only[2])

@@ -57,7 +57,7 @@ class GatheredCore:
         """(out [t, N, D], (lse [N, t],))."""
         g, kv = self.heads.keys, self._gather(qkv)
         q = qkv[:, : self.heads.queries]
-        out, lse = attend_blocks(q, kv[:, :g], kv[:, g:], self.blocks)
+        out, lse = attend_blocks(q, kv[:, :g], kv[:, g:], self.blocks, self.heads.softcap)
         return out, (lse,)
 
     def backward(
@@ -71,7 +71,17 @@ class GatheredCore:
         dq = RowSum(len(qkv), total=mine)
         dk, dv = (RowSum(len(kv), total=x) for x in (dkv[:, :g], dkv[:, g:]))
         add_gradients(
-            grad, qkv[:, :n], kv[:, :g], kv[:, g:], out, saved[0], self.blocks, dq, dk, dv
+            grad,
+            qkv[:, :n],
+            kv[:, :g],
+            kv[:, g:],
+            out,
+            saved[0],
+            self.blocks,
+            dq,
+            dk,
+            dv,
+            self.heads.softcap,
         )
         del kv
         dq.write(mine)

@@ -10,7 +10,7 @@ Shape legend: Q query and K key tokens of a run of documents, N query heads, G k
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -113,8 +113,12 @@ class CpuFlash:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Whole score rows in plain operators: right on any device, for short documents."""
+    """Scores in plain operators, some rows of queries at a time: right on any device, slow.
 
+    ``softcap`` c above 0 bounds scores: c tanh(score / c), as Gemma 2 has them.
+    """
+
+    softcap: float = 0.0
     documents: int = 1
 
     def supports(self, q: torch.Tensor) -> bool:
@@ -131,11 +135,14 @@ class Plain:
         causal: bool,
     ) -> Pair:
         """Attention within one document: (out [Q, N, D], lse [N, Q])."""
-        scores = self._scores(q, k, causal)
-        lse = scores.logsumexp(-1)
-        values = spread(v, q).to(scores.dtype)
-        out = torch.einsum("nqk,knd->qnd", (scores - lse[..., None]).exp(), values)
-        return out.to(q.dtype), lse
+        out = q.new_empty((*q.shape[:2], v.shape[2]))
+        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=wide(q))
+        for rows, keys in _tiles(q, k, causal):
+            scores = self._scores(q[rows], k[keys], rows.start if causal else None)
+            lse[:, rows] = scores.logsumexp(-1)
+            p = (scores - lse[:, rows, None]).exp()
+            out[rows] = torch.einsum("nqk,knd->qnd", p, spread(v[keys], q).to(p.dtype)).to(q.dtype)
+        return out, lse
 
     def backward(
         self,
@@ -150,26 +157,46 @@ class Plain:
         causal: bool,
     ) -> Triple:
         """(dq, dk, dv) of one document, in the shapes of q, k, v."""
-        p = (self._scores(q, k, causal) - lse[..., None]).exp()
-        g = grad.to(p.dtype)
-        dv = fold(torch.einsum("nqk,qnd->knd", p, g), v)
-        dp = torch.einsum("qnd,knd->nqk", g, spread(v, q).to(p.dtype))
-        inner = (g * out.to(p.dtype)).sum(-1).t()[..., None]
-        ds = p * (dp - inner) / math.sqrt(q.shape[-1])
-        dq = torch.einsum("nqk,knd->qnd", ds, spread(k, q).to(p.dtype))
-        dk = fold(torch.einsum("nqk,qnd->knd", ds, q.to(p.dtype)), k)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros_like(x, dtype=wide(x)) for x in (k, v))
+        for rows, keys in _tiles(q, k, causal):
+            scores = self._scores(q[rows], k[keys], rows.start if causal else None)
+            p = (scores - lse[:, rows, None]).exp()
+            g = grad[rows].to(p.dtype)
+            dv[keys] += fold(torch.einsum("nqk,qnd->knd", p, g), v[keys])
+            dp = torch.einsum("qnd,knd->nqk", g, spread(v[keys], q).to(p.dtype))
+            inner = (g * out[rows].to(p.dtype)).sum(-1).t()[..., None]
+            ds = p * (dp - inner) / math.sqrt(q.shape[-1])
+            if self.softcap:
+                # The slope of c tanh(x / c) is 1 - tanh^2; masked scores have no share already.
+                ds *= 1 - (scores / self.softcap).clamp_min_(-1).square_()
+            dq[rows] = torch.einsum("nqk,knd->qnd", ds, spread(k[keys], q).to(p.dtype)).to(q.dtype)
+            dk[keys] += fold(torch.einsum("nqk,qnd->knd", ds, q[rows].to(p.dtype)), k[keys])
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
 
-    def _scores(self, q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
-        """Scaled scores [heads, queries, keys] of one document, minus infinity for keys that come
-        later where ``causal``."""
+    def _scores(self, q: torch.Tensor, k: torch.Tensor, first: int | None) -> torch.Tensor:
+        """Scaled scores [heads, queries, keys]; where attention is causal, ``first`` is the place
+        of the first query, and scores of keys behind a query are minus infinity."""
         scores = torch.einsum("qnd,knd->nqk", q.to(wide(q)), spread(k, q).to(wide(q)))
         scores /= math.sqrt(q.shape[-1])
-        if causal:
-            length = q.shape[0]
-            future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        if self.softcap:
+            scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        if first is not None:
+            future = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(first + 1)
             scores.masked_fill_(future, -math.inf)
         return scores
+
+
+_SCORES = 1 << 24
+"""Scores that plain operators hold at once: 64 MiB in fp32."""
+
+
+def _tiles(q: torch.Tensor, k: torch.Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Rows of queries, and the keys that they see, so few that their scores of all heads fit."""
+    count = max(1, _SCORES // max(1, q.shape[1] * len(k)))
+    for start in range(0, len(q), count):
+        stop = min(start + count, len(q))
+        yield slice(start, stop), slice(0, stop if causal else len(k))
 
 
 def wide(x: torch.Tensor) -> torch.dtype:

@@ -94,7 +94,8 @@ class RingCore:
         kv = qkv[:, self.heads.queries :].contiguous()
         for step in range(self.ring.ranks):
             coming = self.ring.onward(kv, step)
-            partial.add(q, kv[:, :g], kv[:, g:], self.blocks(self.ring.source(step)))
+            blocks = self.blocks(self.ring.source(step))
+            partial.add(q, kv[:, :g], kv[:, g:], blocks, self.heads.softcap)
             kv = coming.wait() if coming is not None else kv
         out, lse = partial.result(qkv.dtype)
         return out, (lse,)
@@ -123,6 +124,7 @@ class RingCore:
                 dq,
                 sums.dk,
                 sums.dv,
+                self.heads.softcap,
             )
             return sums.onto if sums.own is None else sums.finish
 

@@ -401,10 +401,57 @@ def test_sinks_and_chunks(kind: str, exchange: str, ranks: int) -> None:
             assert sum("sinks" in name for name in errors) == 2
 
 
+def capped(softcap: float) -> torch.nn.Module:
+    """A Gemma 2 whose scores are large beside ``softcap``."""
+    model = foreign_model("gemma2", 0)
+    for name, parameter in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            parameter.data *= 16
+    for module in model.modules():
+        if hasattr(module, "attn_logit_softcapping"):
+            module.attn_logit_softcapping = softcap
+    return model
+
+
+def capped_errors(exchange: str, level: Any, backend: Any) -> dict[str, float]:
+    """How far the loss and the gradients of a Gemma 2 with bounded scores are from one process."""
+    batch = drawn(2, 29, 1)
+    run = hr.compile(capped(0.05), exchange=exchange, recompute=level, backend=backend)  # type: ignore[arg-type]
+    got, loss = gradients(run, batch)
+    plain = capped(0.05)
+    wanted_loss = plain(**batch).loss
+    wanted_loss.backward()
+    wanted = torch.cat([p.grad.flatten() for p in plain.parameters()])  # type: ignore[union-attr]
+    free, _ = gradients(hr.compile(capped(1e9)), batch)
+    assert float((free - wanted).abs().max() / wanted.abs().max()) > 1e-3, "the bound is not felt"
+    return {
+        "gradients": float((got - wanted).abs().max() / wanted.abs().max()),
+        "loss": abs(loss - float(wanted_loss.detach())),
+    }
+
+
+@pytest.mark.parametrize(
+    ("exchange", "ranks", "level", "backend"),
+    [
+        ("ulysses", 1, "attention", None),
+        ("ulysses", 3, "none", None),
+        ("ring", 2, "attention", None),
+        ("gather", 2, "full", None),
+        whole("2d", 4, "none", None),
+        ("ring", 2, "none", "aot_eager"),
+    ],
+)
+def test_bounded_scores(exchange: str, ranks: int, level: Any, backend: Any) -> None:
+    """Catches bounds that are left out, on one rank's heads or in a backward, or are of scores
+    before they are scaled."""
+    for errors in run_ranks(ranks, capped_errors, exchange, level, backend, timeout_s=100):
+        assert max(errors.values()) < 1e-5  # softmax and norms of theirs are single precision
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("gemma2", "softcap"),
+        ("t5", "causal or masked language"),
         ("qwen3_next", "linear_attention"),
         ("bloom", "no attention that was replaced"),
     ],

@@ -127,7 +127,7 @@ def test_what_utilisation_is_measured_against(monkeypatch: pytest.MonkeyPatch) -
     """Catches a product so small that a device is idle for most of it, and one that is timed
     before it has been done."""
     matrix, waits = Matrix(), list[int]()
-    monkeypatch.setattr(torch, "ones", matrix)
+    monkeypatch.setattr(torch, "randn", matrix)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(matrix.products))
     assert machine.matmul_flops_per_s("cuda:0", torch.bfloat16) > 0
     assert matrix.sizes == [(8192, 8192, torch.bfloat16, "cuda:0")]

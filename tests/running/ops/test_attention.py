@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import SpecError
-from headrace.ops import attention
+from headrace.ops import attention, kernels
 from headrace.ops.attention import (
     BACKENDS,
     Partial,
@@ -420,3 +420,30 @@ def test_shapes_that_disagree_are_refused(shapes, lengths, words: str) -> None:
     with pytest.raises(SpecError) as caught:
         attend(*(torch.zeros(shape) for shape in shapes), lengths, True)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+@pytest.mark.parametrize("scores", [1, 100, 1 << 24])
+def test_plain_operators_by_tiles(
+    causal: bool, softcap: float, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches tiles that see other keys than whole rows do, and the slope of a bound."""
+    monkeypatch.setattr(kernels, "_SCORES", scores)
+    q, k, v = _draw(13, 4, 2)
+    grad = torch.randn(13, 4, 4, dtype=torch.float64)
+    raw = torch.einsum("qnd,knd->nqk", q, k.repeat_interleave(2, 1)) / 2
+    if softcap:
+        raw = softcap * torch.tanh(raw / softcap)
+    if causal:
+        raw = raw.masked_fill(torch.ones(13, 13, dtype=torch.bool).triu(1), -math.inf)
+    wanted = torch.einsum("nqk,knd->qnd", raw.softmax(-1), v.repeat_interleave(2, 1))
+    grads = torch.autograd.grad(wanted, (q, k, v), grad)
+    plain = Plain(softcap=softcap)
+    parts = [x.detach() for x in (q, k, v)]
+    out, lse = plain.forward(*parts, (13,), (13,), causal)
+    torch.testing.assert_close(out, wanted.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, raw.detach().logsumexp(-1), rtol=1e-12, atol=1e-12)
+    found = plain.backward(grad, *parts, out, lse, (13,), (13,), causal)
+    for one, exact in zip(found, grads, strict=True):
+        torch.testing.assert_close(one, exact, rtol=1e-12, atol=1e-12)
