@@ -70,20 +70,27 @@ class Chains:
     def __init__(self, ranks: Iterable[Sequence[int]]) -> None:
         self.last_of: dict[int, int] = {}
         self.before: list[list[int]] = []
-        for g, own in enumerate(ranks):
-            self.before.append([h for h in set(map(self.last_of.get, own)) if h is not None])
-            self.last_of.update(dict.fromkeys(own, g))
+        for g, pipeline_ranks in enumerate(ranks):
+            self.before.append(
+                [
+                    earlier
+                    for earlier in set(map(self.last_of.get, pipeline_ranks))
+                    if earlier is not None
+                ]
+            )
+            self.last_of.update(dict.fromkeys(pipeline_ranks, g))
         self.last = sorted(set(self.last_of.values()))
 
     def free_s(self, times: Iterable[Times]) -> list[float]:
-        """Seconds until each pipeline has nothing left to compute."""
+        """Seconds from the start of the step until each pipeline has done all its computing, given
+        the ``times`` of each in the order in which pipelines run."""
         free = list[float]()
-        for (there_s, seconds, _), before in zip(times, self.before, strict=True):
-            start_s = there_s
-            for h in before:  # a loop, as ``max`` of a list takes longer for one or two
-                if free[h] > start_s:
-                    start_s = free[h]
-            free.append(start_s + seconds)
+        for (ready_s, compute_s, _), waits_for in zip(times, self.before, strict=True):
+            start_s = ready_s
+            for earlier in waits_for:  # a loop, as ``max`` of a list takes longer for one or two
+                if free[earlier] > start_s:
+                    start_s = free[earlier]
+            free.append(start_s + compute_s)
         return free
 
     def sent_s(self, times: Sequence[Times]) -> dict[int, float]:
@@ -122,7 +129,9 @@ class Packed:
         times: Sequence[float],
         depth: int = 1,
     ) -> Packed:
-        """Micro-batches of ``times`` seconds on each of ``depth`` stages."""
+        """Micro-batches ``bins``, positions of their sequences, with the frontier row of each and
+        the ``times`` in seconds of each on one of ``depth`` stages. The bubbles of the pipeline,
+        (depth - 1) times the longest, are added."""
         longest_s, next_s = longest_two(times)
         seconds = sum(times) + (depth - 1) * longest_s
         packs = tuple(map(tuple, bins))
@@ -130,7 +139,7 @@ class Packed:
 
 
 def longest_two(times: Sequence[float]) -> tuple[float, float]:
-    """The longest and the second longest of some seconds; twice the same where there is one."""
+    """The longest and the second longest of some seconds; the only one twice where there is one."""
     if len(times) == 1:
         return times[0], times[0]
     rising = sorted(times)
@@ -138,11 +147,13 @@ def longest_two(times: Sequence[float]) -> tuple[float, float]:
 
 
 def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> list[list[int]]:
-    """``members``, longest first, each in the bin of ``cap`` tokens that it fills best, a new one
-    where none has room; longer ones stand alone."""
+    """Best-fit decreasing: put ``members``, positions with the longest first, each into the bin of
+    ``cap`` tokens that it fills best, or into a new bin where none has room. A sequence longer than
+    ``cap`` stands alone. Returns the positions of each bin."""
     bins: list[list[int]] = []
-    unit = 1 << len(members).bit_length()
-    rooms: list[int] = []  # units of room, and the bin, in one number, rising
+    unit = 1 << len(members).bit_length()  # above every index of a bin
+    # For each bin one number, rising: its free tokens times ``unit``, plus the bin's index.
+    rooms: list[int] = []
     for i in members:
         length = tokens[i] * unit
         at = bisect_left(rooms, length)
@@ -202,14 +213,14 @@ class SortedBatch:
         """Sort the sequences of a batch, the longest first."""
         given = np.array(lengths.tokens, dtype=np.int64)
         order = np.argsort(-given, kind="stable")
-        falling = given[order]
-        starts = np.flatnonzero(np.append(True, falling[1:] != falling[:-1]))
+        tokens = given[order]
+        starts = np.flatnonzero(np.append(True, tokens[1:] != tokens[:-1]))  # of each run
         return cls(
             lengths=lengths,
             order=tuple(order.tolist()),
-            tokens=falling.tolist(),
-            run_tokens=falling[starts].tolist(),
-            counts=np.diff(np.append(starts, len(falling))).astype(np.int64),
+            tokens=tokens.tolist(),
+            run_tokens=tokens[starts].tolist(),
+            counts=np.diff(np.append(starts, len(tokens))).astype(np.int64),
         )
 
     def __len__(self) -> int:
@@ -226,8 +237,8 @@ class SortedBatch:
         return np.array(self.run_tokens, dtype=np.float64)
 
     def turns(self, order: Sequence[int] | None) -> list[tuple[int, int, int]]:
-        """What a filling places one after the other, as (run, first position, number of positions):
-        whole runs, or single positions in an order that is given."""
+        """What is placed one after the other, as (run, first position, number of positions): whole
+        runs where ``order`` is None, else single positions in that order."""
         return self._runs if order is None else [(self._run_of[i], i, 1) for i in order]
 
     @cached_property
@@ -238,18 +249,19 @@ class SortedBatch:
 
     @cached_property
     def _run_of(self) -> list[int]:
-        """The run of every position."""
+        """The number of the run that each position belongs to [sequences]."""
         return self.listed(list(range(len(self.run_tokens))))
 
     def each(self, of_runs: NDArray[Any]) -> NDArray[Any]:
-        """The values of every position [..., sequences], given those of runs [..., runs]."""
+        """Spread values of runs [..., runs] over positions [..., sequences]: every position gets
+        its run's value."""
         if of_runs.shape[-1] == len(self.tokens):
             return of_runs
         return np.repeat(of_runs, self.counts, axis=-1)
 
     def listed(self, of_runs: list[Value]) -> list[Value]:
-        """The values of every position as a list, given those of runs as a list: the same objects,
-        so that a value takes no more memory however long its run."""
+        """Spread a list of values of runs over positions: every position gets its run's value, as
+        the same object, so that a value takes no more memory however long its run."""
         if len(of_runs) == len(self.tokens):
             return of_runs
         each: list[Value] = []
@@ -262,8 +274,9 @@ class SortedBatch:
         return float((self.values**2).sum()), float(self.values.sum())
 
     def row(self, frontier: Frontier) -> Floats:
-        """Seconds (alone, work, spread) of every run under a frontier [3, runs], computed once;
-        infinite for runs that no row of the frontier holds."""
+        """Seconds (alone, work, spread) of a sequence of every run under a frontier [3, runs], as
+        this module explains them, computed once; infinite for runs that no row of the frontier
+        holds."""
         key = id(frontier)  # the frontier is kept too, so that no other object gets its id
         if key not in self._rows:
             self._rows[key] = (frontier, prices(frontier, self.run_values))
@@ -351,8 +364,8 @@ class PriceTable:
 
     @cached_property
     def rows(self) -> list[int]:
-        """The usual row of each scheme's frontier, by its number: the row that searches count
-        with."""
+        """By scheme, the number of its frontier's *usual* row: the one row by which searches price
+        all micro-batches of a scheme."""
         return [self._usual(scheme) for scheme in self.schemes]
 
     @cached_property
@@ -388,23 +401,25 @@ class PriceTable:
 
     @cached_property
     def usual(self) -> Floats:
-        """Device-seconds of each run by the usual rows, without constants [schemes, runs]."""
+        """Device-seconds of a sequence of each run on each scheme by the usual rows, without
+        constants [schemes, runs]."""
         return self.ranks * np.array(self.each_seconds)
 
     @cached_property
     def lines(self) -> list[Line]:
         """Each scheme's pipeline with the constant and capacity of its usual row."""
-        columns = zip(self.depth, self.c, self.cap, self.util, strict=True)
-        return [Line(stages=d, c=c, cap=cap, util=util) for d, c, cap, util in columns]
+        usual_rows = zip(self.depth, self.c, self.cap, self.util, strict=True)
+        return [Line(stages=stages, c=c, cap=cap, util=util) for stages, c, cap, util in usual_rows]
 
     def _usual(self, scheme: PricedScheme) -> int:
-        """The row by which a pipeline's even share of the batch is quickest."""
+        """The number of the frontier row by which a pipeline of ``scheme`` is quickest if it gets
+        its even share, by devices, of the whole batch."""
         frontier, (squares, tokens) = scheme.frontier, self.batch.sums
         if len(frontier.caps) == 1:
             return 0
-        part = min(1.0, scheme.devices / self.devices)
-        packs = np.maximum(1.0, tokens * part / frontier.limits)
-        seconds = (frontier.a * squares + frontier.b * tokens) * part + frontier.c * packs
+        share = min(1.0, scheme.devices / self.devices)
+        micro_batches = np.maximum(1.0, tokens * share / frontier.limits)
+        seconds = (frontier.a * squares + frontier.b * tokens) * share + frontier.c * micro_batches
         return int(seconds.argmin())
 
     def seconds(self, k: int) -> list[float]:
@@ -415,8 +430,9 @@ class PriceTable:
         return self._seconds[k]
 
     def room(self, k: int) -> list[int]:
-        """Tokens of a micro-batch of scheme k that each sequence fills: its own, and on a fluid
-        scheme, whose rows differ in seconds and tokens, its share of the row that prices it."""
+        """For each position the tokens of a micro-batch of scheme k that it fills: its own length;
+        on a *fluid* scheme, whose rows differ in seconds and tokens, at most the usual row's
+        capacity."""
         if not self.fluid[k]:
             return self.tokens
         if k not in self._room:
@@ -425,7 +441,7 @@ class PriceTable:
 
     def priced(self, k: int) -> tuple[list[float], list[int]]:
         """Two lists [runs]: seconds that a sequence of each run adds to a pipeline of scheme k by
-        the usual row, without constants, and tokens of a micro-batch that it fills."""
+        the usual row, without constants; and tokens that it fills of a micro-batch."""
         if k not in self._priced:
             seconds, room = self.priced_arrays(k)
             tokens: list[int] = (
@@ -440,13 +456,15 @@ class PriceTable:
         if not self.fluid[k]:
             return self.work[k], values
         (a, b, c), cap = self.schemes[k].frontier.rows[self.rows[k]], self.cap[k]
+        # What the usual row does not hold takes a micro-batch of its own; its constant c is counted
+        # elsewhere.
         seconds = np.where(values > cap, self.alone[k] - c, (a * values + b) * values)
         return seconds, np.minimum(values, cap)
 
     def alike(self, k: int) -> list[int]:
-        """Tokens that a sequence of each run takes of micro-batches of scheme k [runs]. With stages
-        like lengths come together, so a micro-batch holds cap // length sequences, and each takes
-        its share of the capacity."""
+        """For each run the tokens of a micro-batch of scheme k that one sequence takes [runs]. With
+        stages, sequences of like length come together, so a micro-batch holds cap // length of them
+        and each takes an equal part of the capacity."""
         room, cap = self.priced(k)[1], self.cap[k]
         if self.depth[k] == 1:
             return room
@@ -455,44 +473,49 @@ class PriceTable:
         return self._alike[k]
 
     def added_s(self, k: int, room: list[int], tokens: int) -> float:
-        """Seconds of constants that ``tokens`` more cost a pipeline of scheme k without stages;
-        ``room`` are the tokens left of its micro-batches, rising."""
+        """Seconds of constants that ``tokens`` more cost a pipeline of scheme k without stages.
+        ``room`` are the tokens left in each of its micro-batches, rising. On a fluid scheme only
+        the first micro-batch pays a whole constant, and each token beyond it a share; else every
+        new micro-batch pays one."""
         if self.fluid[k]:
             return max(0, tokens - room[0]) * self.share[k] if room else self.c[k]
         return 0.0 if room and tokens <= room[-1] else self.c[k]
 
     def exposed_s(self, k: int, first_s: float, last_s: float) -> tuple[float, float]:
-        """Estimated seconds that ranks wait: for weights before a pipeline of scheme k that starts
-        with the step, and for gradients after it. ``first_s`` and ``last_s`` are seconds of its
-        first and last micro-batch, forward and backward: the forward of the one hides some of the
-        pull, the backward of the other some of the push."""
+        """(pull, push): estimated seconds that ranks wait for weights before a pipeline of scheme k
+        that starts with the step, and for gradients to leave after it. ``first_s`` and ``last_s``
+        are seconds of its first and last micro-batch, forward and backward: the forward of the
+        first hides some of the pull, the backward of the last some of the push."""
         exchange = self.exchange
         if not exchange.push_s:
             return 0.0, 0.0
         # A rank moves the weights of its own stage only.
-        all_s = exchange.pull_s * self.moved[k], exchange.push_s * self.moved[k]
-        pull_s, push_s = all_s[0] / self.depth[k], all_s[1] / self.depth[k]
-        waited_s = pull_s - first_s * _FORWARD
-        behind_s = push_s - last_s * (1 - _FORWARD)
+        moved_s = exchange.pull_s * self.moved[k], exchange.push_s * self.moved[k]
+        pull_s, push_s = moved_s[0] / self.depth[k], moved_s[1] / self.depth[k]
+        pull_wait_s = pull_s - first_s * _FORWARD
+        push_wait_s = push_s - last_s * (1 - _FORWARD)
         # Embedding and first layer lie whole on one stage, so what nothing hides stays as large.
-        waited_s = max(waited_s, self.unhidden * all_s[0])
-        return waited_s, max(behind_s, self.unhidden * all_s[1])
+        pull_wait_s = max(pull_wait_s, self.unhidden * moved_s[0])
+        return pull_wait_s, max(push_wait_s, self.unhidden * moved_s[1])
 
     def times(self, k: int, packed: Packed) -> Times:
-        """Estimated times of a pipeline of scheme k with its micro-batches."""
-        there_s, behind_s = self.exposed_s(k, packed.next_s, packed.longest_s)
-        return there_s, packed.seconds, behind_s
+        """Estimated seconds (wait for weights, computing, sending of gradients) of a pipeline of
+        scheme k with its micro-batches, the second longest first and the longest last."""
+        pull_wait_s, push_wait_s = self.exposed_s(k, packed.next_s, packed.longest_s)
+        return pull_wait_s, packed.seconds, push_wait_s
 
     def chained(self, ranks: Iterable[tuple[int, ...]]) -> Chains:
-        """The chains of pipelines on ``ranks``; schedules often share them, so they are kept."""
+        """The waiting order of pipelines on ``ranks``, those of each pipeline in the order in which
+        they run; kept, as schedules often share it."""
         key = tuple(ranks)
         if key not in self._chains:
             self._chains[key] = Chains(key)
         return self._chains[key]
 
     def put(self, k: int, room: list[int], tokens: int) -> None:
-        """Put ``tokens`` into the micro-batch of a pipeline of scheme k that they fill best, a new
-        one where none has room: ``room``, the tokens left of each, rising, is changed."""
+        """Put ``tokens`` into the micro-batch of a pipeline of scheme k that they fill best, or
+        into a new one where none has room. ``room``, the tokens left in each micro-batch, rising,
+        is changed in place; a fluid scheme has one entry, which never falls below 0."""
         if self.fluid[k]:
             left = (room.pop() if room else self.cap[k]) - tokens
             room.append(max(0, left))
@@ -507,14 +530,18 @@ class PriceTable:
 
 
 def prices(frontier: Frontier, lengths: Floats) -> Floats:
-    """Least seconds (alone, work, spread) [3, sequences] under a frontier of sequences of
-    ``lengths`` tokens [sequences], longest first; infinite where no row holds a sequence."""
-    out, middle = np.empty((3, len(lengths))), 0
+    """Least seconds (alone, work, spread) [3, sequences], as this module explains them, of
+    sequences of ``lengths`` tokens [sequences], longest first, over the rows of a frontier;
+    infinite where no row holds a sequence."""
+    out, first_short = np.empty((3, len(lengths))), 0
     if lengths[0] > frontier.caps[0]:
-        start, middle = np.searchsorted(-lengths, (-frontier.limits[-1], -frontier.limits[0]))
-        out[:, :start] = np.inf
-        _longer(frontier, lengths[start:middle], out[:, start:middle])
-    _least(frontier.quick, lengths[middle:], out[:, middle:])  # all rows hold these
+        # [:first_held] no row holds, [first_held:first_short] only some rows, the others all rows.
+        first_held, first_short = np.searchsorted(
+            -lengths, (-frontier.limits[-1], -frontier.limits[0])
+        )
+        out[:, :first_held] = np.inf
+        _longer(frontier, lengths[first_held:first_short], out[:, first_held:first_short])
+    _least(frontier.quick, lengths[first_short:], out[:, first_short:])
     return out
 
 
@@ -523,29 +550,30 @@ def _longer(frontier: Frontier, lengths: Floats, out: Floats) -> None:
     longest first, that do not fit the row of the smallest capacity but fit a later one."""
     if not len(lengths):
         return
-    first = np.searchsorted(frontier.limits, lengths)  # rows that hold each; the last is the least
+    first = np.searchsorted(frontier.limits, lengths)  # first row that holds each, falling
     if len(frontier.caps) * len(lengths) <= _FEW_PRICES:
         _least(frontier.columns(int(first[-1])), lengths, out, held=True)
         return
     ruled = np.zeros((3, len(lengths)), dtype=np.bool_)
-    for way, share in enumerate(frontier.shares):
+    for charge, share in enumerate(frontier.shares):  # alone, work and spread
         # Where the first row that holds a sequence is as quick as all later ones, take it.
-        ruled[way] = share.rules[first]
-        out[way] = (frontier.a[first] * lengths + share.b[first]) * lengths + share.c[first]
-    slow = np.flatnonzero(~ruled.all(axis=0))
-    if len(slow):
-        least = np.empty((3, len(slow)))
-        _least(frontier.columns(int(first[slow[-1]])), lengths[slow], least, held=True)
-        out[:, slow] = least
+        ruled[charge] = share.rules[first]
+        out[charge] = (frontier.a[first] * lengths + share.b[first]) * lengths + share.c[first]
+    unruled = np.flatnonzero(~ruled.all(axis=0))  # for these all rows are compared
+    if len(unruled):
+        least_s = np.empty((3, len(unruled)))
+        _least(frontier.columns(int(first[unruled[-1]])), lengths[unruled], least_s, held=True)
+        out[:, unruled] = least_s
 
 
-def _least(rows: Columns, lengths: Floats, out: Floats, *, held: bool = False) -> None:
-    """Write the seconds of :func:`prices` to ``out`` [3, sequences] for ``lengths`` [sequences] by
-    the quickest of ``rows``; with ``held`` by the quickest that holds each length."""
-    a, b, c, share, caps = rows
-    work = (a * lengths + b) * lengths
+def _least(columns: Columns, lengths: Floats, out: Floats, *, held: bool = False) -> None:
+    """Write the seconds (alone, work, spread) of :func:`prices` to ``out`` [3, sequences] for
+    ``lengths`` [sequences], each by the quickest row of a frontier's ``columns``; with ``held``
+    only rows count that hold the length, else all are known to."""
+    a, b, c, c_per_token, caps = columns
+    work_s = (a * lengths + b) * lengths
     if held:
-        work[caps < lengths] = np.inf
-    np.minimum.reduce(work + c, axis=0, out=out[0])
-    np.minimum.reduce(work, axis=0, out=out[1])
-    np.minimum.reduce(work + share * lengths, axis=0, out=out[2])
+        work_s[caps < lengths] = np.inf
+    np.minimum.reduce(work_s + c, axis=0, out=out[0])
+    np.minimum.reduce(work_s, axis=0, out=out[1])
+    np.minimum.reduce(work_s + c_per_token * lengths, axis=0, out=out[2])

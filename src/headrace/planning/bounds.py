@@ -169,22 +169,25 @@ class BoundRows:
 
     @classmethod
     def of_models(cls, batch: SortedBatch, models: Sequence[Least]) -> BoundRows:
-        """Rows for whole models cut into stages: a micro-batch keeps the ranks of a width busy for
-        its seconds on all stages together."""
+        """Rows for whole models cut into stages, as ``Least`` has them: a micro-batch keeps the
+        ranks of a width busy for its seconds on all stages together."""
         counts = batch.counts.astype(np.float64)
         rows, over = list[tuple[Floats, ...]](), list[float]()
         for model in models:
-            ways = [batch.row(dealt)[1] for dealt in model.dealt]
-            sums = [float(way[np.isfinite(way)] @ counts[np.isfinite(way)]) for way in ways]
-            most = sums.index(max(sums))
-            rows.append((*batch.row(model.alone)[:2], ways[most]))
-            over.append(model.over_s[most])
+            charged = [batch.row(dealt)[1] for dealt in model.dealt]
+            totals = [
+                float(seconds[np.isfinite(seconds)] @ counts[np.isfinite(seconds)])
+                for seconds in charged
+            ]
+            largest = totals.index(max(totals))  # each way is a bound: take the tightest
+            rows.append((*batch.row(model.alone)[:2], charged[largest]))
+            over.append(model.over_s[largest])
         alone, work, dealt = np.stack(rows, axis=1)
-        column = np.ones((len(models), 1))
+        ones = np.ones((len(models), 1))
         return cls(
             ranks=np.array([[float(model.width)] for model in models]),
-            stages=column,
-            opening=0 * column,
+            stages=ones,
+            opening=0 * ones,
             shared=np.array([[1 / model.depth] for model in models]),
             over=np.array(over)[:, None],
             alone=alone,
@@ -217,11 +220,11 @@ class BoundRows:
 
     @cached_property
     def _from(self) -> tuple[Floats, Floats]:
-        """Seconds of ``spread`` and of ``work`` of the sequences of each run and all shorter ones
-        together, 0 in the last column, each [schemes, runs + 1]."""
+        """Two arrays [schemes, runs + 1]: the seconds of ``spread``, and of ``work``, of all
+        sequences of a run and of all shorter ones together; 0 in the last column."""
         spread, work = np.zeros((2, len(self.ranks), len(self.counts) + 1))
-        for sums, each in ((spread, self.spread), (work, self.work)):
-            np.cumsum((each * self.counts)[:, ::-1], axis=1, out=sums[:, -2::-1])
+        for sums, per_sequence in ((spread, self.spread), (work, self.work)):
+            np.cumsum((per_sequence * self.counts)[:, ::-1], axis=1, out=sums[:, -2::-1])
         return spread, work
 
     def shares(self, tau: float) -> Floats:
@@ -229,47 +232,54 @@ class BoundRows:
         [schemes, runs], infinite where the scheme is not open to it: by part 2a of the claim or by
         2b, whichever sums to more."""
         bubbles, closed = self.stages - 1, self.elapsed > tau
+        # Of the sequences to which each scheme is open: all but the longest, which are closed.
         spread, work = (
             np.take_along_axis(sums, closed.sum(axis=1, keepdims=True), axis=1)
             for sums in self._from
         )
         with np.errstate(divide="ignore", invalid="ignore"):
+            # Part 2b: the most work within ``tau``, with stages and without.
             root = np.maximum(sqrt(tau) - np.sqrt(bubbles * self.opening), 0.0)
             usable = np.where(bubbles > 0, root**2, np.maximum(tau - self.opening, 0.0))
-            dealt, even = self.ranks / (tau + self.over), self.ranks / usable
-            larger = (bubbles == 0) & (spread * dealt >= work * even)
-            shares = np.where(larger, self.spread, self.work) * np.where(larger, dealt, even)
-            deep = np.flatnonzero(bubbles)
-            if len(deep):  # of which a share depends on the sequence's own seconds
-                spare = tau + self.over[deep] - bubbles[deep] * self.alone[deep]
-                own = self.ranks[deep] * self.spread[deep] / spare
-                own[closed[deep]] = 0.0
-                more = own @ self.counts >= (work * even)[deep, 0]
-                shares[deep[more]] = own[more]
+            per_spread_s, per_work_s = self.ranks / (tau + self.over), self.ranks / usable
+            by_spread = (bubbles == 0) & (spread * per_spread_s >= work * per_work_s)
+            shares = np.where(by_spread, self.spread, self.work) * np.where(
+                by_spread, per_spread_s, per_work_s
+            )
+            staged = np.flatnonzero(bubbles)
+            if len(staged):  # part 2a with stages: each sequence's own ``alone`` is taken off
+                spare = tau + self.over[staged] - bubbles[staged] * self.alone[staged]
+                staged_shares = self.ranks[staged] * self.spread[staged] / spare
+                staged_shares[closed[staged]] = 0.0
+                tighter = staged_shares @ self.counts >= (work * per_work_s)[staged, 0]
+                shares[staged[tighter]] = staged_shares[tighter]
         shares[closed] = np.inf
         return shares
 
     def held(self, shares: Floats) -> float:
-        """Devices needed by part 4 of the claim, where pipelines share none, given the
-        :meth:`shares` [schemes, runs]."""
+        """Least devices by part 4 of the claim: some pipeline has the longest sequence, and
+        pipelines share no device. ``shares`` are those of :meth:`shares` [schemes, runs]."""
         opened = np.flatnonzero(np.isfinite(shares[:, 0])).tolist()
         return min((self._with_one(shares, k) for k in opened), default=float("inf"))
 
     def _with_one(self, shares: Floats, k: int) -> float:
-        """Devices needed by part 4 of the claim if the longest sequence has a pipeline of scheme k,
-        given the :meth:`shares` [schemes, runs]."""
-        own, ranks = shares[k], float(self.ranks[k, 0])
+        """Least devices by part 4 of the claim if the longest sequence is in a pipeline of scheme
+        k, at the price p that makes this largest. ``shares`` are those of :meth:`shares` [schemes,
+        runs]."""
+        own_shares, ranks = shares[k], float(self.ranks[k, 0])
         others = np.delete(shares, k, axis=0).min(axis=0, initial=np.inf)
-        fits = np.isfinite(own)
-        dear = np.where(fits, np.inf, 0.0)  # how many times as much the others take
-        np.divide(others, own, out=dear, where=fits & (own > 0))
-        order = np.argsort(-dear, kind="stable")
-        filled = np.cumsum(np.where(fits, own * self.counts, 0.0)[order])
-        last = int(np.searchsorted(filled, ranks))
-        price = 1.0 if last == len(order) else max(0.0, 1 - float(dear[order[last]]))
-        cheaper = np.full_like(own, np.inf)
-        np.multiply(own, 1 - price, out=cheaper, where=fits)
-        return price * ranks + float(np.minimum(others, cheaper) @ self.counts)
+        fits_k = np.isfinite(own_shares)
+        # The share that a sequence takes of the cheapest other scheme over that of k.
+        ratio = np.where(fits_k, np.inf, 0.0)
+        np.divide(others, own_shares, out=ratio, where=fits_k & (own_shares > 0))
+        # What gains most from k fills its one pipeline; the last run that fits sets the price.
+        order = np.argsort(-ratio, kind="stable")
+        filled_ranks = np.cumsum(np.where(fits_k, own_shares * self.counts, 0.0)[order])
+        last_run = int(np.searchsorted(filled_ranks, ranks))
+        price = 1.0 if last_run == len(order) else max(0.0, 1 - float(ratio[order[last_run]]))
+        own_priced = np.full_like(own_shares, np.inf)
+        np.multiply(own_shares, 1 - price, out=own_priced, where=fits_k)
+        return price * ranks + float(np.minimum(others, own_priced) @ self.counts)
 
 
 def lower_bound(
@@ -303,13 +313,14 @@ def lower_bound(
 
 
 def allows(rows: BoundRows, devices: int, tau: float) -> bool:
-    """Whether the bound of a batch on ``devices`` is at most ``tau`` seconds, without working it
-    out."""
+    """Whether the lower bound of a batch on ``devices`` is at most ``tau`` seconds; quicker than to
+    work out the bound."""
     return _longest_s(rows) <= tau and _Crowding(rows, devices)(tau) <= 1
 
 
 def _longest_s(rows: BoundRows) -> float:
-    """Seconds of the quickest run of the sequence whose quickest run takes longest."""
+    """The most seconds that any sequence takes at least, through all stages of the scheme on which
+    it is quickest."""
     return float(rows.elapsed.min(axis=0).max())
 
 
@@ -319,6 +330,7 @@ class _Crowding:
 
     def __init__(self, rows: BoundRows, devices: int, apart: bool = False) -> None:
         self.rows, self.devices, self.apart = rows, devices, apart
+        # Least seconds of two sequences of a run in one pipeline [runs].
         self.pair_s = 2 * (rows.shared * rows.work).min(axis=0) + float(rows.opening.min())
 
     def __call__(self, tau: float) -> float:
@@ -326,47 +338,52 @@ class _Crowding:
         needed = float(shares.min(axis=0) @ rows.counts)
         if self.apart:
             needed = max(needed, rows.held(shares))
-        single = self.pair_s > tau
-        if single.any():
-            fewest = np.where(rows.elapsed[:, single] <= tau, rows.ranks, np.inf).min(axis=0)
-            needed = max(needed, float(fewest @ rows.counts[single]))
+        unpaired = self.pair_s > tau  # part 3: no two of these can share ranks
+        if unpaired.any():
+            fewest_ranks = np.where(rows.elapsed[:, unpaired] <= tau, rows.ranks, np.inf).min(
+                axis=0
+            )
+            needed = max(needed, float(fewest_ranks @ rows.counts[unpaired]))
         return needed / self.devices
 
 
-def _least_tau(crowding: Callable[[float], float], low_s: float, low: float, close: float) -> float:
-    """The least time in seconds, from below and to the share ``close``, in which ``crowding`` is at
-    most 1; it is ``low`` in ``low_s`` seconds. Needs are about inverse to the time less a constant,
-    so the next guess is where a hyperbola through both ends crosses 1. Where that has not halved
-    the interval, one end is near: then the next guess is where the need would be 1 if it were
-    inverse to the time, else the middle."""
-    high_s = low_s * min(low, 4.0) * (1 + CLOSE)
-    high = crowding(high_s)
-    while high > 1:
-        low_s, low = high_s, high
-        high_s *= max(1.01, min(high * (1 + CLOSE), 4.0))
-        high = crowding(high_s)
+def _least_tau(
+    crowding: Callable[[float], float], low_s: float, low_need: float, close: float
+) -> float:
+    """The least time in seconds in which ``crowding`` is at most 1, from below and to the share
+    ``close``. It is ``low_need`` at ``low_s`` seconds. Needs are about inverse to the time less a
+    constant, so the next guess is where a hyperbola through both ends of the interval crosses 1.
+    Where that has not halved the interval, one end is near: then the guess is where the need would
+    be 1 if it were inverse to the time, and after that the middle."""
+    high_s = low_s * min(low_need, 4.0) * (1 + CLOSE)
+    high_need = crowding(high_s)
+    while high_need > 1:
+        low_s, low_need = high_s, high_need
+        high_s *= max(1.01, min(high_need * (1 + CLOSE), 4.0))
+        high_need = crowding(high_s)
     stuck = 0  # guesses in a row that have not halved the interval
     while (width_s := high_s - low_s) > close * low_s:
-        edge, part = close * low_s / (2 * width_s), 0.5
-        if stuck == 0 and 0 < high < low:
+        margin, step = close * low_s / (2 * width_s), 0.5
+        if stuck == 0 and 0 < high_need < low_need:
             # 1 / need is linear in time there; a little off, so that both ends close in
-            part = (1 - 1 / low) / (1 / high - 1 / low)
-            part += edge if part < 0.5 else -edge
+            step = (1 - 1 / low_need) / (1 / high_need - 1 / low_need)
+            step += margin if step < 0.5 else -margin
         elif stuck == 1:
-            near_s = high_s * high if low + high > 2 else low_s * low
-            part = (near_s - low_s) / width_s
-        guess_s = low_s + width_s * min(max(part, edge), 1 - edge)
+            near_s = high_s * high_need if low_need + high_need > 2 else low_s * low_need
+            step = (near_s - low_s) / width_s
+        guess_s = low_s + width_s * min(max(step, margin), 1 - margin)
         need = crowding(guess_s)
         if need > 1:
-            low_s, low = guess_s, need
+            low_s, low_need = guess_s, need
         else:
-            high_s, high = guess_s, need
+            high_s, high_need = guess_s, need
         stuck = (stuck + 1) % 3 if high_s - low_s > width_s / 2 else 0
     return low_s
 
 
 def step_bound_s(costs: CostModel, bound: Bound) -> float:
-    """The bound of a whole step in scaled seconds, from that of its computations."""
+    """The lower bound of a whole step in scaled seconds, weights and gradients moved, given that of
+    its computations."""
     exchange = costs.exchange_s
     exposed, moved_s = exposed_s(costs), exchange.pull_s + exchange.push_s
 

@@ -27,7 +27,9 @@ def published_timeline(plan: Plan, costs: PipelineCosts | GroupCosts) -> Timelin
     CostError when the costs lack a scheme of the plan."""
     schemes = {known.scheme: known for known in priced(costs, plan.devices)}
     times = [_seconds(plan, number, schemes) for number in range(len(plan.micro_batches))]
-    starts = _free(plan, times) if plan.semantics == "free" else _lockstep(plan, times)
+    starts = (
+        _free_starts(plan, times) if plan.semantics == "free" else _lockstep_starts(plan, times)
+    )
     rows: list[list[Row]] = [[] for _ in range(plan.devices)]
     for number, (micro, start_s, taken_s) in enumerate(
         zip(plan.micro_batches, starts, times, strict=True)
@@ -44,14 +46,15 @@ def published_timeline(plan: Plan, costs: PipelineCosts | GroupCosts) -> Timelin
                     end_s=start_s + taken_s,
                 )
             )
-    _drain(plan, times, rows)
+    _add_drains(plan, times, rows)
     return Timeline(
         source="predicted", rows=tuple(row for own in rows for row in own), devices=plan.devices
     )
 
 
 def _seconds(plan: Plan, number: int, schemes: Mapping[Scheme, PricedScheme]) -> float:
-    """Seconds of micro-batch ``number`` of a plan on each stage, forward and backward."""
+    """Seconds of micro-batch ``number`` of a plan on one stage of its pipeline, forward and
+    backward, by the formula of published costs."""
     micro = plan.micro_batches[number]
     scheme = plan.pipelines[micro.pipeline].scheme
     if scheme not in schemes:
@@ -60,9 +63,9 @@ def _seconds(plan: Plan, number: int, schemes: Mapping[Scheme, PricedScheme]) ->
     return sum((a * n + b) * n for n in plan.tokens_of(micro)) + c
 
 
-def _free(plan: Plan, times: list[float]) -> list[float]:
-    """When each micro-batch starts, in seconds, if it waits for its own ranks only; ``times`` are
-    the seconds of each."""
+def _free_starts(plan: Plan, times: list[float]) -> list[float]:
+    """When each micro-batch starts, in seconds, if it waits only for its own ranks to be free;
+    ``times`` are the seconds of each micro-batch."""
     free, starts = [0.0] * plan.devices, list[float]()
     for micro, taken_s in zip(plan.micro_batches, times, strict=True):
         ranks = plan.pipelines[micro.pipeline].ranks
@@ -72,25 +75,26 @@ def _free(plan: Plan, times: list[float]) -> list[float]:
     return starts
 
 
-def _lockstep(plan: Plan, times: list[float]) -> list[float]:
+def _lockstep_starts(plan: Plan, times: list[float]) -> list[float]:
     """When each micro-batch starts, in seconds, if the i-th micro-batches of all ranks start
-    together; ``times`` are the seconds of each."""
-    done, waves, at = [0] * plan.devices, list[float](), list[int]()
+    together as a wave; ``times`` are the seconds of each micro-batch."""
+    waves_done, wave_s, wave_of = [0] * plan.devices, list[float](), list[int]()
     for micro, taken_s in zip(plan.micro_batches, times, strict=True):
         ranks = plan.pipelines[micro.pipeline].ranks
-        wave = max(done[rank] for rank in ranks)
-        if wave == len(waves):
-            waves.append(0.0)
-        waves[wave] = max(waves[wave], taken_s)
-        at.append(wave)
+        wave = max(waves_done[rank] for rank in ranks)
+        if wave == len(wave_s):
+            wave_s.append(0.0)
+        wave_s[wave] = max(wave_s[wave], taken_s)
+        wave_of.append(wave)
         for rank in ranks:
-            done[rank] = wave + 1
-    return [sum(waves[:wave]) for wave in at]
+            waves_done[rank] = wave + 1
+    return [sum(wave_s[:wave]) for wave in wave_of]
 
 
-def _drain(plan: Plan, times: list[float], rows: list[list[Row]]) -> None:
-    """Add to the ``rows`` of each rank a row of waiting behind each pipeline with stages, as long
-    as its last stage is behind the first; ``times`` are the seconds of each micro-batch."""
+def _add_drains(plan: Plan, times: list[float], rows: list[list[Row]]) -> None:
+    """Add to the ``rows`` of every rank a wait behind each pipeline with stages, in which the
+    pipeline drains: (P - 1) times its longest micro-batch. ``times`` are the seconds of each
+    micro-batch."""
     for number, pipeline in enumerate(plan.pipelines):
         own = [
             taken_s

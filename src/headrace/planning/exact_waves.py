@@ -54,16 +54,22 @@ def exact_waves(
     launches = _Launches(table, kinds, members)
     if not len(launches.times_s):
         return None
-    count = 1 << len(members)
-    needed = np.full((count, len(launches.times_s)), np.inf)
-    needed[0] = 0.0
+    count = 1 << len(members)  # subsets, as bits of a number
+    # n(S, D) [subsets, times]: ranks that each subset needs in one wave of each time.
+    ranks_needed = np.full((count, len(launches.times_s)), np.inf)
+    ranks_needed[0] = 0.0
     for subset in range(1, count):
-        row = needed[subset]
+        subset_ranks = ranks_needed[subset]
         for part in _parts(subset):
-            np.minimum(row, launches.least_ranks[part] + needed[subset ^ part], out=row)
-    fits = needed <= table.devices
-    first = fits.argmax(axis=1)
-    wave_s = np.where(fits.any(axis=1), launches.times_s[first], inf).tolist()
+            np.minimum(
+                subset_ranks,
+                launches.least_ranks[part] + ranks_needed[subset ^ part],
+                out=subset_ranks,
+            )
+    # The shortest wave that holds each subset, then the best way to cut it into waves.
+    fits = ranks_needed <= table.devices
+    least_time = fits.argmax(axis=1)
+    wave_s = np.where(fits.any(axis=1), launches.times_s[least_time], inf).tolist()
     total_s, chosen = [0.0] * count, [0] * count
     for subset in range(1, count):
         total_s[subset], chosen[subset] = min(
@@ -71,19 +77,19 @@ def exact_waves(
         )
     if total_s[-1] == inf:
         return None
-    waves, left = list[Pipelines](), count - 1
-    while left:
-        wave = chosen[left]
-        waves.append(list(launches.split(wave, needed, int(first[wave]))))
-        left ^= wave
+    waves, left_over = list[Pipelines](), count - 1
+    while left_over:
+        wave = chosen[left_over]
+        waves.append(list(launches.split(wave, ranks_needed, int(least_time[wave]))))
+        left_over ^= wave
     return total_s[-1], waves
 
 
 def rejoined(
     table: PriceTable, kinds: Sequence[int], waves: Sequence[Pipelines], bound_s: float
 ) -> list[Pipelines]:
-    """The waves after pairs and triples of them with few sequences were solved exactly, as long as
-    that gains and the plan is above ``bound_s``.
+    """Improve the waves of a plan: groups of up to three waves that have few sequences together are
+    solved exactly and replaced, as long as that gains and the plan is above ``bound_s``.
 
     Args:
         table: The prices.
@@ -94,32 +100,43 @@ def rejoined(
     Returns:
         Waves that take no longer.
     """
-    now, left = [(_wave_s(table, wave), list(wave)) for wave in waves], _TIMES
+    timed_waves, programs_left = [(_wave_s(table, wave), list(wave)) for wave in waves], _TIMES
     tried = set[frozenset[int]]()
     gained = True
     while gained:
         gained = False
-        for group in _small(now):
-            members = sorted(i for n in group for _, own in now[n][1] for i in own)
-            if left <= 0 or sum(seconds for seconds, _ in now) <= bound_s * (1 + GAIN):
+        for group in _small(timed_waves):
+            members = sorted(
+                i
+                for number in group
+                for _, launch_members in timed_waves[number][1]
+                for i in launch_members
+            )
+            if programs_left <= 0 or sum(seconds for seconds, _ in timed_waves) <= bound_s * (
+                1 + GAIN
+            ):
                 break
             if frozenset(members) in tried:
                 continue
             tried.add(frozenset(members))
-            left -= 1
-            before_s = sum(now[n][0] for n in group)
-            found = exact_waves(table, kinds, members)
-            if found is not None and found[0] < before_s * (1 - GAIN):
-                rest = [own for n, own in enumerate(now) if n not in group]
-                now = [*rest, *((_wave_s(table, wave), wave) for wave in found[1])]
+            programs_left -= 1
+            before_s = sum(timed_waves[number][0] for number in group)
+            exact = exact_waves(table, kinds, members)
+            if exact is not None and exact[0] < before_s * (1 - GAIN):
+                others = [
+                    launch_members
+                    for number, launch_members in enumerate(timed_waves)
+                    if number not in group
+                ]
+                timed_waves = [*others, *((_wave_s(table, wave), wave) for wave in exact[1])]
                 gained = True
                 break
-    return [wave for _, wave in now]
+    return [wave for _, wave in timed_waves]
 
 
 def _small(waves: Sequence[tuple[float, Pipelines]]) -> Iterator[tuple[int, ...]]:
-    """Numbers of the waves in triples, then pairs, then single waves, that have few enough
-    sequences together to be solved exactly; ``waves`` are (seconds, launches)."""
+    """Numbers of waves to solve together, as triples, then pairs, then single waves: those that
+    have few enough sequences in all to be solved exactly. ``waves`` are (seconds, launches)."""
     counts = [sum(len(own) for _, own in wave) for _, wave in waves]
     few = [n for n, count in enumerate(counts) if count <= MOST_SEQUENCES]
     for size in (3, 2, 1):
@@ -134,7 +151,8 @@ def _wave_s(table: PriceTable, wave: Pipelines) -> float:
 
 
 def _parts(subset: int) -> Iterator[int]:
-    """The subsets of ``subset`` that have its lowest member; sets are bits of a number."""
+    """All subsets of ``subset`` that contain its lowest member; sets are bits of a number. The
+    lowest member is fixed, so that each split into two parts comes once."""
     lowest = subset & -subset
     rest = subset ^ lowest
     part = rest
@@ -142,7 +160,7 @@ def _parts(subset: int) -> Iterator[int]:
         yield part | lowest
         if not part:
             return
-        part = (part - 1) & rest
+        part = (part - 1) & rest  # the next smaller subset of ``rest``
 
 
 class _Launches:
@@ -173,21 +191,26 @@ class _Launches:
         self.least_ranks = np.where(held, ranks[:, None, None], np.inf).min(axis=0)
 
     def positions(self, subset: int) -> list[int]:
-        """The sequences of a subset, longest first."""
+        """Positions of the sequences of a subset, longest first."""
         return [i for bit, i in enumerate(self.members) if subset >> bit & 1]
 
-    def split(self, wave: int, needed: np.ndarray, at: int) -> Iterator[tuple[int, list[int]]]:
-        """The launches (scheme, positions) of a ``wave``, a subset, that lasts as long as the time
-        number ``at``; ``needed`` are the ranks that each subset needs in each time."""
+    def split(
+        self, wave: int, ranks_needed: np.ndarray, time: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """The launches, as (scheme, positions), of a ``wave``, which is a subset, if it lasts
+        ``times_s[time]``. ``ranks_needed`` has the ranks that each subset needs in a wave of each
+        time [subsets, times]."""
         while wave:
             part = min(
                 _parts(wave),
-                key=lambda part: float(self.least_ranks[part, at] + needed[wave ^ part, at]),
+                key=lambda part: float(
+                    self.least_ranks[part, time] + ranks_needed[wave ^ part, time]
+                ),
             )
-            fast = [
+            kinds_in_time = [
                 (self.table.width[k], float(self.seconds[row, part]), k)
                 for row, k in enumerate(self.kinds)
-                if self.seconds[row, part] <= self.times_s[at]
+                if self.seconds[row, part] <= self.times_s[time]
             ]
-            yield min(fast)[2], self.positions(part)
+            yield min(kinds_in_time)[2], self.positions(part)
             wave ^= part

@@ -81,42 +81,43 @@ def reasons(
 
 
 def _text(problem: Problem, seconds: float) -> str:
-    """Seconds as text, with the costs' scale."""
+    """A time as text, multiplied by the scale of a model's costs."""
     scale = 1.0 if problem.is_published else problem.model.scale
     return seconds_text(seconds * scale)
 
 
-def _ratio(there_s: float, here_s: float) -> float:
-    """How many times as long something takes; 1 where there is nothing to compare with."""
-    return there_s / here_s if here_s > 0 else 1.0
+def _ratio(seconds: float, reference_s: float) -> float:
+    """How many times ``reference_s`` a time in seconds is; 1 where the reference is zero."""
+    return seconds / reference_s if reference_s > 0 else 1.0
 
 
 def _gap(problem: Problem, bound: Bound, best: Candidate) -> str:
-    """How far a plan by formula is above its bound, and what the bound is of."""
+    """A sentence on how far a plan timed by formula is above its lower bound, and on what sets the
+    bound."""
     if bound.exact:
-        binds = "no plan of so few sequences is quicker: all were compared"
+        reason = "no plan of so few sequences is quicker: all were compared"
     elif bound.by_wave:
-        binds = (
+        reason = (
             "on few devices the longest sequences make a wave longer than what fits into memory "
             "beside them, on many devices they take more device-seconds"
         )
     elif bound.by_longest:
-        binds = "the longest sequence is quicker nowhere"
+        reason = "the longest sequence is quicker nowhere"
     else:
-        binds = (
+        reason = (
             "all sequences on the schemes that need the fewest devices keep "
             f"{problem.devices} busy so long"
         )
     gap = percent_text(_ratio(best.seconds, bound.seconds) - 1)
-    return f"bound {_text(problem, bound.seconds)}, {gap} above it: {binds}"
+    return f"bound {_text(problem, bound.seconds)}, {gap} above it: {reason}"
 
 
 def _busiest(best: Candidate) -> str:
-    """The pipeline that takes longest, with its sequences."""
+    """A sentence on the pipeline that takes longest: its scheme, and its sequences."""
     schedule, table = best.schedule, best.schedule.table
-    longest = max(range(len(schedule.packs)), key=lambda g: schedule.packs[g].seconds)
-    k, _, members = schedule.groups[longest]
-    micro_batches = len(schedule.packs[longest].bins)
+    busiest = max(range(len(schedule.packs)), key=lambda g: schedule.packs[g].seconds)
+    k, _, members = schedule.groups[busiest]
+    micro_batches = len(schedule.packs[busiest].bins)
     return (
         f"the busiest pipeline is a {table.schemes[k]}: {counted(len(members), 'sequence')} in "
         f"{micro_batches:,} micro-batch{'es' if micro_batches != 1 else ''}, the longest of "
@@ -125,17 +126,18 @@ def _busiest(best: Candidate) -> str:
 
 
 def _binding(problem: Problem, bound: Bound, best: Candidate, plan: Plan) -> str:
-    """What a model's step is bound by: the exchange, the longest sequence, memory or all work."""
+    """A sentence on what limits a model's step: the exchange of weights and gradients, the longest
+    sequence, memory, or all work together."""
     costs, batch = problem.model, best.schedule.table.batch
     if (exchange := exchange_of(costs, plan)).total_s > best.schedule.seconds:
         seconds = _text(problem, exchange.total_s)
         return f"bound by pull, push and update: {seconds} of every step"
     if bound.by_longest:
-        where = next(k for k, _, members in best.schedule.groups if 0 in members)
+        scheme = next(k for k, _, members in best.schedule.groups if 0 in members)
         return (
             f"bound by the longest sequence: {batch.tokens[0]:,} tokens take "
             f"{_text(problem, bound.longest_s)} at best, here on "
-            f"{best.schedule.table.schemes[where]}"
+            f"{best.schedule.table.schemes[scheme]}"
         )
     if plan.working == "sharded" or _recomputing(plan):
         return (
@@ -150,40 +152,44 @@ def _binding(problem: Problem, bound: Bound, best: Candidate, plan: Plan) -> str
 
 
 def _flat(problem: Problem, bound: Bound, flat: Bound, best: Candidate) -> str | None:
-    """The gap to the bound of unstaged plans, where it is much smaller than that to ``bound``."""
+    """A clause on the gap to ``flat``, the bound of plans without stages and tensor blocks; None
+    where that gap is not much smaller than the gap to ``bound``."""
     unscaled = problem.model.replace(scale=1.0)
-    over, flat_over = (
-        _ratio(best.seconds, step_bound_s(unscaled, low)) - 1 for low in (bound, flat)
+    gap, flat_gap = (
+        _ratio(best.seconds, step_bound_s(unscaled, each)) - 1 for each in (bound, flat)
     )
-    if flat_over < 0 or flat_over > over - NEAR:
+    if flat_gap < 0 or flat_gap > gap - NEAR:
         return None
-    return f"; at most {percent_text(flat_over)} above any plan without stages and tensor blocks"
+    return f"; at most {percent_text(flat_gap)} above any plan without stages and tensor blocks"
 
 
 def _static(problem: Problem, best: Candidate, static: Candidate) -> str:
-    """What the best static plan takes; that it is the plan where it is."""
-    where = str(static.schedule.table.schemes[static.schedule.groups[0][0]])
-    text = f"{where} everywhere, {_text(problem, static.seconds)}"
+    """A sentence on the best static plan and its seconds, or that the plan itself is the best
+    static one."""
+    scheme = str(static.schedule.table.schemes[static.schedule.groups[0][0]])
+    text = f"{scheme} everywhere, {_text(problem, static.seconds)}"
     if static is best:
         return f"the best static plan: {text}"
     return f"best static: {text} ({_ratio(static.seconds, best.seconds):.3g}x)"
 
 
 def _next(problem: Problem, tried: Sequence[Candidate], static: Candidate | None) -> str | None:
-    """The next candidate of another strategy that is not the static plan."""
+    """A sentence on the next quickest candidate of another strategy, other than the static plan;
+    None where there is none."""
     best = tried[0]
     for other in tried[1:]:
         if other is static or other.schedule.strategy == best.schedule.strategy:
             continue
-        over = _ratio(other.seconds, best.seconds) - 1
-        more = f"+{percent_text(over)}" if over >= GAIN else "as fast"
+        slower = _ratio(other.seconds, best.seconds) - 1
+        how_much = f"+{percent_text(slower)}" if slower >= GAIN else "as fast"
         names = other.schedule.names
-        return f"next strategy: {names}, {_text(problem, other.seconds)} ({more})"
+        return f"next strategy: {names}, {_text(problem, other.seconds)} ({how_much})"
     return None
 
 
 def _layers(problem: Problem, plan: Plan) -> str | None:
-    """A sentence about the layers most frequent on each width where methods could be chosen."""
+    """A sentence on the most frequent layer plan of each group width at which the problem left a
+    choice of methods; None without any."""
     used: dict[int, Counter[str]] = {}
     for (width, _), (layers, count) in _used(plan).items():
         used.setdefault(width, Counter())[str(layers)] += count
@@ -197,8 +203,8 @@ def _layers(problem: Problem, plan: Plan) -> str | None:
 
 
 def _used(plan: Plan) -> dict[tuple[int, int], tuple[LayerPlan, int]]:
-    """By width and identity of a layer plan: the plan and how many micro-batches have it. Comparing
-    all layers of all plans would take longer than keeping a few equal ones apart."""
+    """(layer plan, number of its micro-batches) by stage width and identity of the layer plan.
+    Equal plans may have several entries, as comparing the layers of all plans would take longer."""
     found: dict[tuple[int, int], tuple[LayerPlan, int]] = {}
     for micro in plan.micro_batches:
         key = plan.pipelines[micro.pipeline].scheme.width, id(micro.layers)
@@ -207,7 +213,7 @@ def _used(plan: Plan) -> dict[tuple[int, int], tuple[LayerPlan, int]]:
 
 
 def _recomputing(plan: Plan) -> Counter[str]:
-    """How many micro-batches have layers of each level that recompute."""
+    """For each recompute level other than ``none``, how many micro-batches have layers of it."""
     counts = Counter[str]()
     for layers, number in _used(plan).values():
         for level in {option.recompute for option, _ in layers.counts} - {"none"}:
@@ -225,19 +231,20 @@ def _recomputed(plan: Plan) -> str:
 
 
 def _idle(plan: Plan) -> str | None:
-    """How many ranks no pipeline has."""
+    """A sentence on how many ranks have no work; None where all have some."""
     idle = plan.devices - len({rank for p in plan.pipelines for rank in p.ranks})
     return f"{idle} of {counted(plan.devices, 'rank')} are idle" if idle else None
 
 
 def _exposed(problem: Problem, best: Candidate) -> str | None:
-    """Seconds of the step that are neither computing nor the update, where there are many."""
-    bare_s = best.seconds - best.schedule.seconds - problem.model.exchange_s.update_s
-    if bare_s <= NEAR * best.seconds:
+    """A sentence on the seconds of the step that are neither computing nor the update, so in which
+    ranks wait for weights or gradients; None where they are few."""
+    waits_s = best.seconds - best.schedule.seconds - problem.model.exchange_s.update_s
+    if waits_s <= NEAR * best.seconds:
         return None
     return (
-        f"{_text(problem, bare_s)} of moving weights and gradients, "
-        f"{percent_text(bare_s / best.seconds)} of the step, are not hidden: few tokens for so "
+        f"{_text(problem, waits_s)} of moving weights and gradients, "
+        f"{percent_text(waits_s / best.seconds)} of the step, are not hidden: few tokens for so "
         "many weights"
     )
 
@@ -257,8 +264,8 @@ def require_fit(problem: Problem, longest: int, index: int) -> None:
 
 
 def require_lockstep(problem: Problem, longest: int, index: int) -> None:
-    """Raise InfeasiblePlan when a sequence fits no group whose weights are gathered layer by layer
-    from the whole world."""
+    """Raise InfeasiblePlan when sequence ``index``, the ``longest``, fits no group in lockstep,
+    where weights are gathered layer by layer from the whole world."""
     _require_positions(problem, longest, index)
     priced = problem.pricing.lockstep()
     holds = max((scheme.most_tokens for scheme in priced), default=0)
@@ -286,8 +293,8 @@ def require_strategies(
 
 
 def _require_positions(problem: Problem, longest: int, index: int) -> None:
-    """Raise InfeasiblePlan when sequence ``index`` of ``longest`` tokens is longer than the model's
-    positions."""
+    """Raise InfeasiblePlan when sequence ``index`` of ``longest`` tokens has more tokens than the
+    model has positions."""
     limit = problem.model.shape.longest
     if limit is not None and longest > limit:
         raise InfeasiblePlan(
@@ -310,8 +317,8 @@ def _most_tokens(problem: Problem, schemes: Iterable[Scheme]) -> int:
 
 
 def _most_of(problem: Problem, strategy: Strategy) -> int:
-    """The longest sequence, in tokens, that a strategy holds; 0 where one of its pipelines holds
-    nothing."""
+    """Tokens of the longest sequence that some pipeline of a strategy holds, with weights held in
+    any allowed way; 0 where in each way one of its pipelines holds nothing."""
     most = 0
     for weights in problem.holding:
         priced = problem.pricing.strategy(strategy, weights)
@@ -328,33 +335,35 @@ def _require(problem: Problem, schemes: Sequence[Scheme], longest: int, index: i
 
 
 def _refuse(
-    problem: Problem, among: Sequence[Scheme], longest: int, index: int, holds: int
+    problem: Problem, schemes: Sequence[Scheme], longest: int, index: int, holds: int
 ) -> None:
-    """Raise InfeasiblePlan for sequence ``index`` of ``longest`` tokens: by how many bytes it
-    exceeds the roomiest scheme ``among`` those allowed, which hold ``holds`` tokens, and what
-    helps."""
-    needed, where, scheme = _least_bytes(problem, among, longest)
+    """Raise InfeasiblePlan for sequence ``index`` of ``longest`` tokens, which fits none of
+    ``schemes``: these hold at most ``holds`` tokens. The error says by how many bytes the sequence
+    exceeds the roomiest scheme and what helps."""
+    needed, how, roomiest = _least_bytes(problem, schemes, longest)
     capacity = problem.model.capacity_bytes
     raise InfeasiblePlan(
         f"{_name(index, longest)} does not fit",
-        got=f"{bytes_text(needed)} on {where}",
+        got=f"{bytes_text(needed)} on {how}",
         wanted=f"at most {bytes_text(capacity)} ({needed - capacity:,} bytes less)",
-        hint=", or ".join(_ways_out(problem, among, scheme, needed, longest, holds)),
+        hint=", or ".join(_ways_out(problem, schemes, roomiest, needed, longest, holds)),
     )
 
 
-def _least_bytes(problem: Problem, among: Iterable[Scheme], tokens: int) -> tuple[int, str, Scheme]:
-    """The fewest bytes of a rank that hold a micro-batch of ``tokens`` on a scheme ``among`` those
-    given, how this is done in words, and the scheme."""
-    found = list[tuple[int, Scheme, str]]()
+def _least_bytes(
+    problem: Problem, schemes: Iterable[Scheme], tokens: int
+) -> tuple[int, str, Scheme]:
+    """The fewest bytes of a rank's memory with which any of ``schemes`` holds a micro-batch of
+    ``tokens`` tokens. Returns (bytes; scheme, layers and weights in words; scheme)."""
+    ways = list[tuple[int, Scheme, str]]()
     capacity = problem.model.capacity_bytes
-    for scheme in among:
+    for scheme in schemes:
         plans = tuple(problem.pricing.layer_plans(scheme))
         weights: tuple[Working, ...] = problem.holding if scheme.context > 1 else ("replicated",)
         for working in weights:
             table = LayerTable.of(problem.pricing.costs, scheme, working, plans)
             for shares in shares_of(problem.model.shape.layers, scheme.pipeline):
-                costs = StageCosts(
+                stage_costs = StageCosts(
                     costs=problem.pricing.costs,
                     scheme=scheme,
                     shares=shares,
@@ -362,18 +371,19 @@ def _least_bytes(problem: Problem, among: Iterable[Scheme], tokens: int) -> tupl
                     table=table,
                 )
                 for number, plan in enumerate(plans):
-                    what = str(plan.options[0]) if len(plan.counts) == 1 else str(plan)
-                    where = f"{scheme} with {what} and {working} weights"
-                    found.append((capacity + costs.needs(number, tokens), scheme, where))
-    needed, scheme, where = min(found)
-    return needed, where, scheme
+                    layers = str(plan.options[0]) if len(plan.counts) == 1 else str(plan)
+                    how = f"{scheme} with {layers} and {working} weights"
+                    ways.append((capacity + stage_costs.needs(number, tokens), scheme, how))
+    needed, scheme, how = min(ways)
+    return needed, how, scheme
 
 
 def _ways_out(
     problem: Problem, among: Sequence[Scheme], scheme: Scheme, needed: int, longest: int, holds: int
 ) -> list[str]:
-    """What would help a sequence of ``longest`` tokens that needs ``needed`` bytes on ``scheme``,
-    the roomiest ``among`` those allowed, which hold ``holds`` tokens at most."""
+    """Texts on what would help a sequence of ``longest`` tokens that needs ``needed`` bytes on
+    ``scheme``, the roomiest of the allowed schemes ``among``, which hold at most ``holds``
+    tokens."""
     ways, pricing = list[str](), problem.pricing
     roomy = [
         other
@@ -385,6 +395,7 @@ def _ways_out(
         ways.append(f"a strategy with {fewest}, which holds it")
     if "full" not in {option.recompute for option in problem.options[scheme.width]}:
         ways.append("recompute 'full'")
+    # What is there before any sequence: the bytes with a single token.
     fixed, _, _ = _least_bytes(problem, [scheme], 1)
     room = problem.model.capacity_bytes - fixed
     if room > 0 and scheme.pipeline == 1:

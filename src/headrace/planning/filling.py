@@ -61,58 +61,67 @@ class Filler:
         bias: Sequence[float] | None = None,
     ) -> None:
         self.table, self.most, self.devices = table, most, table.devices
-        weights = np.ones(len(table)) if bias is None else np.array(bias)
+        bias_of = np.ones(len(table)) if bias is None else np.array(bias)
         if most is not None:
-            weights[np.array(most) == 0] = np.inf
+            bias_of[np.array(most) == 0] = np.inf
             self.devices = sum(
                 [count * width for count, width in zip(most, table.width, strict=True)]
             )
-        self.used = np.flatnonzero(np.isfinite(weights))
-        self.weights = weights[self.used, None]
+        self.used = np.flatnonzero(np.isfinite(bias_of))
+        self.weights = bias_of[self.used, None]
         self._after: Floats | None = None
         self._least_s: tuple[list[float], float] | None = None
         self._cheapest: dict[int, list[list[int]]] = {}
 
     def cheapest(self, tau: float) -> list[list[int]]:
         """For every run the numbers of the schemes that may end its sequences within about ``tau``
-        seconds, those of which it needs the fewest devices first."""
-        step = round(log(max(tau, float_info.min)) / _STEP)
-        if step not in self._cheapest:
+        seconds, the cheapest first: those of which a sequence needs the fewest devices. Times
+        within one step of the logarithm share an answer."""
+        log_step = round(log(max(tau, float_info.min)) / _STEP)
+        if log_step not in self._cheapest:
             if self.most is None or (self.weights != 1).any():
-                self._cheapest[step] = self._first_of(_needs(self.table, step))
+                self._cheapest[log_step] = self._first_of(_needs(self.table, log_step))
             else:
-                self._cheapest[step] = self._some_of(_ranking(self.table, step))
-        return self._cheapest[step]
+                self._cheapest[log_step] = self._some_of(_ranking(self.table, log_step))
+        return self._cheapest[log_step]
 
     def _first_of(self, needs: Floats) -> list[list[int]]:
-        """:meth:`cheapest` with the schemes' biases, from the devices that each run ``needs`` of
-        every scheme [schemes, runs]."""
+        """:meth:`cheapest` with the schemes' biases: for every run its ``_RANKED`` cheapest
+        schemes, given the devices that a sequence of each run ``needs`` of every scheme [schemes,
+        runs]."""
         needed = needs[self.used] * self.weights
-        opened = np.minimum(np.isfinite(needed).sum(axis=0), _RANKED)
+        counts = np.minimum(np.isfinite(needed).sum(axis=0), _RANKED)
         runs, order = np.arange(needed.shape[1]), list[NDArray[np.int64]]()
-        for _ in range(int(opened.max())):  # sorting all takes longer
-            least = needed.argmin(axis=0)
-            needed[least, runs] = np.inf
-            order.append(self.used[least])
-        rows = np.stack(order, axis=1).tolist() if order else [[] for _ in runs]
-        if opened.min() < len(order):
-            rows = [row[:count] for row, count in zip(rows, opened.tolist(), strict=True)]
-        return rows
+        for _ in range(int(counts.max())):  # the next cheapest of all runs; sorting takes longer
+            cheapest = needed.argmin(axis=0)
+            needed[cheapest, runs] = np.inf
+            order.append(self.used[cheapest])
+        schemes_of_run = np.stack(order, axis=1).tolist() if order else [[] for _ in runs]
+        if counts.min() < len(order):
+            schemes_of_run = [
+                schemes[:count]
+                for schemes, count in zip(schemes_of_run, counts.tolist(), strict=True)
+            ]
+        return schemes_of_run
 
     def _some_of(self, ranking: Sequence[tuple[list[int], int]]) -> list[list[int]]:
-        """:meth:`cheapest` without biases, from a ``ranking`` of all schemes that serves many
-        strategies: (schemes in their order, number of runs that have this order)."""
+        """:meth:`cheapest` without biases, from a ``ranking`` of all schemes of the table that
+        serves many strategies: for consecutive runs of like ranking (schemes, the cheapest first;
+        number of runs)."""
         used = set(self.used.tolist())
-        rows = [([k for k in row if k in used][:_RANKED], count) for row, count in ranking]
-        return [*chain.from_iterable(repeat(row, count) for row, count in rows)]
+        schemes_of_runs = [
+            ([k for k in schemes if k in used][:_RANKED], count) for schemes, count in ranking
+        ]
+        return [*chain.from_iterable(repeat(schemes, count) for schemes, count in schemes_of_runs)]
 
     def is_like(self, filler: Filler, tau: float) -> bool:
-        """Whether another filler of the same table fills alike within ``tau`` seconds."""
+        """Whether another filler of the same table looks at the same schemes in the same order, so
+        that it fills alike within ``tau`` seconds."""
         return tau < inf and self.cheapest(tau) == filler.cheapest(tau)
 
     def fill_in_two_orders(self, tau: float, *, measured: bool = True) -> Pipelines | float:
-        """:meth:`fill`, and where that fails, again scheme by scheme, which matters where sequences
-        are few."""
+        """:meth:`fill`, and where that fails again with ``join_any=False``, so that sequences look
+        for room scheme by scheme; that matters where sequences are few."""
         found = self.fill(tau, measured=measured)
         if isinstance(found, float):
             return self.fill(tau, join_any=False, measured=measured)
@@ -147,147 +156,169 @@ class Filler:
         cheapest = self.cheapest(tau)
         c, share, unlimited = table.c, table.share, float("inf")
         dealt = table.dealt
-        rooms: list[list[tuple[float, int]]] = [[] for _ in widths]  # (seconds left, g), rising
-        found: Pipelines = []
-        spaces, longest = list[list[int]](), list[float]()  # tokens left of micro-batches, rising
+        # The pipelines of each scheme that may have room, as (seconds left, pipeline), rising.
+        open_of: list[list[tuple[float, int]]] = [[] for _ in widths]
+        pipelines: Pipelines = []
+        token_rooms = list[list[int]]()  # by pipeline: tokens left in its micro-batches, rising
+        longest_s = list[float]()  # by pipeline: the most seconds that a sequence of it may take
         opened = [-1]  # after this mark the schemes of which there is a pipeline
-        free, left = table.devices, list(self.most) if self.most is not None else None
-        full = set[int]()  # schemes without room for the run that is being placed
-        least, least_s = self._least()
-        spare_s = self.devices * tau - least_s  # that nothing needs, of all devices together
+        free, left_of = table.devices, list(self.most) if self.most is not None else None
+        full_schemes = set[int]()  # schemes without room for the run that is being placed
+        least_of, least_s = self._least()
+        # Device-seconds that nothing needs: what pipelines waste comes off, and below zero the
+        # sequences that are left cannot all find a place.
+        spare_s = self.devices * tau - least_s
         given_up_s = -inf if measured else -ROUNDING * self.devices * tau
         # What the last sequence went into: scheme, pipeline, its seconds and tokens left, and all
         # pipelines of that scheme.
-        k, g, rest, space, room = 0, 0, 0.0, list[int](), rooms[0]
+        k, g, left_s, token_room, open_k = 0, 0, 0.0, list[int](), open_of[0]
         turns, n = table.batch.turns(order), 0
         while n < len(turns):
             if spare_s < given_up_s:
                 return 0.0
             r, i, count = turns[n]
-            n, several = n + 1, count > 1
-            full.clear()
+            n, is_run = n + 1, count > 1
+            full_schemes.clear()
             while count:
-                opening = -1
+                to_open = -1
                 for k in chain(cheapest[r], opened):
                     if k < 0:  # nothing can be opened: any pipeline will do
-                        if opening >= 0:
+                        if to_open >= 0:
                             break
                         continue
-                    need, tokens, room = seconds_of[k][r], tokens_of[k][r], rooms[k]
-                    at = bisect_left(room, (need, -1)) if k not in full else len(room)
+                    need_s, tokens, open_k = seconds_of[k][r], tokens_of[k][r], open_of[k]
+                    full = k in full_schemes
+                    at = len(open_k) if full else bisect_left(open_k, (need_s, -1))
                     looks = at + _LOOKS
-                    while at < len(room):
+                    while at < len(open_k):
                         if at == looks:  # those before have no tokens left: pay for a micro-batch
-                            at, looks = max(at, bisect_left(room, (need + c[k], -1))), -1
+                            at, looks = max(at, bisect_left(open_k, (need_s + c[k], -1))), -1
                             continue
-                        spare, g = room[at]
-                        if need <= longest[g]:
-                            rest, space = spare - need, spaces[g]
-                            if tokens > space[-1]:
-                                rest -= (tokens - space[0]) * share[k] if dealt[k] else c[k]
-                            if rest >= 0:
-                                del room[at]
+                        spare, g = open_k[at]
+                        if need_s <= longest_s[g]:
+                            left_s, token_room = spare - need_s, token_rooms[g]
+                            if tokens > token_room[-1]:
+                                left_s -= (tokens - token_room[0]) * share[k] if dealt[k] else c[k]
+                            if left_s >= 0:
+                                del open_k[at]
                                 if dealt[k]:
-                                    space[0] = max(0, space[0] - tokens)
-                                elif len(space) == 1 and tokens <= space[0]:
-                                    space[0] -= tokens
+                                    token_room[0] = max(0, token_room[0] - tokens)
+                                elif len(token_room) == 1 and tokens <= token_room[0]:
+                                    token_room[0] -= tokens
                                 else:
-                                    table.put(k, space, tokens)
+                                    table.put(k, token_room, tokens)
                                 if count == 1:
-                                    spare_s -= (spare - rest) * widths[k] - least[r]
-                                    found[g][1].append(i)
+                                    spare_s -= (spare - left_s) * widths[k] - least_of[r]
+                                    pipelines[g][1].append(i)
                                     count = 0
                                     break
-                                more, rest = joined(table, k, rest, space, need, tokens, count - 1)
-                                spare_s -= (spare - rest) * widths[k] - least[r] * (1 + more)
-                                found[g][1].extend(range(i, i + 1 + more))
-                                i += 1 + more
-                                count -= 1 + more
+                                joining, left_s = joined(
+                                    table, k, left_s, token_room, need_s, tokens, count - 1
+                                )
+                                spare_s -= (spare - left_s) * widths[k] - least_of[r] * (
+                                    1 + joining
+                                )
+                                pipelines[g][1].extend(range(i, i + 1 + joining))
+                                i += 1 + joining
+                                count -= 1 + joining
                                 if not count:
                                     break
-                                insort(room, (rest, g))
+                                insort(open_k, (left_s, g))
                         at += 1  # the one that is full now stands no later
                     else:
-                        if several:
-                            full.add(k)
+                        if is_run:
+                            full_schemes.add(k)
                         if (
-                            opening < 0
-                            and (left[k] > 0 if left is not None else widths[k] <= free)
-                            and need <= lines[k].usable_s(tau, need)
+                            to_open < 0
+                            and (left_of[k] > 0 if left_of is not None else widths[k] <= free)
+                            and need_s <= lines[k].usable_s(tau, need_s)
                         ):
-                            opening = k
+                            to_open = k
                             if not join_any:
                                 break
                         continue
                     break
                 if not count:
                     break
-                if opening < 0:
-                    return self._rest(i)
-                k, g, room = opening, len(found), rooms[opening]
-                need, tokens = seconds_of[k][r], tokens_of[k][r]
+                if to_open < 0:
+                    return self._rest(i)  # no pipeline has room, and none can be opened
+                k, g, open_k = to_open, len(pipelines), open_of[to_open]
+                need_s, tokens = seconds_of[k][r], tokens_of[k][r]
                 free -= widths[k]
-                if not room:
+                if not open_k:
                     opened.append(k)
-                if left is not None:
-                    left[k] -= 1
-                usable_s, held = lines[k].usable(tau, need)
-                space = [max(0, held - tokens) if staged[k] else caps[k] - tokens]
-                more, rest = 0, usable_s - need
+                if left_of is not None:
+                    left_of[k] -= 1
+                usable_s, held_tokens = lines[k].usable(tau, need_s)
+                # With stages: the tokens of all the micro-batches that it pays constants for.
+                token_room = [max(0, held_tokens - tokens) if staged[k] else caps[k] - tokens]
+                joining, left_s = 0, usable_s - need_s
                 if count > 1:
-                    more, rest = joined(table, k, rest, space, need, tokens, count - 1)
-                spare_s -= (tau - rest) * widths[k] - least[r] * (1 + more)
-                found.append((k, [*range(i, i + 1 + more)]))
-                spaces.append(space)
-                longest.append(need if staged[k] else unlimited)
-                i += 1 + more
-                count -= 1 + more
+                    joining, left_s = joined(
+                        table, k, left_s, token_room, need_s, tokens, count - 1
+                    )
+                spare_s -= (tau - left_s) * widths[k] - least_of[r] * (1 + joining)
+                pipelines.append((k, [*range(i, i + 1 + joining)]))
+                token_rooms.append(token_room)
+                # With stages the first sequence, the longest, has set what the bubbles take.
+                longest_s.append(need_s if staged[k] else unlimited)
+                i += 1 + joining
+                count -= 1 + joining
                 if count:
-                    insort(room, (rest, g))
+                    insort(open_k, (left_s, g))
             # Sequences follow into this pipeline as long as they look for one of its scheme first
             # and no other is fuller and holds them.
-            members, most_s, at = found[g][1], longest[g], bisect_left(room, (rest, g))
-            fuller_s = room[at - 1][0] if at else -1.0
+            members, most_s, at = pipelines[g][1], longest_s[g], bisect_left(open_k, (left_s, g))
+            fuller_s = open_k[at - 1][0] if at else -1.0
             while n < len(turns):
                 r, i, count = turns[n]
-                need, schemes = seconds_of[k][r], cheapest[r]
-                if count > 1 or not schemes or schemes[0] != k or need > most_s or need <= fuller_s:
+                need_s, schemes = seconds_of[k][r], cheapest[r]
+                if (
+                    count > 1
+                    or not schemes
+                    or schemes[0] != k
+                    or need_s > most_s
+                    or need_s <= fuller_s
+                ):
                     break
-                tokens, left_s = tokens_of[k][r], rest - need
-                if tokens > space[-1]:
-                    left_s -= (tokens - space[0]) * share[k] if dealt[k] else unlimited
-                elif len(space) > 1:
+                tokens, after_s = tokens_of[k][r], left_s - need_s
+                if tokens > token_room[-1]:
+                    after_s -= (tokens - token_room[0]) * share[k] if dealt[k] else unlimited
+                elif len(token_room) > 1:
                     break
-                if left_s < 0:
+                if after_s < 0:
                     break
-                space[0] = max(0, space[0] - tokens)
-                spare_s -= (rest - left_s) * widths[k] - least[r]
-                rest = left_s
+                token_room[0] = max(0, token_room[0] - tokens)
+                spare_s -= (left_s - after_s) * widths[k] - least_of[r]
+                left_s = after_s
                 members.append(i)
                 n += 1
-            insort(room, (rest, g))
+            insort(open_k, (left_s, g))
         if order is not None:
-            for _, members in found:
+            for _, members in pipelines:
                 members.sort()
-        return found
+        return pipelines
 
     def _least(self) -> tuple[list[float], float]:
-        """Least device-seconds of a sequence of each run by the usual rows [runs], and their sum
-        over all sequences."""
+        """Two values: least device-seconds of a sequence of each run by the usual rows [runs], and
+        their sum over all sequences."""
         if self._least_s is None:
             least = self.table.usual[self.used].min(axis=0, initial=np.inf)
             self._least_s = least.tolist(), float(least @ self.table.batch.counts)
         return self._least_s
 
-    def _rest(self, i: int) -> float:
-        """The share of all work, in device-seconds, of position i and those after it; 0 where some
-        sequence fits no scheme, so that it is unknown."""
+    def _rest(self, position: int) -> float:
+        """The share of all work, in device-seconds, that the sequence at ``position`` and all
+        later, shorter ones have; 0 where some sequence fits no scheme, so that the share is
+        unknown."""
         if self._after is None:
-            least = self.table.batch.each((self.table.ranks * self.table.spread).min(axis=0))
-            total = least.sum()
-            fits = np.isfinite(total)
-            self._after = np.cumsum(least[::-1])[::-1] / total if fits else np.zeros(len(least))
-        return float(self._after[i])
+            least_s = self.table.batch.each((self.table.ranks * self.table.spread).min(axis=0))
+            total_s = least_s.sum()
+            fits = np.isfinite(total_s)
+            self._after = (
+                np.cumsum(least_s[::-1])[::-1] / total_s if fits else np.zeros(len(least_s))
+            )
+        return float(self._after[position])
 
     def levelled(self, found: Pipelines, limit_s: float) -> tuple[float, Pipelines]:
         """Deal the shorter sequences of a filling out again, longest first, each where it ends
@@ -303,24 +334,25 @@ class Filler:
             nothing is to be dealt out.
         """
         table = self.table
-        kept, loose = Pipelines(), list[int]()
+        dealt, to_deal = Pipelines(), list[int]()
         for k, members in found:
             seconds = table.seconds(k)
             if table.depth[k] > 1 or seconds[members[-1]] > limit_s:
-                kept.append((k, list(members)))
+                dealt.append((k, list(members)))
                 continue
             first = next(n for n, i in enumerate(members) if seconds[i] <= limit_s)
-            kept.append((k, members[:first]))
-            loose += members[first:]
-        if not loose:
+            dealt.append((k, members[:first]))
+            to_deal += members[first:]
+        if not to_deal:
             return 0.0, []
-        kept += [(k, []) for k in self._idle(found)]
-        end_s = deal(table, kept, sorted(loose))
-        return end_s, [(k, members) for k, members in kept if members]
+        dealt += [(k, []) for k in self._idle(found)]
+        end_s = deal(table, dealt, sorted(to_deal))
+        return end_s, [(k, members) for k, members in dealt if members]
 
     def _idle(self, found: Pipelines) -> Iterator[int]:
-        """The scheme of every pipeline without stages that the devices have room for beside those
-        of a filling."""
+        """The scheme of every further pipeline without stages that there may be beside the
+        pipelines ``found``: by the counts ``most``, or as many of the smallest scheme as fit on
+        idle devices."""
         table = self.table
         if self.most is not None:
             used = Counter(k for k, _ in found)
@@ -332,20 +364,21 @@ class Filler:
 
 
 def _needs(table: PriceTable, step: int) -> Floats:
-    """Devices that a sequence of each run needs [schemes, runs] within a ``step`` of the time's
-    logarithm, worked out once (:func:`_needed`)."""
+    """Devices that a sequence of each run needs [schemes, runs] to end within the time whose
+    logarithm has the number ``step``, computed once for each step."""
     if step not in table.needs:
         table.needs[step] = _needed(table, float(np.exp((step + 1) * _STEP)))
     return table.needs[step]
 
 
 def _ranking(table: PriceTable, step: int) -> list[tuple[list[int], int]]:
-    """(schemes, number of runs) for each row of runs that rank schemes alike: the schemes that may
-    end such a sequence within a step of the time, those of which it needs the fewest devices
-    first."""
+    """For each stretch of consecutive runs that rank schemes alike, (schemes, number of runs): the
+    schemes that may end such a sequence within a ``step`` of the time's logarithm, those of which
+    it needs the fewest devices first."""
     if step not in table.rankings:
         needed = _needs(table, step)
         order = needed.argsort(axis=0, kind="stable")
+        # -1 stands for schemes on which the sequence does not end in time.
         order[np.isinf(np.take_along_axis(needed, order, axis=0))] = -1
         starts = np.flatnonzero(np.append(True, (order[:, 1:] != order[:, :-1]).any(axis=0)))
         counts = np.diff(np.append(starts, order.shape[1])).tolist()
@@ -355,31 +388,33 @@ def _ranking(table: PriceTable, step: int) -> list[tuple[list[int], int]]:
 
 
 def _needed(table: PriceTable, tau: float) -> Floats:
-    """Devices that a sequence of each run needs of each scheme for ``tau`` seconds [schemes, runs],
-    as the longest of its pipeline; infinite where it does not end in time."""
-    needed = table.ranks * table.spread / tau
-    needed[table.stages * table.alone > tau] = np.inf
+    """Devices of each scheme that a sequence of each run occupies if everything ends within ``tau``
+    seconds [schemes, runs], taken as the longest of its pipeline; infinite where it does not end in
+    time."""
+    devices = table.ranks * table.spread / tau  # its device-seconds over the time
+    devices[table.stages * table.alone > tau] = np.inf
     for k, line in enumerate(table.lines):
         if line.stages > 1:
-            usable = _usable_s(line, tau, table.work[k])
+            usable_s = _usable_s(line, tau, table.work[k])
             with np.errstate(divide="ignore", invalid="ignore"):
-                staged = table.width[k] * table.spread[k] / usable
-            needed[k] = np.where(usable >= table.work[k], staged, np.inf)
-    return needed
+                with_stages = table.width[k] * table.spread[k] / usable_s
+            devices[k] = np.where(usable_s >= table.work[k], with_stages, np.inf)
+    return devices
 
 
 def _usable_s(line: Line, limit_s: float, longest_s: Floats) -> Floats:
-    """Seconds of work that end within ``limit_s`` on a pipeline with stages, if its longest
-    sequence takes ``longest_s`` [runs]: :meth:`Line.usable_s` for many sequences at once."""
+    """Seconds of work that a pipeline with stages can do on each stage within ``limit_s`` seconds,
+    if its longest sequence takes ``longest_s`` [runs]: :meth:`Line.usable_s`, which has the
+    formula, for many sequences at once."""
     bubbles = line.stages - 1
     rest_s = limit_s - bubbles * line.c
     with np.errstate(divide="ignore", invalid="ignore"):
         count = (rest_s - bubbles * longest_s) / (longest_s + line.c)
     if line.c > 0:
         count = np.minimum(count, sqrt(limit_s * bubbles / line.c) - bubbles)
-    v = np.maximum(np.floor(np.nan_to_num(count) + 0.5), 1.0)
-    by_count = (rest_s - line.c * v) * v / (v + bubbles)
-    return np.minimum(by_count, rest_s - line.c * v - bubbles * longest_s)
+    number = np.maximum(np.floor(np.nan_to_num(count) + 0.5), 1.0)
+    by_count = (rest_s - line.c * number) * number / (number + bubbles)
+    return np.minimum(by_count, rest_s - line.c * number - bubbles * longest_s)
 
 
 def joined(
@@ -414,56 +449,59 @@ def joined(
 def _joined_counted(
     c: float, cap: int, spare_s: float, room: list[int], need_s: float, tokens: int, count: int
 ) -> tuple[int, float]:
-    """:func:`joined` where micro-batches are counted: each sequence into the fullest that holds it,
-    else into a new one."""
+    """:func:`joined` where each micro-batch costs its constant ``c`` and holds ``cap`` tokens:
+    sequences go into the fullest micro-batch that holds one, as many as it holds, else into a new
+    one."""
     taken = 0
     while taken < count:
         at = bisect_left(room, tokens)
-        new = at == len(room)
-        left, usable_s = (cap, spare_s - c) if new else (room[at], spare_s)
-        more = min(count - taken, left // tokens, _times(usable_s, need_s, count))
-        if more < 1:
+        is_new = at == len(room)
+        left_tokens, usable_s = (cap, spare_s - c) if is_new else (room[at], spare_s)
+        joining = min(count - taken, left_tokens // tokens, _whole_times(usable_s, need_s, count))
+        if joining < 1:
             break
-        if not new:
+        if not is_new:
             del room[at]
-        insort(room, left - more * tokens)
-        spare_s = usable_s - more * need_s
-        taken += more
+        insort(room, left_tokens - joining * tokens)
+        spare_s = usable_s - joining * need_s
+        taken += joining
     return taken, spare_s
 
 
 def _joined_dealt(
     share: float, spare_s: float, room: list[int], need_s: float, tokens: int, count: int
 ) -> tuple[int, float]:
-    """:func:`joined` where constants are dealt out: first sequences for which tokens are left, then
-    those that pay for theirs."""
-    free = min(count, room[0] // tokens, _times(spare_s, need_s, count))
-    spare_s -= free * need_s
-    left = room[0] - free * tokens
-    paid = 0
-    if free < count and left < tokens:
-        saved_s, dear_s = left * share, need_s + tokens * share
-        paid = _times(spare_s + saved_s, dear_s, count - free)
-        if paid:
-            spare_s = max(0.0, spare_s + saved_s - paid * dear_s)
-            left = 0
-    room[0] = left
-    return free + paid, spare_s
+    """:func:`joined` where each token bears the ``share`` of a constant, in seconds: first come
+    sequences for which ``room`` has paid tokens left, then those that pay for their own."""
+    free_count = min(count, room[0] // tokens, _whole_times(spare_s, need_s, count))
+    spare_s -= free_count * need_s
+    left_tokens = room[0] - free_count * tokens
+    paid_count = 0
+    if free_count < count and left_tokens < tokens:
+        # The first that pays still uses the tokens that are left.
+        saved_s, paying_s = left_tokens * share, need_s + tokens * share
+        paid_count = _whole_times(spare_s + saved_s, paying_s, count - free_count)
+        if paid_count:
+            spare_s = max(0.0, spare_s + saved_s - paid_count * paying_s)
+            left_tokens = 0
+    room[0] = left_tokens
+    return free_count + paid_count, spare_s
 
 
-def _times(spare_s: float, need_s: float, most: int) -> int:
-    """How many times ``need_s`` is in ``spare_s``, at most ``most``."""
+def _whole_times(spare_s: float, need_s: float, most: int) -> int:
+    """How many times ``need_s`` fits into ``spare_s`` seconds as a whole, at most ``most``."""
     if spare_s < need_s:
         return 0
     if most * need_s <= spare_s:
         return most
     times = int(spare_s / need_s)
-    return times - 1 if times * need_s > spare_s else times
+    return times - 1 if times * need_s > spare_s else times  # the quotient may be rounded up
 
 
 def refilled(table: PriceTable, k: int, room: list[int], tokens: int, count: int) -> None:
-    """Put ``count`` sequences into the micro-batches ``room`` of a scheme whose micro-batches are
-    counted, whatever the seconds."""
+    """Put ``count`` sequences of ``tokens`` each into the micro-batches of scheme k, whatever the
+    seconds. ``room`` are the tokens left in each, rising; it is changed in place and grows by new
+    micro-batches. The scheme is one whose micro-batches each pay a constant."""
     _joined_counted(0.0, table.cap[k], 0.0, room, 0.0, tokens, count)
 
 
@@ -478,53 +516,54 @@ def deal(table: PriceTable, kept: Pipelines, loose: Sequence[int]) -> float:
     Returns:
         Seconds until the last pipeline without stages ends.
     """
-    heaps: dict[int, list[tuple[float, int]]] = {}
-    spaces = list[list[int]]()
+    heaps: dict[int, list[tuple[float, int]]] = {}  # by scheme: (seconds, pipeline)
+    rooms = list[list[int]]()  # tokens left of each pipeline's micro-batches, rising
     for g, (k, members) in enumerate(kept):
-        space = list[int]()
+        room = list[int]()
         if table.depth[k] == 1:
-            load, space = _held_by(table, k, members)
-            heaps.setdefault(k, []).append((load, g))
-        spaces.append(space)
+            load_s, room = _held_by(table, k, members)
+            heaps.setdefault(k, []).append((load_s, g))
+        rooms.append(room)
     for heap in heaps.values():
         heapify(heap)
     fluid, share, c, cap = table.fluid, table.share, table.c, table.cap
-    left_of = [s[0] if s else table.cap[k] for s, (k, _) in zip(spaces, kept, strict=True)]
-    kinds = [(heap, table.seconds(k), table.room(k), k) for k, heap in heaps.items()]
-    first, others = kinds[0], kinds[1:]
+    left_of = [s[0] if s else table.cap[k] for s, (k, _) in zip(rooms, kept, strict=True)]
+    # For each scheme: its pipelines, seconds and tokens of every position there, its number.
+    by_scheme = [(heap, table.seconds(k), table.room(k), k) for k, heap in heaps.items()]
+    first_scheme, other_schemes = by_scheme[0], by_scheme[1:]
     for i in loose:
-        heap, seconds, tokens, k = first
-        if others:
-            first_s = heap[0][0] + seconds[i]
-            for kind in others:
-                end_s = kind[0][0][0] + kind[1][i]
-                if end_s < first_s:
-                    first_s, (heap, seconds, tokens, k) = end_s, kind
-        load, g = heap[0]
+        heap, seconds, tokens, k = first_scheme
+        if other_schemes:
+            least_s = heap[0][0] + seconds[i]
+            for candidate in other_schemes:
+                end_s = candidate[0][0][0] + candidate[1][i]
+                if end_s < least_s:
+                    least_s, (heap, seconds, tokens, k) = end_s, candidate
+        load_s, g = heap[0]
         kept[g][1].append(i)
         # The rules of ``added_s`` and ``put``, without calls: the innermost loop.
         if fluid[k]:
             left = left_of[g] - tokens[i]
             if left < 0:
-                load -= left * share[k]
+                load_s -= left * share[k]
                 left = 0
             left_of[g] = left
-            heapreplace(heap, (load + seconds[i], g))
+            heapreplace(heap, (load_s + seconds[i], g))
             continue
-        space, length = spaces[g], tokens[i]
-        at = bisect_left(space, length)
-        if at < len(space):
-            insort(space, space.pop(at) - length)
+        room, need = rooms[g], tokens[i]
+        at = bisect_left(room, need)
+        if at < len(room):
+            insort(room, room.pop(at) - need)
         else:
-            load += c[k] if space else 0.0  # the first micro-batch is paid
-            insort(space, cap[k] - length)
-        heapreplace(heap, (load + seconds[i], g))
+            load_s += c[k] if room else 0.0  # the first micro-batch is paid
+            insort(room, cap[k] - need)
+        heapreplace(heap, (load_s + seconds[i], g))
     return max(max(heap)[0] for heap in heaps.values())
 
 
 def _held_by(table: PriceTable, k: int, members: Sequence[int]) -> tuple[float, list[int]]:
-    """(seconds, tokens left of each micro-batch, rising) of a pipeline of scheme k without stages
-    that holds ``members``, longest first; without any it has paid for its first micro-batch."""
+    """(seconds, tokens left in each micro-batch, rising) of a pipeline of scheme k without stages
+    that holds ``members``, longest first; an empty one already pays for its first micro-batch."""
     c, cap = table.c[k], table.cap[k]
     if not members:
         return c, []
@@ -533,6 +572,6 @@ def _held_by(table: PriceTable, k: int, members: Sequence[int]) -> tuple[float, 
     if table.fluid[k]:
         left = cap - sum([tokens[i] for i in members])
         return load_s + c + max(0, -left) * table.share[k], [max(0, left)]
-    for length, run in groupby(map(tokens.__getitem__, members)):
-        refilled(table, k, room, length, len(list(run)))
+    for need, equal in groupby(map(tokens.__getitem__, members)):
+        refilled(table, k, room, need, len(list(equal)))
     return load_s + len(room) * c, room

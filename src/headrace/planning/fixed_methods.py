@@ -34,9 +34,11 @@ kind may take the same options."""
 
 
 def listed_frontier(table: Table, slots: Sequence[tuple[LayerOption, ...]]) -> Frontier:
-    """The layer plans that take for layer j one of the options ``slots[j]`` of a table."""
+    """The frontier of layer plans in which layer j takes one of the options ``slots[j]``, which are
+    all in the ``table``."""
     kinds = [_falling(table, slot) for slot in slots]
     distinct = list(dict.fromkeys(kinds))
+    # So many plans give each kind of layer one level.
     if prod(len(kind) for kind in distinct) <= MOST_TRIED:
         layers = _by_kind(kinds, distinct)
     else:
@@ -56,51 +58,62 @@ def listed_frontier(table: Table, slots: Sequence[tuple[LayerOption, ...]]) -> F
 
 
 def _falling(table: Table, slot: Sequence[LayerOption]) -> Kind:
-    """Options of one layer as indices, the largest transient first."""
+    """The options of one layer as their numbers in the table, the largest transient first."""
     found = [table.options.index(option) for option in slot]
     passing = table.passing.tolist()
     return tuple(sorted(found, key=lambda o: (-passing[o][0], -passing[o][1], o)))
 
 
 def _by_kind(kinds: Sequence[Kind], distinct: Sequence[Kind]) -> Counts:
-    """Layer plans [plans, layers] as numbers of options: all counts of levels of all kinds, or
-    coarser ones. ``kinds`` are those of the layers, ``distinct`` each of these once."""
-    numbers = [kinds.count(kind) for kind in distinct]
-    steps = max(numbers)
+    """Layer plans [plans, layers], as numbers of options. Every kind of layer splits its layers
+    among its options in all ways; in coarser steps where that makes too many plans. ``kinds`` has
+    the kind of each layer, ``distinct`` each kind once."""
+    layer_counts = [kinds.count(kind) for kind in distinct]
+    steps = max(layer_counts)  # into so many steps a kind's layers are split
     while (
         prod(
-            comb(min(steps, n) + len(k) - 1, len(k) - 1)
-            for n, k in zip(numbers, distinct, strict=True)
+            comb(min(steps, count) + len(options) - 1, len(options) - 1)
+            for count, options in zip(layer_counts, distinct, strict=True)
         )
         > MOST_TRIED
         and steps > 1
     ):
         steps -= 1
-    blocks = [
-        np.array([np.repeat(kind, counts) for counts in _counts(n, len(kind), min(steps, n))])
-        for n, kind in zip(numbers, distinct, strict=True)
+    fillings = [
+        np.array(
+            [np.repeat(kind, counts) for counts in _counts(count, len(kind), min(steps, count))]
+        )
+        for count, kind in zip(layer_counts, distinct, strict=True)
     ]
-    places = [[i for i, own in enumerate(kinds) if own == kind] for kind in distinct]
-    picks = np.array(list(product(*(range(len(block)) for block in blocks))), dtype=np.int64)
-    layers = np.zeros((len(picks), len(kinds)), dtype=np.int64)
-    for block, place, pick in zip(blocks, places, picks.T, strict=True):
-        layers[:, place] = block[pick]
+    layers_of = [
+        [i for i, layer_kind in enumerate(kinds) if layer_kind == kind] for kind in distinct
+    ]
+    choices = np.array(
+        list(product(*(range(len(filling)) for filling in fillings))), dtype=np.int64
+    )
+    layers = np.zeros((len(choices), len(kinds)), dtype=np.int64)
+    for filling, layer_numbers, chosen in zip(fillings, layers_of, choices.T, strict=True):
+        layers[:, layer_numbers] = filling[chosen]
     return layers
 
 
 def _counts(total: int, parts: int, steps: int) -> list[tuple[int, ...]]:
-    """All rows of ``parts`` counts >= 0 that sum to ``total``, where counts change by about
-    ``total / steps``."""
+    """All rows of ``parts`` counts >= 0 that sum to ``total`` and are multiples of about ``total /
+    steps``, as the differences of rising marks."""
     marks = [round(total * step / steps) for step in range(steps + 1)]
-    inner = product(marks, repeat=parts - 1)
-    ends = [(0, *cut, total) for cut in inner if list(cut) == sorted(cut)]
-    return [tuple(np.diff(row).tolist()) for row in ends]
+    cuts = product(marks, repeat=parts - 1)
+    borders = [
+        (0, *inner_marks, total) for inner_marks in cuts if list(inner_marks) == sorted(inner_marks)
+    ]
+    return [tuple(np.diff(row).tolist()) for row in borders]
 
 
 def _along(table: Table, kinds: Sequence[Kind]) -> Counts:
-    """Layer plans [plans, layers] as numbers of options in which the levels change at most twice
-    along the list; a layer for which a level is not open takes its first option."""
+    """Layer plans [plans, layers], as numbers of options: along the list of layers the recompute
+    level changes at most twice, whatever the kinds. A layer that has no option of a level takes its
+    first."""
     levels = [option.recompute for option in table.options]
+    # The option of each layer at each level [levels, layers].
     by_level = np.array(
         [
             [next((o for o in kind if levels[o] == level), kind[0]) for kind in kinds]
@@ -116,15 +129,19 @@ def _along(table: Table, kinds: Sequence[Kind]) -> Counts:
 
 
 def _caps(table: Table, layers: Counts) -> Floats:
-    """Tokens that a micro-batch of each layer plan holds [plans], with its ``layers``, numbers of
-    options [plans, layers], in this order."""
+    """Tokens that a micro-batch holds by each plan [plans]. ``layers`` are the numbers of the
+    options of each plan's layers in their order [plans, layers]."""
     most = np.full(len(layers), float(MOST_TOKENS))
     slope = np.full(len(layers), table.kept[-1, 0])
     constant = np.full(len(layers), table.kept[-1, 1])
-    for o in layers.T:
-        slope = slope + table.kept[o, 0]
-        constant = constant + table.kept[o, 1]
-        here = table.tokens(slope + table.passing[o, 0], constant + table.passing[o, 1])
-        most = np.minimum(most, here)
+    # Bytes kept so far begin with those of the ends; each layer adds its own and needs its
+    # transient bytes beside them while it runs.
+    for option in layers.T:
+        slope = slope + table.kept[option, 0]
+        constant = constant + table.kept[option, 1]
+        fitting = table.tokens(
+            slope + table.passing[option, 0], constant + table.passing[option, 1]
+        )
+        most = np.minimum(most, fitting)
     last = table.tokens(slope + table.passing[-1, 0], constant + table.passing[-1, 1])
     return np.floor(np.minimum(most, last))

@@ -55,7 +55,7 @@ class FormulaSource:
         self._low = bounded(self.table)
 
     def offers(self, kind: TableKind, best_s: Callable[[], float]) -> Iterator[Offer]:
-        """The table, for the kinds of tables that the costs and the semantics have.
+        """The one table, where the costs and the semantics have tables of this kind.
 
         Args:
             kind: Which tables.
@@ -64,8 +64,8 @@ class FormulaSource:
         Yields:
             The table with the bound of its schedules, or nothing.
         """
-        has = kind != "groups" and (kind != "nested" or self.problem.nests)
-        if has:
+        exists = kind != "groups" and (kind != "nested" or self.problem.nests)
+        if exists:
             yield Offer(table=self.table, bound_s=self._low.seconds)
 
     @property
@@ -77,14 +77,15 @@ class FormulaSource:
         return lower_bound(rows, self.table.devices, apart=True, known_s=self._low.seconds)
 
     def closer(self, bound: Bound, found: Sequence[Assignment]) -> Bound:
-        """A bound at least as close, given packed schedules, the quickest first: that of waves
-        where the quickest is far above ``bound``; of few sequences in lockstep the best plan."""
+        """A bound at least as close as ``bound``, given packed schedules, the quickest first. Of
+        few sequences in lockstep the best plan is known exactly; of many the closer bound of waves
+        is worked out where the quickest schedule is far above ``bound``."""
         table, problem = self.table, self.problem
         if problem.semantics != "lockstep" or any(table.staged) or not found:
             return bound
         if problem.planner == "adaptive" and len(table.tokens) <= MOST_SEQUENCES:
-            waves = any(schedule.source == "waves" for schedule in found)
-            return replace(bound, seconds=found[0].seconds, exact=True) if waves else bound
+            by_program = any(schedule.source == "waves" for schedule in found)
+            return replace(bound, seconds=found[0].seconds, exact=True) if by_program else bound
         many = len(table.tokens) >= _LOOSE_EACH * table.devices
         if not many or found[0].seconds <= bound.seconds * (1 + _LOOSE):
             return bound
@@ -92,7 +93,8 @@ class FormulaSource:
         return replace(bound, seconds=seconds, by_wave=seconds > bound.seconds)
 
     def latest_s(self, best: Assignment | None) -> float:
-        """Seconds of computing from which on no step beats that of ``best``."""
+        """Seconds of computing from which on a schedule is of no use beside ``best``: here those of
+        ``best`` itself, as nothing else takes time."""
         return float("inf") if best is None else best.seconds
 
     def least_s(self, schedule: Assignment) -> float:
@@ -100,12 +102,12 @@ class FormulaSource:
         return schedule.seconds
 
     def timed(self, schedule: Assignment) -> Candidate:
-        """A schedule with its seconds."""
+        """A schedule with the seconds of its step, which are those of computing."""
         return Candidate(schedule=schedule, seconds=schedule.seconds)
 
     def plan(self, best: Candidate, bound: Bound, previous: Plan | None) -> Plan:
-        """The plan of the best candidate; with a model's costs it has the layers, the update's
-        seconds and the costs' scale."""
+        """The plan of the best candidate. With a model's costs its micro-batches get layers, and
+        its seconds the update and the costs' scale; published costs know none of these."""
         made = plan_of(best.schedule, bound)
         if self.problem.is_published:
             return made
@@ -113,7 +115,8 @@ class FormulaSource:
 
 
 def formula_table(problem: Problem, batch: SortedBatch) -> PriceTable:
-    """The table of a batch. Raises InfeasiblePlan when its longest sequence fits no scheme."""
+    """The price table of a batch: of published schemes, or of a model's groups in lockstep. Raises
+    InfeasiblePlan when the batch's longest sequence fits no scheme."""
     longest, index = batch.tokens[0], batch.order[0]
     if problem.is_published:
         schemes = problem.published_schemes
@@ -125,12 +128,13 @@ def formula_table(problem: Problem, batch: SortedBatch) -> PriceTable:
 
 
 def bounded(table: PriceTable) -> Bound:
-    """The bound of a table's plans."""
+    """The lower bound of all plans of a table."""
     return lower_bound(BoundRows.of(table), table.devices)
 
 
 def plan_of(schedule: Assignment, bound: Bound) -> Plan:
-    """The plan of a schedule, timed by the formula."""
+    """The plan of a schedule, timed by the formula. Groups of the same scheme and ranks are one
+    pipeline."""
     table, batch = schedule.table, schedule.table.batch
     numbers: dict[tuple[Scheme, tuple[int, ...]], int] = {}
     micro_batches = list[MicroBatch]()
@@ -156,10 +160,16 @@ def plan_of(schedule: Assignment, bound: Bound) -> Plan:
 
 
 def _with_model(plan: Plan, costs: CostModel, schedule: Assignment) -> Plan:
-    """The plan with the layers of a model's costs, the update's seconds and their scale."""
-    schemes, rows = schedule.table.schemes, [row for own in schedule.packs for row in own.rows]
-    kinds = [
-        k for (k, _, _), own in zip(schedule.groups, schedule.packs, strict=True) for _ in own.rows
+    """The plan with what a model's costs know besides: layers and token order of each micro-batch,
+    the seconds of the update, and the costs' scale."""
+    schemes, rows = (
+        schedule.table.schemes,
+        [row for packed in schedule.packs for row in packed.rows],
+    )
+    scheme_of_row = [
+        k
+        for (k, _, _), packed in zip(schedule.groups, schedule.packs, strict=True)
+        for _ in packed.rows
     ]
     micro_batches = tuple(
         replace(
@@ -167,7 +177,7 @@ def _with_model(plan: Plan, costs: CostModel, schedule: Assignment) -> Plan:
             layers=schemes[k].layer_plan(row) or LayerPlan(),
             order=schemes[k].order_of(row, costs),
         )
-        for micro, k, row in zip(plan.micro_batches, kinds, rows, strict=True)
+        for micro, k, row in zip(plan.micro_batches, scheme_of_row, rows, strict=True)
     )
     update_s = costs.exchange_s.update_s
     return plan.replace(

@@ -45,8 +45,8 @@ class Improvement:
     def scheduled(
         self, drafts: Iterable[Draft], found: Iterable[Assignment], bound_s: float
     ) -> list[Assignment]:
-        """The best drafts packed exactly, with schedules that are packed already, the best of all
-        improved.
+        """Pack the best drafts exactly, put them beside the schedules that are packed already, and
+        improve the best of all.
 
         Args:
             drafts: Schedules timed by usual rows.
@@ -56,49 +56,51 @@ class Improvement:
         Returns:
             All packed schedules, the quickest first.
         """
-        made, drafts = list(found), sorted(drafts, key=lambda draft: draft.expected_s)
-        several = bool(drafts) and not _are_few(drafts)
-        for draft in self._various(drafts) if several else drafts:
-            known_s = min((schedule.expected_s for schedule in made), default=inf)
+        schedules, drafts = list(found), sorted(drafts, key=lambda draft: draft.expected_s)
+        selects = bool(drafts) and not _are_few(drafts)
+        for draft in self._various(drafts) if selects else drafts:
+            known_s = min((schedule.expected_s for schedule in schedules), default=inf)
             # The first draft may be the only one that packing makes much slower.
             limit_s = max(known_s, drafts[0].expected_s) * (1 + 2 * NEAR)
-            if several and draft.expected_s > limit_s:
+            if selects and draft.expected_s > limit_s:
                 continue
             if not draft.is_late(known_s * (1 + NEAR)):
-                made.append(Assignment.of(draft.table, draft.groups, draft.source))
-        made.sort(key=lambda schedule: schedule.expected_s)
-        if not made:
-            return made
-        limit_s = made[0].expected_s * (1 + NEAR)
-        for schedule in made[: self.packed]:
-            done = made[0].expected_s <= bound_s * (1 + ENOUGH)
-            if done or schedule.expected_s > limit_s:
+                schedules.append(Assignment.of(draft.table, draft.groups, draft.source))
+        schedules.sort(key=lambda schedule: schedule.expected_s)
+        if not schedules:
+            return schedules
+        limit_s = schedules[0].expected_s * (1 + NEAR)
+        for schedule in schedules[: self.packed]:
+            near_bound = schedules[0].expected_s <= bound_s * (1 + ENOUGH)
+            if near_bound or schedule.expected_s > limit_s:
                 break
             better = improved(schedule, target_s=bound_s, steps=self.steps)
             if better is not schedule:
-                made.append(replace(better, source="improved"))
-                made.sort(key=lambda schedule: schedule.expected_s)
-        return made
+                schedules.append(replace(better, source="improved"))
+                schedules.sort(key=lambda schedule: schedule.expected_s)
+        return schedules
 
     def _various(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """The first of sorted drafts, as packing may reorder them: the best of each table and kind,
-        then the others."""
-        first, others, kinds = list[Draft](), list[Draft](), set[tuple[int, str]]()
+        """Up to ``packed`` different drafts of those given, quickest first: the best of each table
+        and source, then others. Packing may change which is quickest, so drafts of all kinds are
+        kept."""
+        best_of_kind, others, kinds = list[Draft](), list[Draft](), set[tuple[int, str]]()
         for draft in drafts:
             kind = id(draft.table), draft.source
-            (others if kind in kinds else first).append(draft)
+            (others if kind in kinds else best_of_kind).append(draft)
             kinds.add(kind)
-        found = list[Draft]()
-        for draft in (*first, *others):
-            if len(found) == self.packed:
+        chosen = list[Draft]()
+        for draft in (*best_of_kind, *others):
+            if len(chosen) == self.packed:
                 break
-            if not any(_same(draft, other) for other in found):
-                found.append(draft)
-        return sorted(found, key=lambda draft: draft.expected_s)
+            if not any(_same(draft, other) for other in chosen):
+                chosen.append(draft)
+        return sorted(chosen, key=lambda draft: draft.expected_s)
 
 
 def _are_few(drafts: Sequence[Draft]) -> bool:
-    """Whether drafts have so few sequences that packing all is quick."""
+    """Whether the drafts have so few sequences, on schemes of one row each, that packing all drafts
+    is quick."""
     fluid = any(any(draft.table.fluid) for draft in drafts)
     return len(drafts[0].table.tokens) <= FEW and not fluid
 
@@ -168,11 +170,13 @@ class _Search:
         return max(self.ends)
 
     def _timed(self, changed: Iterable[int]) -> None:
-        """Time the ``changed`` pipelines anew, and what waits for them."""
+        """Work out the times and ends of the ``changed`` pipelines anew, and the ends of all
+        pipelines whose ranks wait for them."""
         for g in changed:
             self.times[g] = self.table.times(self.kinds[g], self.packs[g])
             self.ends[g] = sum(self.times[g])
         if self.nested:
+            # A pipeline's ranks end with the last pipelines that have these ranks.
             sent = self.chains.sent_s(self.times)
             self.ends = [
                 sent[last] if last >= 0 else max([sent[h] for h in after])
@@ -180,101 +184,115 @@ class _Search:
             ]
 
     def step(self) -> bool:
-        """Take one change; False when none helps."""
+        """Make the most promising change that lets the latest pipelines end earlier; False when
+        none helps."""
         last_s = self.seconds
-        late = [g for g, end in enumerate(self.ends) if end >= last_s * (1 - GAIN)]
-        if self.nested:
-            ranks = set(self.ranks[late[-1]])
-            late = [g for g in late if ranks.intersection(self.ranks[g])]
+        latest = [g for g, end in enumerate(self.ends) if end >= last_s * (1 - GAIN)]
+        if self.nested:  # all pipelines of the ranks that end last may give a sequence away
+            ranks = set(self.ranks[latest[-1]])
+            latest = [g for g in latest if ranks.intersection(self.ranks[g])]
         else:
-            late = late[:1]
-        best: list[_Change] = []
+            latest = latest[:1]
+        changes: list[_Change] = []
         order = sorted(range(len(self.ends)), key=self.ends.__getitem__)
-        for source in late:
+        for source in latest:
             for target in self._others(source, order):
-                self._changes(source, target, last_s, best)
-        return any(self._taken(change, last_s) for change in best)
+                self._changes(source, target, last_s, changes)
+        return any(self._taken(change, last_s) for change in changes)
 
     def _others(self, source: int, order: Sequence[int]) -> list[int]:
-        """Pipelines with which pipeline ``source`` may exchange sequences, of all in the ``order``
-        of their ends: the first, and the first of every other scheme."""
-        found = [g for g in order[: _OTHERS + 1] if g != source]
-        kinds = {self.kinds[g] for g in found}
+        """Pipelines with which pipeline ``source`` may exchange sequences, given all in the
+        ``order`` of their ends: the earliest, and the earliest of every other scheme. Where
+        pipelines are nested, those that share a rank with ``source`` are left out."""
+        targets = [g for g in order[: _OTHERS + 1] if g != source]
+        kinds = {self.kinds[g] for g in targets}
         for g in order[_OTHERS + 1 :]:
             if self.kinds[g] not in kinds and g != source:
                 kinds.add(self.kinds[g])
-                found.append(g)
+                targets.append(g)
         if self.nested:
-            mine = set(self.ranks[source])
-            found = [g for g in found if not mine.intersection(self.ranks[g])]
-        return found
+            source_ranks = set(self.ranks[source])
+            targets = [g for g in targets if not source_ranks.intersection(self.ranks[g])]
+        return targets
 
     def _changes(self, source: int, target: int, last_s: float, best: list[_Change]) -> None:
-        """Add to ``best``, which holds few, the changes between two pipelines by which both end
-        earliest, at most one for each sequence that leaves ``source``; it ends ``last_s``."""
+        """Add to ``best``, which holds the ``_PACKED`` best changes, those by which the pipelines
+        ``source`` and ``target`` both end earliest, at most one for each sequence that leaves
+        ``source``; ``source`` ends at ``last_s`` now."""
         table, limit_s = self.table, last_s * (1 - GAIN)
         k, j = self.kinds[source], self.kinds[target]
-        ours, room, c = table.seconds(k), table.room(k), self._constant(k)
-        theirs, place, opening = table.seconds(j), table.room(j), self._constant(j)
-        spare = self._spare(source) if c else 0
-        more = table.cap[j] - self._spare(target) if opening else 0
-        end_s, there, at = self.ends[target], self.members[target], 0
-        half_s = (last_s - end_s) / 2
+        source_s, source_tokens, source_c = table.seconds(k), table.room(k), self._constant(k)
+        target_s, target_tokens, target_c = table.seconds(j), table.room(j), self._constant(j)
+        surplus = self._spare(source) if source_c else 0
+        free_tokens = table.cap[j] - self._spare(target) if target_c else 0
+        end_s, target_members, index = self.ends[target], self.members[target], 0
+        half_gap_s = (last_s - end_s) / 2
         if len(best) == _PACKED:
             limit_s = best[-1][0]
         for i in self.members[source]:
-            own_s, over_s = ours[i], end_s + theirs[i]
-            left_s = last_s - own_s
-            if left_s - c >= limit_s:  # those after it are shorter
+            leaving_s, target_end_s = source_s[i], end_s + target_s[i]
+            source_end_s = last_s - leaving_s
+            if source_end_s - source_c >= limit_s:  # those after it are shorter
                 break
-            found = -2
-            if over_s < limit_s:
-                here_s = left_s - c if c and room[i] >= spare else left_s
-                there_s = over_s + opening if opening and place[i] > more else over_s
-                later_s = here_s if here_s > there_s else there_s
-                if later_s < limit_s:
-                    limit_s, found = later_s, -1
-            # Both lists fall, so the place in the other only goes on.
-            wanted_s = own_s - half_s
-            while at < len(there) and ours[there[at]] > wanted_s:
-                at += 1
-            for r in there[max(0, at - _NEAR) : at + _NEAR]:
-                there_s = over_s - theirs[r]
-                if r > i and there_s < limit_s:
-                    here_s = left_s + ours[r]
-                    if c and room[i] - room[r] >= spare:
-                        here_s -= c
-                    if opening and place[i] - place[r] > more:
-                        there_s += opening
-                    later_s = here_s if here_s > there_s else there_s
-                    if later_s < limit_s:
-                        limit_s, found = later_s, r
-            if found > -2:
-                insort(best, (limit_s, source, target, i, found))
+            back = -2  # no change so far; -1 once moving the sequence alone helps
+            if target_end_s < limit_s:
+                source_after_s = (
+                    source_end_s - source_c
+                    if source_c and source_tokens[i] >= surplus
+                    else source_end_s
+                )
+                target_after_s = (
+                    target_end_s + target_c
+                    if target_c and target_tokens[i] > free_tokens
+                    else target_end_s
+                )
+                later_end_s = source_after_s if source_after_s > target_after_s else target_after_s
+                if later_end_s < limit_s:
+                    limit_s, back = later_end_s, -1
+            # An exchange levels both ends where the sequences differ by half the gap. Both lists
+            # fall, so the place in the other one only moves on.
+            wanted_s = leaving_s - half_gap_s
+            while index < len(target_members) and source_s[target_members[index]] > wanted_s:
+                index += 1
+            for other in target_members[max(0, index - _NEAR) : index + _NEAR]:
+                target_after_s = target_end_s - target_s[other]
+                if other > i and target_after_s < limit_s:
+                    source_after_s = source_end_s + source_s[other]
+                    if source_c and source_tokens[i] - source_tokens[other] >= surplus:
+                        source_after_s -= source_c
+                    if target_c and target_tokens[i] - target_tokens[other] > free_tokens:
+                        target_after_s += target_c
+                    later_end_s = (
+                        source_after_s if source_after_s > target_after_s else target_after_s
+                    )
+                    if later_end_s < limit_s:
+                        limit_s, back = later_end_s, other
+            if back > -2:
+                insort(best, (limit_s, source, target, i, back))
                 del best[_PACKED:]
                 limit_s = best[-1][0] if len(best) == _PACKED else last_s * (1 - GAIN)
 
     def _constant(self, k: int) -> float:
-        """Seconds of a further micro-batch of scheme k, 0 where micro-batches are not counted one
-        by one."""
+        """Seconds that one micro-batch more costs a pipeline of scheme k; 0 where constants are
+        charged by tokens and not by micro-batch."""
         return 0.0 if self.table.depth[k] > 1 or self.table.fluid[k] else self.table.c[k]
 
     def _spare(self, g: int) -> int:
-        """Tokens that pipeline g has to lose to need one micro-batch less."""
+        """Tokens that pipeline g has to lose so that it needs one micro-batch less."""
         k = self.kinds[g]
         room = self.table.room(k)
         held = sum([room[i] for i in self.members[g]])
         return held - (len(self.packs[g].bins) - 1) * self.table.cap[k]
 
     def _taken(self, change: _Change, last_s: float) -> bool:
-        """Pack both pipelines after a change; False, and the change undone, where they do not both
-        end before ``last_s``."""
-        _, source, target, over, back = change
+        """Make a change and pack both pipelines exactly. Where they do not both end before
+        ``last_s``, undo it and return False."""
+        _, source, target, given, back = change
         before = self.members[source], self.members[target], self.packs[source], self.packs[target]
-        here = [i for i in before[0] if i != over] + ([back] if back >= 0 else [])
-        there = [i for i in before[1] if i != back] + [over]
-        self._put(source, sorted(here))
-        self._put(target, sorted(there))
+        source_members = [i for i in before[0] if i != given] + ([back] if back >= 0 else [])
+        target_members = [i for i in before[1] if i != back] + [given]
+        self._put(source, sorted(source_members))
+        self._put(target, sorted(target_members))
         self._timed((source, target))
         if max(self.ends[source], self.ends[target]) < last_s * (1 - GAIN):
             return True

@@ -52,10 +52,10 @@ def best_layers(
         The layer plan; None when not even the thriftiest fits.
     """
     frontier, tokens = layer_frontier(costs, p, working), tuple(lengths)
-    found = frontier.best(sum(n * n for n in tokens), sum(tokens))
-    if found is None:
+    best = frontier.best(sum(length * length for length in tokens), sum(tokens))
+    if best is None:
         return None
-    _, row = found
+    _, row = best
     return frontier.layer_plan(row)
 
 
@@ -93,7 +93,8 @@ def layer_table(
     sizes: Collection[int],
     options: Iterable[LayerOption],
 ) -> Table:
-    """What ``options`` cost on groups of ``p`` ranks, with the memory that is left beside the
-    weights of this and all other ``sizes``."""
+    """Seconds and bytes of layers with the given ``options`` on groups of ``p`` ranks, and the
+    memory that is left beside the weights of this and all other ``sizes`` in which the ranks
+    work."""
     room = costs.capacity_bytes - costs.state_bytes - costs.held_bytes({p, *sizes}, working)
     return Table.of(costs, p, working, tuple(options), room)

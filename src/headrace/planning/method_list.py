@@ -25,12 +25,13 @@ class ListedLayer:
     levelled: bool
 
     def allows(self, option: LayerOption, costs: CostModel, p: int) -> bool:
-        """Whether a layer of this description may take ``option`` (of ``costs``) on p ranks; a
-        single rank has nothing to spread, so its methods are not asked."""
+        """Whether a layer of this description may take ``option`` (of ``costs``) on groups of ``p``
+        ranks. On a single rank only the recompute level counts, as there is nothing to spread and
+        all methods are alike."""
         if self.levelled and option.recompute != self.option.recompute:
             return False
-        mine, its = costs.named(self.option), costs.named(option)
-        same = (mine.attention, mine.feed_forward) == (its.attention, its.feed_forward)
+        listed, asked = costs.named(self.option), costs.named(option)
+        same = (listed.attention, listed.feed_forward) == (asked.attention, asked.feed_forward)
         return p == 1 or same
 
     def __str__(self) -> str:
@@ -41,7 +42,8 @@ class ListedLayer:
 def parse_layers(
     texts: Sequence[str], layers: int, known: Collection[str]
 ) -> tuple[ListedLayer, ...]:
-    """One description for every layer, from one for each or one for all.
+    """Parse the description of every layer of ``layers`` layers from ``texts``: one for each layer,
+    or one that holds for all.
 
     Raises SpecError for another number of them, for unreadable text, and for a method that is
     not ``known``.
@@ -53,7 +55,7 @@ def parse_layers(
 
 
 def _parsed(text: str, known: Collection[str]) -> ListedLayer:
-    """The description of a layer. Raises SpecError for a method that is not ``known``."""
+    """Parse the description of one layer. Raises SpecError for a method that is not ``known``."""
     option = LayerOption.parse(text)
     for method in (option.attention, option.feed_forward):
         if method not in known:

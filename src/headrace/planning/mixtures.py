@@ -59,32 +59,36 @@ class Table:
     def of(
         cls, costs: CostModel, p: int, working: Working, options: Sequence[LayerOption], room: int
     ) -> Table:
-        """The table of some options on ``p`` ranks that hold weights as ``working`` says, with
-        ``room`` bytes left for activations."""
+        """The table of some options on groups of ``p`` ranks that hold weights as ``working`` says,
+        with ``room`` bytes of a rank left for activations. Gathering sharded weights counts to a
+        layer's constant c."""
         layers = [*(costs.option(p, option) for option in options), costs.ends[p]]
         gathers = [*(sum(costs.gather_seconds(p, option, working)) for option in options), 0.0]
         both = [layer.forward + layer.backward for layer in layers]
-        rows = [(x.a, x.b, x.c + gather) for x, gather in zip(both, gathers, strict=True)]
+        coefficients = [
+            (line.a, line.b, line.c + gather) for line, gather in zip(both, gathers, strict=True)
+        ]
         return cls(
             options=tuple(options),
-            seconds=np.array(rows, dtype=np.float64) * costs.scale,
+            seconds=np.array(coefficients, dtype=np.float64) * costs.scale,
             kept=_lines([layer.kept for layer in layers]),
             passing=_lines([layer.transient for layer in layers]),
             room=room,
         )
 
     def pruned(self) -> Table:
-        """The table without the options that another beats in everything, the largest transient
+        """The table without the options that another beats in seconds, kept bytes and transient
+        bytes; of equal options the first stays. They are sorted by transient bytes, the largest
         first."""
-        table = np.hstack([self.seconds, self.kept, self.passing])[:-1]
-        no_worse = (table[:, None] <= table[None, :]).all(axis=2)
-        first = np.arange(len(table))
-        beats = no_worse & (~no_worse.T | (first[:, None] < first[None, :]))
-        left = np.flatnonzero(~beats.any(axis=0))
-        left = left[np.lexsort((-self.passing[left, 1], -self.passing[left, 0]))]
-        rows = [*left.tolist(), len(self.options)]
+        costs = np.hstack([self.seconds, self.kept, self.passing])[:-1]  # without the ends
+        no_worse = (costs[:, None] <= costs[None, :]).all(axis=2)
+        number = np.arange(len(costs))
+        beats = no_worse & (~no_worse.T | (number[:, None] < number[None, :]))
+        unbeaten = np.flatnonzero(~beats.any(axis=0))
+        unbeaten = unbeaten[np.lexsort((-self.passing[unbeaten, 1], -self.passing[unbeaten, 0]))]
+        rows = [*unbeaten.tolist(), len(self.options)]
         return Table(
-            options=tuple(self.options[i] for i in left),
+            options=tuple(self.options[i] for i in unbeaten),
             seconds=self.seconds[rows],
             kept=self.kept[rows],
             passing=self.passing[rows],
@@ -92,8 +96,8 @@ class Table:
         )
 
     def tokens(self, slope: Floats, constant: Floats) -> Floats:
-        """Tokens of which ``slope * tokens + constant`` bytes fit; a thousandth of a byte is
-        rounding. All arrays are [plans]."""
+        """For each plan the most tokens for which ``slope * tokens + constant`` bytes fit into the
+        table's room, give or take a thousandth of a byte for rounding. All arrays are [plans]."""
         free = self.room - constant
         per_token = np.where(slope > 0, slope, 1.0)
         fitting = np.where(slope > 0, (free + 1e-3) / per_token, float(MOST_TOKENS))
@@ -119,20 +123,22 @@ class _Mixtures:
 
 
 def mixed_frontier(table: Table, layers: int) -> Frontier:
-    """The layer plans of ``layers`` layers that mix at most three options of a table."""
+    """The frontier of layer plans of ``layers`` layers that mix at most three options of a table;
+    which mixtures are tried is said in the note at the head of this module."""
     table = table.pruned()
     options = len(table.options)
     tried = list[_Mixtures]()
     for size in range(1, min(3, options, layers) + 1):
-        ways, among = comb(layers - 1, size - 1), range(options)
-        if size > 2 and comb(options, size) * ways > MOST_TRIED:
-            among = np.unique(_worth_keeping(tried)).tolist()
-        subsets = _subsets(among, size)
-        if size > 1 and len(subsets) * ways > MOST_TRIED:
-            coarse = _of_all(table, subsets, _coarse(layers, size, len(subsets)))
+        # Ways to split the layers into ``size`` counts of at least one.
+        splits, candidates = comb(layers - 1, size - 1), range(options)
+        if size > 2 and comb(options, size) * splits > MOST_TRIED:
+            candidates = np.unique(_worth_keeping(tried)).tolist()
+        subsets = _subsets(candidates, size)
+        if size > 1 and len(subsets) * splits > MOST_TRIED:
+            coarse = _all_mixtures(table, subsets, _coarse(layers, size, len(subsets)))
             subsets = _promising([*tried, coarse], layers)
             tried.append(coarse)
-        tried.append(_of_all(table, subsets, _compositions(layers, size)))
+        tried.append(_all_mixtures(table, subsets, _compositions(layers, size)))
     seconds = np.vstack([mixtures.seconds for mixtures in tried])
     caps = np.concatenate([mixtures.caps for mixtures in tried])
     kept = worth_keeping(seconds, caps)
@@ -148,7 +154,7 @@ def mixed_frontier(table: Table, layers: int) -> Frontier:
 
 
 def _lines(lines: Sequence[Linear]) -> Floats:
-    """Slopes and constants of some lines [lines, 2]."""
+    """Slope and constant of each line, as an array [lines, 2]."""
     return np.array([(line.slope, line.constant) for line in lines], dtype=np.float64)
 
 
@@ -158,104 +164,114 @@ def _subsets(options: Iterable[int], size: int) -> Counts:
 
 
 def _compositions(total: int, parts: int) -> Counts:
-    """All rows of ``parts`` counts >= 1 that sum to ``total`` [rows, parts]."""
-    before = list(product(range(1, total + 1), repeat=parts - 1))
-    grid = np.array(before, dtype=np.int64).reshape(len(before), parts - 1)
-    last = total - grid.sum(axis=1)
-    return np.column_stack([grid, last])[last >= 1]
+    """All ways to write ``total`` as an ordered sum of ``parts`` counts >= 1 [ways, parts]."""
+    heads = list(product(range(1, total + 1), repeat=parts - 1))
+    counts = np.array(heads, dtype=np.int64).reshape(len(heads), parts - 1)
+    last = total - counts.sum(axis=1)  # what the other counts leave; dropped below 1
+    return np.column_stack([counts, last])[last >= 1]
 
 
 def _coarse(total: int, parts: int, subsets: int) -> Counts:
-    """Rows of ``parts`` counts that sum to ``total`` [rows, parts], all but one of each row from a
-    geometric series that is as fine as :data:`MOST_TRIED` mixtures of ``subsets`` subsets allow."""
-    found = _of_row(total, parts, (1, max(1, total - parts + 1)))
-    for marks in range(3, total):
-        row = np.geomspace(1, total - parts + 1, marks).round().astype(int).tolist()
-        finer = _of_row(total, parts, row)
+    """Some ways to write ``total`` as a sum of ``parts`` counts >= 1 [ways, parts]: all counts but
+    one come from a geometric series, the finest with which ``subsets`` subsets of options make at
+    most :data:`MOST_TRIED` mixtures."""
+    found = _with_counts_of(total, parts, (1, max(1, total - parts + 1)))
+    for steps in range(3, total):
+        allowed = np.geomspace(1, total - parts + 1, steps).round().astype(int).tolist()
+        finer = _with_counts_of(total, parts, allowed)
         if len(finer) * subsets > MOST_TRIED:
             break
         found = finer
     return np.array(found, dtype=np.int64)
 
 
-def _of_row(total: int, parts: int, row: Sequence[int]) -> list[tuple[int, ...]]:
-    """All rows of ``parts`` counts that sum to ``total``, all but one of each from ``row``."""
-    summing = [
+def _with_counts_of(total: int, parts: int, allowed: Sequence[int]) -> list[tuple[int, ...]]:
+    """All ways to write ``total`` as an ordered sum of ``parts`` counts >= 1, all of which but one,
+    at any place, are in ``allowed``."""
+    sums = [
         (*counts, total - sum(counts))
-        for counts in product(set(row), repeat=parts - 1)
+        for counts in product(set(allowed), repeat=parts - 1)
         if sum(counts) < total
     ]
-    return sorted({order for counts in summing for order in permutations(counts)})
+    return sorted({row for counts in sums for row in permutations(counts)})
 
 
-def _of_all(table: Table, subsets: Counts, counts: Counts) -> _Mixtures:
-    """The mixtures of every subset of options [subsets, options of a plan] with every row of
-    ``counts``, in the order of layers that holds the most tokens."""
+def _all_mixtures(table: Table, subsets: Counts, counts: Counts) -> _Mixtures:
+    """The mixtures of every subset of options [subsets, options of a plan] with every row of layer
+    ``counts`` [rows, options of a plan]. In each the options stand in the order that holds the most
+    tokens."""
+    # Every subset beside every row of counts.
     chosen, counts = np.repeat(subsets, len(counts), axis=0), np.tile(counts, (len(subsets), 1))
     seconds = np.tile(table.seconds[-1], (len(chosen), 1))
-    for o, number in zip(chosen.T, counts.T, strict=True):
-        seconds += table.seconds[o] * number[:, None]
+    for option, count in zip(chosen.T, counts.T, strict=True):
+        seconds += table.seconds[option] * count[:, None]
     caps = _caps(table, chosen, counts)
     # Options stand with the larger transient first. Where that depends on the tokens, as one has
     # the larger slope and the other the larger constant, other orders may hold more.
     passing = table.passing[chosen, 1]
     unclear = np.flatnonzero((np.diff(passing, axis=1) > 0).any(axis=1))
     if len(unclear):
-        first = chosen[unclear].copy(), counts[unclear].copy()
+        original = chosen[unclear].copy(), counts[unclear].copy()
         for order in list(permutations(range(chosen.shape[1])))[1:]:
-            other = first[0][:, order], first[1][:, order]
-            here = _caps(table, *other)
-            better = here > caps[unclear]
+            reordered = original[0][:, order], original[1][:, order]
+            reordered_caps = _caps(table, *reordered)
+            better = reordered_caps > caps[unclear]
             rows = unclear[better]
             chosen[rows], counts[rows], caps[rows] = (
-                other[0][better],
-                other[1][better],
-                here[better],
+                reordered[0][better],
+                reordered[1][better],
+                reordered_caps[better],
             )
     return _Mixtures(chosen=chosen, counts=counts, seconds=seconds, caps=caps)
 
 
 def _caps(table: Table, chosen: Counts, counts: Counts) -> Floats:
-    """Tokens that each mixture holds [plans] when its options, ``chosen`` with ``counts`` layers
-    each, stand in the order of the columns."""
+    """Tokens that each mixture holds [plans] if its first option, of ``chosen`` [plans, options of
+    a plan], takes the first layers, as many as ``counts`` say, and so on."""
+    # Bytes kept so far, in the order of layers, begin with those of the ends (last row). The peak
+    # of an option is in its last layer: all kept before, and its transient bytes.
     slope = np.full(len(chosen), table.kept[-1, 0])
     constant = np.full(len(chosen), table.kept[-1, 1])
     most = np.full(len(chosen), float(MOST_TOKENS))
-    for o, number in zip(chosen.T, counts.T, strict=True):
-        slope = slope + number * table.kept[o, 0]
-        constant = constant + number * table.kept[o, 1]
-        here = table.tokens(slope + table.passing[o, 0], constant + table.passing[o, 1])
-        most = np.minimum(most, here)
+    for option, count in zip(chosen.T, counts.T, strict=True):
+        slope = slope + count * table.kept[option, 0]
+        constant = constant + count * table.kept[option, 1]
+        fitting = table.tokens(
+            slope + table.passing[option, 0], constant + table.passing[option, 1]
+        )
+        most = np.minimum(most, fitting)
     last = table.tokens(slope + table.passing[-1, 0], constant + table.passing[-1, 1])
     return np.floor(np.minimum(most, last))
 
 
 def _promising(tried: Sequence[_Mixtures], layers: int) -> Counts:
-    """The subsets of options that the last mixtures worth keeping use most often, as many as can be
-    tried with all counts."""
-    found, often = np.unique(np.sort(_worth_keeping(tried), axis=1), axis=0, return_counts=True)
-    most = max(1, MOST_TRIED // comb(layers - 1, found.shape[1] - 1))
-    return found[np.argsort(-often, kind="stable")[:most]]
+    """The subsets of options [subsets, options of a plan] that plans worth keeping of the last of
+    ``tried`` use most often: as many as can be tried with all counts of ``layers`` layers."""
+    subsets, uses = np.unique(np.sort(_worth_keeping(tried), axis=1), axis=0, return_counts=True)
+    most = max(1, MOST_TRIED // comb(layers - 1, subsets.shape[1] - 1))
+    return subsets[np.argsort(-uses, kind="stable")[:most]]
 
 
 def _worth_keeping(tried: Sequence[_Mixtures]) -> Counts:
-    """The options of those of the last mixtures that are worth keeping [kept, options]."""
+    """The options [kept, options of a plan] of the plans of the last of ``tried`` that are worth
+    keeping when all plans of ``tried`` are compared."""
     kept = worth_keeping(
         np.vstack([mixtures.seconds for mixtures in tried]),
         np.concatenate([mixtures.caps for mixtures in tried]),
     )
-    before = sum(len(mixtures.caps) for mixtures in tried[:-1])
-    return tried[-1].chosen[kept[kept >= before] - before]
+    earlier = sum(len(mixtures.caps) for mixtures in tried[:-1])
+    return tried[-1].chosen[kept[kept >= earlier] - earlier]
 
 
 def _layers(tried: Sequence[_Mixtures], kept: Counts, layers: int) -> Counts:
-    """The option of every layer [kept, layers]."""
-    rows = np.zeros((len(kept), layers), dtype=np.int64)
+    """The option of every layer [kept, layers] of the plans with the numbers ``kept``, which count
+    through all of ``tried`` one after the other."""
+    options = np.zeros((len(kept), layers), dtype=np.int64)
     start = 0
     for mixtures in tried:
-        inside = np.flatnonzero((kept >= start) & (kept < start + len(mixtures.caps)))
-        for at in inside:
-            row = kept[at] - start
-            rows[at] = np.repeat(mixtures.chosen[row], mixtures.counts[row])
+        places = np.flatnonzero((kept >= start) & (kept < start + len(mixtures.caps)))
+        for place in places:
+            plan = kept[place] - start
+            options[place] = np.repeat(mixtures.chosen[plan], mixtures.counts[plan])
         start += len(mixtures.caps)
-    return rows
+    return options

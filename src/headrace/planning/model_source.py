@@ -58,9 +58,9 @@ class ModelSource:
     flat: Bound | None = None
 
     def __post_init__(self) -> None:
-        """Make what is offered: the strategies that are listed; or, where none is, a table of the
-        schemes without stages for each way to hold weights, less those that another dominates, and
-        the bound of these."""
+        """Make the tables that are offered. Where the problem lists strategies: one for each. Else
+        one of the groups without stages for each way to hold weights, without tables that another
+        one dominates, and the bound ``flat`` of their plans."""
         problem, longest, index = self.problem, self.batch.tokens[0], self.batch.order[0]
         if problem.strategies:
             require_strategies(problem, problem.strategies, longest, index)
@@ -69,6 +69,7 @@ class ModelSource:
         require_fit(problem, longest, index)
         for weights in problem.holding:
             table = self._table(schemes := problem.pricing.groups(weights))
+            # Of a dominated table only schemes that move fewer weights still have a use.
             if table is not None and any(_dominates(other, table) for other in self._groups):
                 table = self._table(self._moving_less(schemes))
             if table is not None:
@@ -117,7 +118,8 @@ class ModelSource:
 
     @cached_property
     def _sharded_s(self) -> float:
-        """The bound of plans of one group of all devices that move less as it shards weights."""
+        """Seconds of computing that no plan beats whose one group of all devices shards the
+        weights, and so moves fewer of them; infinite where there is no such plan."""
         problem, pricing = self.problem, self.problem.pricing
         if problem.strategies:
             schemes = [scheme for offer, _ in self._given for scheme in offer.table.schemes]
@@ -131,21 +133,22 @@ class ModelSource:
         return lower_bound(BoundRows.of(table), problem.devices).seconds
 
     def _moving_less(self, schemes: Sequence[PricedScheme]) -> list[PricedScheme]:
-        """The schemes whose plans move less of the weights."""
+        """Those of ``schemes`` whose plans pull and push fewer weights, as one group of all devices
+        shards them."""
         if self.problem.model.exchange_s.sharded_share == 1:
             return []
-        return [one for one in schemes if one.shards_over(self.problem.devices)]
+        return [scheme for scheme in schemes if scheme.shards_over(self.problem.devices)]
 
     @property
     def _computing(self) -> Bound:
-        """The bound of the computations of all plans that the tables asked for allow."""
+        """The lower bound of computing of all plans that the tables asked for so far allow."""
         if self._given:
             return min((bound for _, bound in self._given), key=lambda bound: bound.seconds)
         if self.flat is not None:
             if self.asked == {"one size"}:
                 return self.flat
             if self.flat.seconds <= self._ideal.seconds * (1 + ENOUGH):
-                return self._ideal
+                return self._ideal  # memory makes no difference: it bounds every scheme
         pricing = self.problem.pricing
         deeper = [scheme for held in self.problem.holding for scheme in pricing.deeper(held)]
         rows = self._least([*map(BoundRows.of, self._groups)], deeper)
@@ -156,12 +159,12 @@ class ModelSource:
         return bound
 
     def latest_s(self, best: Assignment | None) -> float:
-        """Seconds of computing from which on no step beats that of ``best`` or one that was
-        simulated."""
+        """Seconds of computing from which on no schedule can have a quicker step than ``best`` has,
+        which is simulated here, or any that was simulated before."""
         costs = self.problem.model
         if best is not None:
             self.timed(best)
-        least_s = min((one.seconds for one, _ in self.laid), default=inf)
+        least_s = min((candidate.seconds for candidate, _ in self.laid), default=inf)
         least_s -= costs.exchange_s.update_s
         shared_s = exposed_s(costs) * costs.exchange_s.sharded_share
         return least_s - (shared_s if self._sharded_s + shared_s < least_s else exposed_s(costs))
@@ -200,7 +203,7 @@ class ModelSource:
 
     @cached_property
     def _ideal(self) -> Bound:
-        """What no plan beats, whatever its layers, degrees and memory."""
+        """A bound that no plan beats, whatever its layers, degrees and memory."""
         problem = self.problem
         depth = problem.model.shape.layers
         whole = [_whole_model(problem, p, depth) for p in problem.group_sizes]
@@ -208,12 +211,12 @@ class ModelSource:
 
     @property
     def _low_s(self) -> float:
-        """Seconds of computing that no plan of groups beats."""
+        """Seconds of computing that no plan of groups without stages and tensor blocks beats."""
         return self._ideal.seconds if self.flat is None else self.flat.seconds
 
     def _table(self, schemes: Sequence[PricedScheme]) -> PriceTable | None:
-        """The table of prices of given schemes, made once; None where none holds the longest
-        sequence."""
+        """The price table of ``schemes`` for the batch, made once for each choice of schemes; None
+        where none holds the longest sequence."""
         longest = self.batch.tokens[0]
         if not any(scheme.most_tokens >= longest for scheme in schemes):
             return None
@@ -230,20 +233,20 @@ class ModelSource:
         return self._tables[key]
 
     def _promises(self, rows: BoundRows, best_s: Callable[[], float]) -> bool:
-        """Whether the bound of these schemes is below the best so far; of what comes first,
-        always."""
+        """Whether schedules of the schemes with these bound rows may compute in less than the best
+        so far; always True before the first table was offered."""
         if not self.bounds_s:
             return True
         return best_s() < inf and allows(rows, self.problem.devices, best_s())
 
     def _about_s(self, rows: BoundRows) -> float:
-        """The bound of some schemes in seconds, to 0.1 %."""
+        """The lower bound of these rows in seconds, worked out to 0.1 % only, which is quicker."""
         return lower_bound(rows, self.problem.devices, close=1e-3).seconds
 
     def _nested(self, best_s: Callable[[], float]) -> Iterator[PriceTable]:
-        """Tables for ranks that work in groups of several sizes: all of them with replicated
-        weights; with shards one size or two, as a rank holds the shards of every size in which it
-        works."""
+        """Tables for ranks that work in groups of several sizes within a step: of all sizes with
+        replicated weights; of pairs of sizes with sharded weights, as a rank then holds the shards
+        of every size in which it works."""
         problem, pricing = self.problem, self.problem.pricing
         sizes, costs = problem.group_sizes, problem.model
         replicated = self._table(pricing.nested("replicated", sizes))
@@ -259,10 +262,10 @@ class ModelSource:
             if pair[-1] % pair[0] or (
                 costs.held_bytes(pair, "sharded") >= costs.held_bytes(pair, "replicated")
             ):
-                continue
+                continue  # sizes do not divide one another, or shards save no memory
             # With less memory for each size they are no quicker than if ranks had one size alone.
-            own = [k for k, width in enumerate(alone.width) if width in pair]
-            if not own or not self._promises(rows.only(own), best_s):
+            of_pair = [k for k, width in enumerate(alone.width) if width in pair]
+            if not of_pair or not self._promises(rows.only(of_pair), best_s):
                 continue
             table = self._table(pricing.nested("sharded", pair))
             if table is None or (replicated is not None and _dominates(replicated, table)):
@@ -271,8 +274,9 @@ class ModelSource:
                 yield table
 
     def _deeper(self, best_s: Callable[[], float]) -> Iterator[Offer]:
-        """Tables of all schemes whose bound is below that of groups, where memory makes a
-        difference: where the bound of groups is above one that knows no memory."""
+        """Tables of all schemes, tensor blocks and stages included, whose bound is below that of
+        groups. None are offered where memory makes no difference: where the bound of groups is
+        about that of plans with unlimited memory."""
         if self.flat is not None and self.flat.seconds <= self._ideal.seconds * (1 + ENOUGH):
             return
         pricing, groups_s = self.problem.pricing, min(self.bounds_s, default=inf)
@@ -285,8 +289,8 @@ class ModelSource:
                 yield Offer(table=table, bound_s=self.bounds_s[-1])
 
     def _least(self, rows: list[BoundRows], schemes: Sequence[PricedScheme]) -> BoundRows:
-        """Rows of the bound with those of more ``schemes``: of schemes with stages, what all stages
-        take together."""
+        """``rows`` of a bound joined with those of more ``schemes``; a scheme with stages has the
+        rows of what all its stages take together."""
         single = [scheme for scheme in schemes if scheme.stages is None]
         deep = [scheme.stages for scheme in schemes if scheme.stages is not None]
         staged = [least for stages in deep for least in stages.least]
@@ -298,8 +302,8 @@ class ModelSource:
         return BoundRows.joined(rows)
 
     def _listed(self) -> Iterator[tuple[Offer, Bound]]:
-        """A table with its bound for each strategy that the problem lists, by how weights are
-        held."""
+        """(table to draft from, its bound) for each strategy that the problem lists and each way to
+        hold weights that it allows."""
         problem, pricing = self.problem, self.problem.pricing
         for strategy in dict.fromkeys(problem.strategies):
             for weights in problem.holding:
@@ -313,18 +317,18 @@ class ModelSource:
 
 
 def _larger_last(schedule: Assignment) -> bool:
-    """Whether ranks work in several groups and would send gradients sooner with the larger ones
-    last."""
-    used = sum(len(ranks) for _, ranks, _ in schedule.groups)
-    if used == len({rank for _, ranks, _ in schedule.groups for rank in ranks}):
+    """Whether some ranks work in several groups, one after the other, and gradients would be sent
+    sooner if the larger groups ran last."""
+    seats = sum(len(ranks) for _, ranks, _ in schedule.groups)
+    if seats == len({rank for _, ranks, _ in schedule.groups for rank in ranks}):
         return False
     turned_s = expected_s(schedule.table, schedule.groups[::-1], schedule.packs[::-1])
     return turned_s < schedule.expected_s
 
 
 def _dominates(table: PriceTable, beaten: PriceTable) -> bool:
-    """Whether every sequence is at least as quick by ``table`` as by ``beaten`` on each size, and
-    both have the same sizes."""
+    """Whether both tables have the same widths and every sequence is at least as quick on each by
+    ``table`` as by ``beaten``."""
     if table.width != beaten.width:
         return False
     pairs = (
@@ -332,25 +336,26 @@ def _dominates(table: PriceTable, beaten: PriceTable) -> bool:
         (table.work, beaten.work),
         (table.spread, beaten.spread),
     )
-    return all(bool((here <= there).all()) for here, there in pairs)
+    return all(bool((ours <= theirs).all()) for ours, theirs in pairs)
 
 
 def _whole_model(problem: Problem, width: int, depth: int) -> Least:
-    """The least that micro-batches take on stages of ``width`` ranks in a pipeline of ``depth``
-    stages, whatever the memory: with the best layer options, and no fetching of weights."""
-    known = problem.ideals
-    if width not in known:
+    """The least seconds of micro-batches on stages of ``width`` ranks in a pipeline of ``depth``
+    stages, for all layers together, with the best layer options, unlimited memory, and no fetching
+    of weights."""
+    cache = problem.ideals
+    if width not in cache:
         costs = problem.model.replace(scale=1.0)
         layers, ends = costs.shape.layers, costs.ends[width]
         rows = []
         for option in problem.options[width]:
             cost = costs.option(width, option)
-            q = (cost.forward + cost.backward) * layers + ends.forward + ends.backward
-            rows.append((q.a, q.b, q.c))
+            line = (cost.forward + cost.backward) * layers + ends.forward + ends.backward
+            rows.append((line.a, line.b, line.c))
         quick = worth_keeping(np.array(rows), np.full(len(rows), float(MOST_TOKENS)))
         whole = Frontier.of_rows([rows[i] for i in quick.tolist()], MOST_TOKENS)
-        known[width] = Least(width=width, depth=depth, alone=whole, dealt=(whole,))
-    return known[width]
+        cache[width] = Least(width=width, depth=depth, alone=whole, dealt=(whole,))
+    return cache[width]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,22 +443,23 @@ def micro_batches_of(
 
 
 def _pipeline_ends(groups: Sequence[tuple[int, ...]]) -> list[tuple[bool, bool]]:
-    """For each of ``groups`` of ranks, which run in this order, whether it is the first of some
-    rank, and whether it is the last of some rank."""
-    first, last = dict[int, int](), dict[int, int]()
+    """(is the first of some rank, is the last of some rank) for each of ``groups`` of ranks, which
+    run in this order."""
+    first_of_rank, last_of_rank = dict[int, int](), dict[int, int]()
     for number, ranks in enumerate(groups):
         for rank in ranks:
-            first.setdefault(rank, number)
-            last[rank] = number
-    firsts, lasts = set(first.values()), set(last.values())
-    return [(number in firsts, number in lasts) for number in range(len(groups))]
+            first_of_rank.setdefault(rank, number)
+            last_of_rank[rank] = number
+    first_groups, last_groups = set(first_of_rank.values()), set(last_of_rank.values())
+    return [(number in first_groups, number in last_groups) for number in range(len(groups))]
 
 
 def _plain(
     priced: PricedScheme, ranks: tuple[int, ...], packed: Packed, *, first: bool, last: bool
 ) -> _Setup:
-    """A pipeline of one stage with its micro-batches longest first, or with the longest last where
-    it is the ``last`` of some rank, or not the ``first`` of any: its backward hides pushes."""
+    """A pipeline of one stage and its micro-batches, longest first. Where it is the ``last`` of
+    some rank, or not the ``first`` of any, the longest comes last instead: its backward hides the
+    push of gradients."""
     pipeline = Pipeline(scheme=priced.scheme, ranks=ranks)
     if len(packed.bins) == 1:
         return _Setup(pipeline=pipeline, bins=packed.bins, rows=packed.rows)
@@ -462,13 +468,13 @@ def _plain(
         order = [*order[1:], order[0]]
     return _Setup(
         pipeline=pipeline,
-        bins=tuple(packed.bins[j] for j in order),
-        rows=tuple(packed.rows[j] for j in order),
+        bins=tuple(packed.bins[number] for number in order),
+        rows=tuple(packed.rows[number] for number in order),
     )
 
 
 def _falling(packed: Packed) -> list[int]:
-    """The numbers of micro-batches by their seconds, longest first."""
+    """Numbers of the micro-batches of a pipeline, those of the most seconds first."""
     times, bins = packed.times, packed.bins
     return sorted(range(len(bins)), key=lambda j: (-times[j], bins[j]))
 
@@ -480,26 +486,26 @@ def _set_up(
     batch: SortedBatch,
     costs: CostModel,
 ) -> _Setup:
-    """The quickest shares of layers for micro-batches longest first, then the quickest order of
-    these: shortest first, or the longest in the middle, so that short ones fill and drain the
-    pipeline."""
+    """The quickest set-up found of a pipeline with stages. First the split of the layers is chosen,
+    with micro-batches longest first; then, with it, their order: longest first, shortest first, or
+    the longest in the middle, so that short ones fill and drain the pipeline."""
     assert priced.stages is not None, "asked only of pipelines with stages"
     falling = _falling(packed)
     orders = [falling, falling[::-1], [*falling[1::2][::-1], *falling[::2]]]
-    made = [
-        (*_timed_orders(priced, stages, ranks, packed, falling, batch, costs), stages)
+    splits = [
+        (*_timed_order(priced, stages, ranks, packed, falling, batch, costs), stages)
         for stages in priced.stages.variants()
     ]
-    best_s, best, stages = min(made, key=lambda item: item[0])
+    best_s, best, stages = min(splits, key=lambda item: item[0])
     for order in orders[1:] if len(falling) > 1 else ():
-        seconds, tried = _timed_orders(priced, stages, ranks, packed, order, batch, costs)
+        seconds, tried = _timed_order(priced, stages, ranks, packed, order, batch, costs)
         if seconds < best_s:
             best_s, best = seconds, tried
     assert best_s < inf, "micro-batches of the same layers fit in any order"
     return best
 
 
-def _timed_orders(
+def _timed_order(
     priced: PricedScheme,
     stages: StageCosts,
     ranks: tuple[int, ...],
@@ -508,32 +514,33 @@ def _timed_orders(
     batch: SortedBatch,
     costs: CostModel,
 ) -> tuple[float, _Setup]:
-    """(seconds, set-up) of a pipeline with stages alone on its ranks, with its micro-batches in an
-    ``order``; infinite seconds where they do not fit the memory in it."""
-    bins = tuple(packed.bins[j] for j in order)
-    rows = _quickened(stages, bins, [packed.rows[j] for j in order], batch)
+    """(seconds, set-up) of a pipeline with stages, alone on its ranks, whose micro-batches run in
+    ``order``; infinite seconds where in this order they do not fit into memory."""
+    bins = tuple(packed.bins[number] for number in order)
+    rows = _quickened(stages, bins, [packed.rows[number] for number in order], batch)
     pipeline = Pipeline(scheme=priced.scheme, ranks=ranks, shares=stages.shares)
     setup = _Setup(pipeline=pipeline, bins=bins, rows=rows)
-    held = [sum([batch.tokens[i] for i in own]) for own in bins]
-    if not stages.fits(list(zip(held, rows, strict=True))):
+    tokens = [sum([batch.tokens[i] for i in members]) for members in bins]
+    if not stages.fits(list(zip(tokens, rows, strict=True))):
         return inf, setup
     return step_s(_alone(priced, setup, batch, costs), costs), setup
 
 
 def _alone(priced: PricedScheme, setup: _Setup, batch: SortedBatch, costs: CostModel) -> Plan:
-    """The plan of one pipeline with its sequences only."""
-    held = sorted(i for members in setup.bins for i in members)
-    place = {i: at for at, i in enumerate(held)}
-    lengths = Lengths(tokens=tuple(batch.tokens[i] for i in held))
-    own = SortedBatch.of(lengths)
-    at = {index: position for position, index in enumerate(own.order)}
-    bins = [[at[place[i]] for i in members] for members in setup.bins]
+    """A plan of one pipeline alone, for its own sequences, to be timed."""
+    positions = sorted(i for members in setup.bins for i in members)
+    # Positions of the whole batch, indices of the new lengths, positions of the new batch.
+    index_of = {i: index for index, i in enumerate(positions)}
+    lengths = Lengths(tokens=tuple(batch.tokens[i] for i in positions))
+    own_batch = SortedBatch.of(lengths)
+    position_of = {index: position for position, index in enumerate(own_batch.order)}
+    bins = [[position_of[index_of[i]] for i in members] for members in setup.bins]
     return Plan(
         lengths=lengths,
         devices=costs.cluster.devices,
         working=priced.weights,
         pipelines=(setup.pipeline,),
-        micro_batches=tuple(micro_batches_of(priced, bins, setup.rows, 0, own, costs)),
+        micro_batches=tuple(micro_batches_of(priced, bins, setup.rows, 0, own_batch, costs)),
         predicted_s=0.0,
         lower_bound_s=0.0,
     )
@@ -542,19 +549,23 @@ def _alone(priced: PricedScheme, setup: _Setup, batch: SortedBatch, costs: CostM
 def _quickened(
     stages: StageCosts, bins: Sequence[Sequence[int]], rows: Sequence[int], batch: SortedBatch
 ) -> tuple[int, ...]:
-    """The rows of micro-batches in this order, given ``rows`` that fit: made quicker where the
-    stages have memory for all that is in flight, the largest gains first."""
-    held = [sum([batch.tokens[i] for i in own]) for own in bins]
-    squares = [float(sum([batch.tokens[i] ** 2 for i in own])) for own in bins]
-    table = stages.seconds(np.array(squares), np.array(held, dtype=np.float64))
+    """Rows of the micro-batches ``bins`` in their order, each by its number: those of ``rows``,
+    which fit, or quicker ones where the stages have memory for all that is in flight, tried with
+    the largest gains first."""
+    tokens = [sum([batch.tokens[i] for i in members]) for members in bins]
+    squares = [float(sum([batch.tokens[i] ** 2 for i in members])) for members in bins]
+    seconds = stages.seconds(np.array(squares), np.array(tokens, dtype=np.float64))
     chosen = list(rows)
-    over = table - table[np.arange(len(rows)), chosen][:, None]
-    gains = sorted((float(over[j, other]), j, other) for j, other in np.argwhere(over < 0).tolist())
-    done = set[int]()
-    for _, j, other in gains:
-        if j not in done:
-            tried = [*chosen[:j], other, *chosen[j + 1 :]]
-            if stages.fits(list(zip(held, tried, strict=True))):
-                chosen[j] = other
-                done.add(j)
+    slower_s = seconds - seconds[np.arange(len(rows)), chosen][:, None]
+    gains = sorted(
+        (float(slower_s[number, row]), number, row)
+        for number, row in np.argwhere(slower_s < 0).tolist()
+    )
+    changed = set[int]()
+    for _, number, row in gains:
+        if number not in changed:
+            rows_tried = [*chosen[:number], row, *chosen[number + 1 :]]
+            if stages.fits(list(zip(tokens, rows_tried, strict=True))):
+                chosen[number] = row
+                changed.add(number)
     return tuple(chosen)

@@ -49,7 +49,8 @@ class Nesting:
         self.area = table.ranks[self.rows] * table.spread[self.rows]
 
     def fill_in_two_ways(self, tau: float, *, measured: bool = True) -> list[Group] | float:
-        """:meth:`fill`, and where that fails, again with the longest of a size promoted."""
+        """:meth:`fill`, and where that fails again with ``longest=True``: then the longest sequence
+        of a full size gets the next larger size, not the one without a place."""
         found = self.fill(tau, measured=measured)
         return self.fill(tau, longest=True) if isinstance(found, float) else found
 
@@ -68,63 +69,66 @@ class Nesting:
             The groups, larger ones first; else, as a float, about the share of the work that finds
             no place, 0 where it is unknown.
         """
-        area = self.table.batch.each(np.where(self.alone > tau, np.inf, self.area))
-        total = float(area.min(axis=0).sum())
-        if not total <= self.table.devices * tau:
-            return max(0.0, min(1.0, total / (self.table.devices * tau) - 1)) if tau else 1.0
-        chosen = area.argmin(axis=0)
-        levels = [np.flatnonzero(chosen == level).tolist() for level in range(len(self.rows))]
+        device_s = self.table.batch.each(np.where(self.alone > tau, np.inf, self.area))
+        total_s = float(device_s.min(axis=0).sum())
+        if not total_s <= self.table.devices * tau:
+            return max(0.0, min(1.0, total_s / (self.table.devices * tau) - 1)) if tau else 1.0
+        level_of = device_s.argmin(axis=0)
+        levels = [np.flatnonzero(level_of == level).tolist() for level in range(len(self.rows))]
         segments: list[Segment] = [(0.0, tuple(range(self.table.devices)))]
-        before: dict[int, list[Segment]] = {}
+        free_before: dict[int, list[Segment]] = {}  # when ranks are free before a level is filled
         done: dict[int, list[Group]] = {}
         level = len(self.rows) - 1
         while level >= 0:
-            before[level] = segments
+            free_before[level] = segments
             done.pop(level, None)
             if levels[level]:
                 filled = self._level(level, levels[level], segments, tau)
-                if isinstance(filled, int):
+                if isinstance(filled, int):  # the position of a sequence without room
                     promotions -= 1
                     filled = levels[level][0] if longest else filled
-                    larger = self._larger(area, level, filled)
+                    larger = self._larger(device_s, level, filled)
                     if promotions < 0 or larger is None:
                         return 0.0
+                    # Give the sequence the larger size, and fill again from that size on.
                     levels[level].remove(filled)
                     levels[larger].append(filled)
                     levels[larger].sort()
-                    level, segments = larger, before[larger]
+                    level, segments = larger, free_before[larger]
                     continue
                 segments, done[level] = filled
             level -= 1
         return [group for at in sorted(done, reverse=True) for group in done[at]]
 
     def by_deadline(self, tau: float, *, measured: bool = True) -> list[Group] | float:
-        """:meth:`fill` in another way, for sizes that divide one another and few sequences. Longest
-        first, each goes to the size on which it takes the fewest device-seconds and still ends by
-        ``tau`` seconds, into the group that it fills best."""
+        """Another way to :meth:`fill`, for sizes that divide one another and few sequences. Longest
+        first, each sequence goes to the size on which it takes the fewest device-seconds and still
+        ends by ``tau`` seconds, there to the latest group that still ends in time. Returns groups
+        as :meth:`fill` does; 0.0 where a sequence finds no place."""
         table = self.table
-        area = table.batch.each(np.where(self.alone > tau, np.inf, self.area))
-        order = area.argsort(axis=0, kind="stable").T.tolist()
-        within = np.isfinite(area).sum(axis=0).tolist()
+        device_s = table.batch.each(np.where(self.alone > tau, np.inf, self.area))
+        order = device_s.argsort(axis=0, kind="stable").T.tolist()
+        within = np.isfinite(device_s).sum(axis=0).tolist()
         widths = [table.width[k] for k in self.rows]
-        free = [np.zeros(table.devices // p) for p in widths]  # of a group's last rank
-        ready = [  # and its first micro-batch paid for
+        free_s = [np.zeros(table.devices // p) for p in widths]  # of each group's last rank
+        # Where the next sequence of a group starts: with the constant of its first micro-batch.
+        ready_s = [
             np.full(table.devices // p, table.c[k]) for p, k in zip(widths, self.rows, strict=True)
         ]
         seconds, tokens = ([of(k) for k in self.rows] for of in (table.seconds, table.room))
-        rooms: dict[tuple[int, int], list[int]] = {}
+        token_rooms: dict[tuple[int, int], list[int]] = {}
         members: dict[tuple[int, int], list[int]] = {}
-        spare_s, rest_s = table.devices * tau * (1 + ROUNDING), self._rest_s
+        spare_s, left_s = table.devices * tau * (1 + ROUNDING), self._rest_s
         for i, (levels, count) in enumerate(zip(order, within, strict=True)):
-            if rest_s[i] > spare_s:
+            if left_s[i] > spare_s:
                 return 0.0
             for level in levels[:count]:
-                starts, need_s = ready[level], seconds[level][i]
+                starts, need_s = ready_s[level], seconds[level][i]
                 g = int(np.where(starts <= tau - need_s, starts, -1.0).argmax())
                 end = float(starts[g]) + need_s
                 if end > tau:
                     continue
-                room = rooms.setdefault((level, g), [])
+                room = token_rooms.setdefault((level, g), [])
                 if room and tokens[level][i] > room[-1]:
                     end += table.added_s(self.rows[level], room, tokens[level][i])
                 if end <= tau:
@@ -133,23 +137,25 @@ class Nesting:
                 return 0.0
             table.put(self.rows[level], room, tokens[level][i])
             members.setdefault((level, g), []).append(i)
-            first, later = g * widths[level], end - float(free[level][g])
-            spare_s -= later * widths[level]
+            first, grown_s = g * widths[level], end - float(free_s[level][g])
+            spare_s -= grown_s * widths[level]
             if len(members[level, g]) == 1:
-                ready[level][g] -= table.c[self.rows[level]]
+                ready_s[level][g] -= table.c[self.rows[level]]
+            # Smaller groups inside this one start later by as much; larger ones around it start
+            # when it ends, at the earliest.
             for below in range(level + 1):
                 p = widths[below]
-                own = slice(first // p, (first + widths[level]) // p)
-                free[below][own] += later
-                ready[below][own] += later
+                inside = slice(first // p, (first + widths[level]) // p)
+                free_s[below][inside] += grown_s
+                ready_s[below][inside] += grown_s
             for above in range(level + 1, len(widths)):
                 at = first // widths[above]
-                if at < len(free[above]) and free[above][at] < end:
-                    ready[above][at] += end - free[above][at]
-                    free[above][at] = end
+                if at < len(free_s[above]) and free_s[above][at] < end:
+                    ready_s[above][at] += end - free_s[above][at]
+                    free_s[above][at] = end
         return [
-            (self.rows[level], tuple(range(g * widths[level], (g + 1) * widths[level])), own)
-            for (level, g), own in sorted(members.items(), key=lambda item: (-item[0][0], item[0]))
+            (self.rows[level], tuple(range(g * widths[level], (g + 1) * widths[level])), held)
+            for (level, g), held in sorted(members.items(), key=lambda item: (-item[0][0], item[0]))
         ]
 
     @cached_property
@@ -175,24 +181,24 @@ class Nesting:
             Seconds, the scheme chosen for each run, and the groups, larger ones first; infinite
             seconds and no groups for a known choice, and where they cannot stay below ``below_s``.
         """
-        alone, area = self.alone[levels], self.area[levels]
-        within = np.where(alone > target_s, np.inf, area)
-        late = ~np.isfinite(within).any(axis=0)
-        chosen = np.where(late, alone.argmin(axis=0), within.argmin(axis=0))
+        alone_s, device_s = self.alone[levels], self.area[levels]
+        in_time_s = np.where(alone_s > target_s, np.inf, device_s)
+        too_slow = ~np.isfinite(in_time_s).any(axis=0)
+        chosen = np.where(too_slow, alone_s.argmin(axis=0), in_time_s.argmin(axis=0))
         key = tuple(np.array(levels)[chosen].tolist())
-        if key in known or not np.isfinite(alone.min(axis=0)).all():
+        if key in known or not np.isfinite(alone_s.min(axis=0)).all():
             return float("inf"), key, []
         batch, devices = self.table.batch, self.table.devices
-        least = np.take_along_axis(area, chosen[None], axis=0) @ batch.counts
+        least = np.take_along_axis(device_s, chosen[None], axis=0) @ batch.counts
         if float(least[0]) >= below_s * devices:
             return float("inf"), key, []
         chosen = batch.each(chosen)
         segments: list[Segment] = [(0.0, tuple(range(devices)))]
         found = list[Group]()
-        for at in range(len(levels) - 1, -1, -1):
-            members = np.flatnonzero(chosen == at).tolist()
+        for number in range(len(levels) - 1, -1, -1):
+            members = np.flatnonzero(chosen == number).tolist()
             if members:
-                made = self._dealt(self.rows[levels[at]], members, segments, below_s)
+                made = self._dealt(self.rows[levels[number]], members, segments, below_s)
                 if made is None:
                     return float("inf"), key, []
                 segments, groups = made
@@ -204,49 +210,53 @@ class Nesting:
     ) -> tuple[list[Segment], list[Group]] | None:
         """Deal the positions ``given``, longest first, out to groups of scheme k on ranks that are
         free as ``segments`` say, each to the group that is free first (Graham's rule). Returns when
-        ranks are free then, and the groups; None when a group takes ``below_s`` or more."""
+        which ranks are free afterwards, and the groups; None as soon as a group would take
+        ``below_s`` seconds or more."""
         table = self.table
         seconds, tokens = table.seconds(k), table.room(k)
-        groups, left = _cut(segments, table.width[k])
+        groups, loose_ranks = _cut(segments, table.width[k])
         loads = [(free + table.c[k], g) for g, (free, _) in enumerate(groups)]
         heapify(loads)
         members = [list[int]() for _ in groups]
         if table.fluid[k]:  # the rule of ``added_s`` and ``put``, without calls: the innermost loop
-            room_of, share = [table.cap[k]] * len(groups), table.share[k]
+            tokens_left, share = [table.cap[k]] * len(groups), table.share[k]
             for i in given:
-                load, g = loads[0]
-                load += seconds[i]
-                unused = room_of[g] - tokens[i]
+                load_s, g = loads[0]
+                load_s += seconds[i]
+                unused = tokens_left[g] - tokens[i]
                 if unused < 0:
-                    load -= unused * share
+                    load_s -= unused * share
                     unused = 0
-                room_of[g] = unused
-                if load >= below_s:
+                tokens_left[g] = unused
+                if load_s >= below_s:
                     return None
                 members[g].append(i)
-                heapreplace(loads, (load, g))
+                heapreplace(loads, (load_s, g))
             given = ()
         rooms = [list[int]() for _ in groups]
         for i in given:
-            load, g = loads[0]
+            load_s, g = loads[0]
             if rooms[g]:
-                load += table.added_s(k, rooms[g], tokens[i])
-            load += seconds[i]
-            if load >= below_s:
+                load_s += table.added_s(k, rooms[g], tokens[i])
+            load_s += seconds[i]
+            if load_s >= below_s:
                 return None
             table.put(k, rooms[g], tokens[i])
             members[g].append(i)
-            heapreplace(loads, (load, g))
-        used = [(load, (k, groups[g][1], members[g])) for load, g in loads if members[g]]
-        rest = [groups[g] for _, g in loads if not members[g]]
-        used.sort(key=lambda item: item[1][1])
-        after_it = [(load, group[1]) for load, group in used]
-        return sorted([*left, *rest, *after_it]), [group for _, group in used]
+            heapreplace(loads, (load_s, g))
+        used_groups = [(load_s, (k, groups[g][1], members[g])) for load_s, g in loads if members[g]]
+        unused_groups = [groups[g] for _, g in loads if not members[g]]
+        used_groups.sort(key=lambda item: item[1][1])
+        busy_until = [(load_s, group[1]) for load_s, group in used_groups]
+        return sorted([*loose_ranks, *unused_groups, *busy_until]), [
+            group for _, group in used_groups
+        ]
 
     @staticmethod
     def _larger(area: np.ndarray, level: int, i: int) -> int | None:
-        """The level of the larger size on which sequence i takes the fewest device-seconds; None
-        where there is none."""
+        """Of the levels above ``level``, the one on which the sequence at position ``i`` takes the
+        fewest device-seconds, given ``area``, the device-seconds [levels, sequences]; None where it
+        fits on none."""
         above = area[level + 1 :, i]
         if not len(above) or not np.isfinite(above).any():
             return None
@@ -255,56 +265,60 @@ class Nesting:
     def _level(
         self, level: int, given: Sequence[int], segments: Sequence[Segment], tau: float
     ) -> tuple[list[Segment], list[Group]] | int:
-        """Put the positions ``given``, longest first, into groups of one size on ranks that are
-        free as ``segments`` say, each into the group that it fills best within ``tau`` seconds.
-        Returns when ranks are free then, and the groups; or the position of a sequence without
-        room."""
+        """Fill the groups of one size, on ranks that are free as ``segments`` say, with the
+        positions ``given``, longest first: each goes to the group that it fills best within ``tau``
+        seconds. Returns when which ranks are free afterwards, and the groups; or the position of a
+        sequence that finds no room."""
         table, k = self.table, self.rows[level]
         seconds, tokens, c = table.seconds(k), table.room(k), table.c[k]
-        groups, left = _cut(segments, table.width[k])
+        groups, loose_ranks = _cut(segments, table.width[k])
         loads = sorted([(free + c, g) for g, (free, _) in enumerate(groups)])
-        spaces, members = [list[int]() for _ in groups], [list[int]() for _ in groups]
-        last = len(groups)
+        rooms, members = [list[int]() for _ in groups], [list[int]() for _ in groups]
+        above_all = len(groups)
         for i in given:
-            need = seconds[i]
-            at = bisect_right(loads, (tau - need, last))
+            need_s = seconds[i]
+            # From the fullest group that has the seconds down to one that has the tokens, too.
+            at = bisect_right(loads, (tau - need_s, above_all))
             while at > 0:
                 at -= 1
-                load, g = loads[at]
-                after, space = load + need, spaces[g]
-                if space and tokens[i] > space[-1]:
-                    after += table.added_s(k, space, tokens[i])
-                if after <= tau:
+                load_s, g = loads[at]
+                after_s, room = load_s + need_s, rooms[g]
+                if room and tokens[i] > room[-1]:
+                    after_s += table.added_s(k, room, tokens[i])
+                if after_s <= tau:
                     break
             else:
                 return i
             del loads[at]
-            insort(loads, (after, g))
-            if len(space) == 1 and tokens[i] <= space[0]:
-                space[0] -= tokens[i]
+            insort(loads, (after_s, g))
+            if len(room) == 1 and tokens[i] <= room[0]:
+                room[0] -= tokens[i]
             else:
-                table.put(k, space, tokens[i])
+                table.put(k, room, tokens[i])
             members[g].append(i)
-        used = [(load, (k, groups[g][1], members[g])) for load, g in loads if members[g]]
-        rest = [groups[g] for _, g in loads if not members[g]]
-        after_it = [(load, group[1]) for load, group in used]
-        return sorted([*left, *rest, *after_it]), [group for _, group in used]
+        used_groups = [(load_s, (k, groups[g][1], members[g])) for load_s, g in loads if members[g]]
+        unused_groups = [groups[g] for _, g in loads if not members[g]]
+        busy_until = [(load_s, group[1]) for load_s, group in used_groups]
+        return sorted([*loose_ranks, *unused_groups, *busy_until]), [
+            group for _, group in used_groups
+        ]
 
 
 def _cut(segments: Sequence[Segment], p: int) -> tuple[list[Segment], list[Segment]]:
-    """Groups of ``p`` ranks that are free at about the same time, with the seconds when the last of
-    these is free; and the ranks left over, one by one."""
-    groups, single = list[Segment](), list[tuple[float, int]]()
-    for free, ranks in segments:
+    """Cut ranks into groups of ``p`` that are free at about the same time. Returns each group with
+    the seconds when the last of its ranks is free, and the ranks that are left over, one by one
+    with theirs."""
+    groups, loose = list[Segment](), list[tuple[float, int]]()
+    for free_s, ranks in segments:
         end = len(ranks) - len(ranks) % p
-        groups += [(free, ranks[at : at + p]) for at in range(0, end, p)]
-        single += [(free, rank) for rank in ranks[end:]]
-    single.sort()
-    end = len(single) - len(single) % p
+        groups += [(free_s, ranks[at : at + p]) for at in range(0, end, p)]
+        loose += [(free_s, rank) for rank in ranks[end:]]
+    loose.sort()
+    end = len(loose) - len(loose) % p
     for at in range(0, end, p):
-        last_s, _ = single[at + p - 1]
-        groups.append((last_s, tuple(sorted(rank for _, rank in single[at : at + p]))))
-    return groups, [(free, (rank,)) for free, rank in single[end:]]
+        last_s, _ = loose[at + p - 1]
+        groups.append((last_s, tuple(sorted(rank for _, rank in loose[at : at + p]))))
+    return groups, [(free_s, (rank,)) for free_s, rank in loose[end:]]
 
 
 _NESTED = Role(name="nested", tables="nested", costs=("model", "groups"))
@@ -324,9 +338,8 @@ class Nested:
     worth: float = 0.005
 
     def drafts(self, table: PriceTable, known: Known) -> Iterator[Draft]:
-        """Dealt groups, then filled ones in the least time. Where
-        frontiers have many rows packing decides what fits into a time, so there nothing is filled
-        but for few."""
+        """Dealt groups first, then filled ones in the least time. Where frontiers have many rows,
+        packing decides what fits into a time, so there only few sequences are filled."""
         rows = [
             k
             for k in range(len(table))
@@ -335,7 +348,7 @@ class Nested:
         chain, few = _chain(table, rows), len(table.tokens) <= FEW
         bound_s, high_s = known.bound_s, known.best_s
         if few and not any(table.fluid):
-            high_s = inf
+            high_s = inf  # few sequences are drafted even where that is no quicker
         for sizes in [chain, rows] if few and len(chain) < len(rows) else [chain]:
             nesting = Nesting(table, sizes)
             dealing = _Dealing(nesting, high_s * (1 + NEAR))
@@ -376,8 +389,9 @@ class _Dealing:
         self.dealt, self.tried = list[tuple[float, list[Group]]](), set[tuple[int, ...]]()
 
     def drafts(self, bound_s: float) -> list[Draft]:
-        """The best drafts: for the bound, ``bound_s`` seconds, and a little more as the time, each
-        with all sizes, then without those that cost more than they bring."""
+        """The best few drafts. The target is the bound, ``bound_s`` seconds, and then a little
+        more; for each, sequences are dealt with all sizes, then without sizes that cost more than
+        they bring."""
         for target in _TARGETS:
             self._without_sizes(bound_s * target)
         self.dealt.sort(key=lambda item: item[0])
@@ -385,39 +399,43 @@ class _Dealing:
         return [Draft.of(table, seconds, groups, "nested") for seconds, groups in kept]
 
     def _without_sizes(self, target_s: float) -> None:
-        """Deal for a target time with all sizes, then without the size that gains the most by being
-        left out, as long as one gains."""
+        """Deal for a target time with all sizes; then, as long as that gains, without one more
+        size, the one whose absence gains the most."""
         levels = list(range(len(self.nesting.rows)))
         best_s, sizes = self._deal(target_s, levels)
         while len(levels) > 1:
-            tried = [
+            attempts = [
                 (*self._deal(target_s, fewer), fewer)
                 for left_out in sorted(set(sizes))
                 if (fewer := [level for level in levels if level != left_out])
             ]
-            seconds, fewer_sizes, fewer = min(tried, key=lambda item: item[0])
+            seconds, fewer_sizes, fewer = min(attempts, key=lambda item: item[0])
             if seconds >= best_s:
                 return
             best_s, sizes, levels = seconds, fewer_sizes, fewer
 
     def _deal(self, target_s: float, levels: Sequence[int]) -> tuple[float, tuple[int, ...]]:
-        """(seconds, schemes chosen for runs) of dealing with some sizes for a target time; the
-        seconds are infinite where that is no quicker than what was dealt."""
+        """Deal with the sizes ``levels`` for a target time and keep the groups. Returns the seconds
+        and the scheme chosen for each run; the seconds are infinite where that is no quicker than
+        what was dealt before."""
         below_s = min((seconds for seconds, _ in self.dealt), default=self.high_s)
-        seconds, sizes, groups = self.nesting.dealt(target_s, levels, self.tried, below_s)
-        self.tried.add(sizes)
+        seconds, choice, groups = self.nesting.dealt(target_s, levels, self.tried, below_s)
+        self.tried.add(choice)
         if groups:
             self.dealt.append((seconds, groups))
-        return seconds, sizes
+        return seconds, choice
 
 
 def _chain(table: PriceTable, rows: Sequence[int]) -> list[int]:
-    """The longest chain of sizes that divide the next and, the largest, the devices."""
-    best: dict[int, list[int]] = {}
+    """The longest chain of schemes each of whose widths divides the next one's, the last one the
+    number of devices where that is possible; as numbers of schemes, rising."""
+    longest: dict[int, list[int]] = {}
     for k in rows:
         width = table.width[k]
-        below = [best[j] for j in best if table.width[j] < width and width % table.width[j] == 0]
-        best[k] = [*max(below, key=len, default=[]), k]
+        shorter = [
+            longest[j] for j in longest if table.width[j] < width and width % table.width[j] == 0
+        ]
+        longest[k] = [*max(shorter, key=len, default=[]), k]
 
-    filling = [own for own in best.values() if table.devices % table.width[own[-1]] == 0]
-    return max(filling or best.values(), key=len, default=[])
+    whole = [sizes for sizes in longest.values() if table.devices % table.width[sizes[-1]] == 0]
+    return max(whole or longest.values(), key=len, default=[])

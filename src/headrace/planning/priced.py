@@ -106,7 +106,8 @@ class Frontier:
 
     @classmethod
     def of_rows(cls, rows: Sequence[tuple[float, float, float]], cap: int) -> Frontier:
-        """Rows (a, b, c) of one capacity, without layer plans, as published costs have them."""
+        """A frontier of rows (a, b, c), in seconds, that all hold ``cap`` tokens and have no layer
+        plans, as published costs have them."""
         a, b, c = np.array(rows, dtype=np.float64).T
         return cls(
             options=(),
@@ -118,7 +119,7 @@ class Frontier:
         )
 
     def only(self, row: int) -> Frontier:
-        """A frontier of one of the plans."""
+        """The frontier with the single plan of number ``row``."""
         return Frontier(
             options=self.options,
             a=self.a[[row]],
@@ -136,19 +137,19 @@ class Frontier:
 
     @cached_property
     def quick(self) -> Columns:
-        """The columns of the rows in :attr:`quickest`, each [rows, 1]."""
-        a, b, c, share, caps = self._columns
+        """The columns a, b, c, c / cap and cap of the rows in :attr:`quickest`, each [rows, 1]."""
+        a, b, c, c_per_token, caps = self._columns
         rows = self.quickest
-        return a[rows], b[rows], c[rows], share[rows], caps[rows]
+        return a[rows], b[rows], c[rows], c_per_token[rows], caps[rows]
 
     @cached_property
     def _columns(self) -> Columns:
-        """The columns of all rows, each [rows, 1]."""
-        share = self.c / self.limits
-        a, b, c, share, caps = (
-            each[:, None] for each in (self.a, self.b, self.c, share, self.limits)
+        """The columns a, b, c, c / cap and cap of all rows, each [rows, 1]."""
+        c_per_token = self.c / self.limits
+        a, b, c, c_per_token, caps = (
+            column[:, None] for column in (self.a, self.b, self.c, c_per_token, self.limits)
         )
-        return a, b, c, share, caps
+        return a, b, c, c_per_token, caps
 
     @property
     def most_tokens(self) -> int:
@@ -172,7 +173,8 @@ class Frontier:
 
     @cached_property
     def rules(self) -> list[bool]:
-        """Whether each plan is at least as quick as every later one whatever the micro-batch."""
+        """Whether each plan is at least as quick as every later, roomier one, whatever the
+        micro-batch."""
         return [bool(rule) for rule in _ruling(self.a, self.b, self.c)]
 
     @cached_property
@@ -182,9 +184,10 @@ class Frontier:
 
     @cached_property
     def shares(self) -> tuple[Share, ...]:
-        """Three ways to charge a sequence of a pack for the constant: all of it, nothing, and by
-        tokens, of which a pack holds at most the plan's capacity."""
-        zero, spread = np.zeros_like(self.c), self.b + self.c / self.limits
+        """Three ways to charge a sequence for the constant of its micro-batch: all of it; nothing;
+        and for each token c / cap, the least that a token can bear, as a micro-batch holds at most
+        cap tokens."""
+        no_c, b_with_c = np.zeros_like(self.c), self.b + self.c / self.limits
         return tuple(
             Share(
                 b=b,
@@ -192,29 +195,29 @@ class Frontier:
                 rules=_ruling(self.a, b, c),
                 quickest=_quickest(np.column_stack([self.a, b, c])),
             )
-            for b, c in ((self.b, self.c), (self.b, zero), (spread, zero))
+            for b, c in ((self.b, self.c), (self.b, no_c), (b_with_c, no_c))
         )
 
     @cached_property
     def quickest(self) -> Counts:
-        """Plans that are the quickest for some sequence if memory is no matter, however it is
-        charged."""
+        """Numbers of the plans, rising, that are the quickest for sequences of some length if
+        memory is no matter, in any of the three :attr:`shares` of the constant."""
         return np.unique(np.concatenate([share.quickest for share in self.shares]))
 
     def best(self, squares: float, tokens: int) -> tuple[float, int] | None:
         """(seconds, number of the plan) of the quickest plan that holds a micro-batch of ``tokens``
         tokens whose squared lengths sum to ``squares``; None when not even the thriftiest does."""
-        first = bisect_left(self.caps, tokens)
-        if first == len(self.caps):
+        row = bisect_left(self.caps, tokens)  # the first plan that holds so many tokens
+        if row == len(self.caps):
             return None
-        if not self.rules[first]:
-            first += int(self._table[first:].dot(np.array((squares, tokens, 1.0))).argmin())
-        a, b, c = self.rows[first]
-        return a * squares + b * tokens + c, first
+        if not self.rules[row]:  # else no roomier plan is quicker
+            row += int(self._table[row:].dot(np.array((squares, tokens, 1.0))).argmin())
+        a, b, c = self.rows[row]
+        return a * squares + b * tokens + c, row
 
     def nearly_best(self, squares: float, tokens: int) -> tuple[float, int] | None:
-        """:meth:`best`, but quicker to answer: micro-batches of about the same mean length and
-        tokens that the same plans hold share an answer."""
+        """:meth:`best`, but quicker to answer and not always exact: micro-batches whose mean length
+        and tokens are about the same, and which the same plans hold, share one cached answer."""
         first = bisect_left(self.caps, tokens)
         if first == len(self.caps):
             return None
@@ -229,8 +232,8 @@ class Frontier:
         return a * squares + b * tokens + c, first
 
     def quickest_cap(self, squares: float, tokens: int) -> int:
-        """Tokens that the plan holds which would be quickest, or close to it, for a micro-batch of
-        ``tokens`` tokens and ``squares`` squared ones if memory were no matter."""
+        """How many tokens the plan holds that would be about the quickest for a micro-batch of
+        ``tokens`` tokens, whose squared lengths sum to ``squares``, if memory were no matter."""
         if self.rules[0]:
             return self.caps[0]
         key = int(log(squares / tokens) * _LIKE), int(log(tokens) * _LIKE)
@@ -247,71 +250,75 @@ class Frontier:
 
 
 def worth_keeping(seconds: Floats, caps: Floats) -> Counts:
-    """Which of many plans to keep, smallest capacity first, by their coefficients ``seconds``
-    [plans, 3] and capacities; of equal ones the first."""
-    found = np.flatnonzero(caps >= 1)
-    if len(found) > _EXACT:
-        found = found[_thinned(seconds[found], caps[found])]
-    found = found[_unbeaten(seconds[found], caps[found])]
-    order = np.lexsort((seconds[found].sum(axis=1), caps[found]))
-    kept: Counts = found[order].astype(np.int64)
+    """Which of many plans to keep, as numbers with the smallest capacity first, given their
+    coefficients ``seconds`` [plans, 3] and the tokens ``caps`` that they hold [plans]: those that
+    no other beats in everything; of equal ones the first."""
+    plans = np.flatnonzero(caps >= 1)
+    if len(plans) > _EXACT:
+        plans = plans[_thinned(seconds[plans], caps[plans])]
+    plans = plans[_unbeaten(seconds[plans], caps[plans])]
+    order = np.lexsort((seconds[plans].sum(axis=1), caps[plans]))
+    kept: Counts = plans[order].astype(np.int64)
     return kept
 
 
-def _alike(mean: int, tokens: int) -> Floats:
-    """(sum of squared tokens, sum of tokens, 1) in the middle of the micro-batches that are alike,
-    given the rounded logarithms of their mean length and tokens."""
-    length, total = exp((mean + 0.5) / _LIKE), exp((tokens + 0.5) / _LIKE)
-    return np.array((length * total, total, 1.0))
+def _alike(mean_step: int, token_step: int) -> Floats:
+    """(sum of squared lengths, tokens, 1) of a typical micro-batch of a cell of the grid by which
+    :meth:`Frontier.nearly_best` caches, given the cell's steps of log mean length and of log
+    tokens."""
+    mean_length, tokens = exp((mean_step + 0.5) / _LIKE), exp((token_step + 0.5) / _LIKE)
+    return np.array((mean_length * tokens, tokens, 1.0))
 
 
 def _ruling(a: Floats, b: Floats, c: Floats) -> NDArray[np.bool_]:
-    """Which rows no later row beats in any coefficient."""
-    table = np.column_stack([a, b, c])
-    least = np.minimum.accumulate(table[::-1], axis=0)[::-1]
-    ruling: NDArray[np.bool_] = np.logical_and.reduce(table <= least, axis=1)
+    """Whether each row (a, b, c) is at most every later row in all three coefficients [rows]."""
+    rows = np.column_stack([a, b, c])
+    least_from_here = np.minimum.accumulate(rows[::-1], axis=0)[::-1]
+    ruling: NDArray[np.bool_] = np.logical_and.reduce(rows <= least_from_here, axis=1)
     return ruling
 
 
 def _unbeaten(seconds: Floats, caps: Floats) -> Counts:
-    """Plans that no other beats in every coefficient and in capacity."""
-    table = np.column_stack([seconds, -caps])
-    no_worse = np.ones((len(table), len(table)), dtype=np.bool_)
-    for column in table.T:
+    """Numbers of the plans that no other beats: none is at most as large in every coefficient and
+    holds as many tokens. Of equal plans the first stays."""
+    columns = np.column_stack([seconds, -caps])
+    no_worse = np.ones((len(columns), len(columns)), dtype=np.bool_)
+    for column in columns.T:
         no_worse &= column[:, None] <= column[None, :]
-    first = np.arange(len(table))
-    beats = no_worse & (~no_worse.T | (first[:, None] < first[None, :]))
+    number = np.arange(len(columns))
+    beats = no_worse & (~no_worse.T | (number[:, None] < number[None, :]))
     unbeaten: Counts = np.flatnonzero(~beats.any(axis=0)).astype(np.int64)
     return unbeaten
 
 
-def _quickest(table: Floats) -> Counts:
-    """Indices of the rows that no other row beats in every column, of equal ones the first; quick
-    where these are few."""
-    left, found = np.argsort(table.sum(axis=1), kind="stable"), list[int]()
-    while len(left):
-        best = int(left[0])
-        found.append(best)
-        left = left[(table[left] < table[best]).any(axis=1)]
-    return np.array(sorted(found), dtype=np.int64)
+def _quickest(rows: Floats) -> Counts:
+    """Numbers, rising, of the rows [rows, columns] that no other row beats in every column; of
+    equal rows the first. This is quick where few such rows exist."""
+    unbeaten, kept = np.argsort(rows.sum(axis=1), kind="stable"), list[int]()
+    while len(unbeaten):
+        best = int(unbeaten[0])  # no row beats the one with the least sum
+        kept.append(best)
+        unbeaten = unbeaten[(rows[unbeaten] < rows[best]).any(axis=1)]
+    return np.array(sorted(kept), dtype=np.int64)
 
 
 def _thinned(seconds: Floats, caps: Floats) -> Counts:
-    """Indices of plans to keep, of many: for each shape of pack the quickest among those that hold
-    as much, where they differ by a step of seconds."""
-    falling = np.argsort(-caps, kind="stable")
+    """Numbers of the plans to keep of many, rising: for each of the typical micro-batches
+    ``_PACKS``, the plans that are quicker than every roomier one, one of them for each step of
+    seconds."""
+    by_cap = np.argsort(-caps, kind="stable")  # the roomiest first
     packs = np.array([(length, 1.0, 1.0 / tokens) for length, tokens in _PACKS])
-    per_token = packs @ seconds[falling].T
-    least = np.minimum.accumulate(per_token, axis=1)
-    better = np.ones(per_token.shape, dtype=np.bool_)
-    better[:, 1:] = per_token[:, 1:] < least[:, :-1]
-    kept = np.zeros(len(falling), dtype=np.bool_)
-    for row, here in zip(per_token, better, strict=True):
-        at = np.flatnonzero(here)
-        steps = np.floor(np.log(np.maximum(row[at], 1e-300)) / _STEP)
-        kept[at[np.append(True, steps[1:] != steps[:-1])]] = True
-        kept[at[-1]] = True
-    thinned: Counts = np.sort(falling[kept]).astype(np.int64)
+    per_token = packs @ seconds[by_cap].T
+    least_so_far = np.minimum.accumulate(per_token, axis=1)
+    improves = np.ones(per_token.shape, dtype=np.bool_)
+    improves[:, 1:] = per_token[:, 1:] < least_so_far[:, :-1]
+    kept = np.zeros(len(by_cap), dtype=np.bool_)
+    for plan_seconds, is_better in zip(per_token, improves, strict=True):
+        better_plans = np.flatnonzero(is_better)
+        steps = np.floor(np.log(np.maximum(plan_seconds[better_plans], 1e-300)) / _STEP)
+        kept[better_plans[np.append(True, steps[1:] != steps[:-1])]] = True
+        kept[better_plans[-1]] = True  # the quickest of all
+    thinned: Counts = np.sort(by_cap[kept]).astype(np.int64)
     return thinned
 
 
@@ -320,7 +327,8 @@ Row = tuple[float, float, float]
 
 
 def shares_of(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
-    """Layers of each stage: as even as can be, then with fewer and fewer for the last one."""
+    """How many layers each of ``stages`` stages gets: first as evenly as can be, then with fewer
+    and fewer layers in the last stage, which has the head besides."""
     even = share_layers(layers, stages)
     yield even
     for last in range(even[-1] - 1, 0, -1) if stages > 1 else ():
@@ -353,20 +361,24 @@ class LayerTable:
         cls, costs: CostModel, scheme: Scheme, working: Working, plans: Sequence[LayerPlan]
     ) -> LayerTable:
         """The table of ``plans`` on a scheme whose ranks hold weights as ``working`` says."""
-        number: dict[LayerOption, int] = {}
+        numbers: dict[LayerOption, int] = {}
         layers = [
-            [at for o, count in plan.counts for at in [number.setdefault(o, len(number))] * count]
+            [
+                number
+                for o, count in plan.counts
+                for number in [numbers.setdefault(o, len(numbers))] * count
+            ]
             for plan in plans
         ]
-        listed = [costs.option(scheme.width, option) for option in number]
+        listed = [costs.option(scheme.width, option) for option in numbers]
         seconds = list[Row]()
-        for option, cost in zip(number, listed, strict=True):
+        for option, cost in zip(numbers, listed, strict=True):
             both = cost.forward + cost.backward
             gathered = sum(stage_gather(costs, scheme, option, working))
             seconds.append((both.a, both.b, both.c + gathered))
         return cls(
             plans=tuple(plans),
-            options=tuple(number),
+            options=tuple(numbers),
             layers=np.array(layers, dtype=np.int64),
             seconds=np.array(seconds),
             kept=_lines([cost.kept for cost in listed]),
@@ -374,7 +386,7 @@ class LayerTable:
         )
 
     def only(self, numbers: Counts) -> LayerTable:
-        """The table with the layer plans of the given numbers only."""
+        """The table with the layer plans of the given ``numbers`` alone."""
         return replace(
             self,
             plans=tuple(self.plans[i] for i in numbers.tolist()),
@@ -433,7 +445,8 @@ class StageCosts:
 
     @cached_property
     def rooms(self) -> tuple[int, ...]:
-        """Bytes for activations on a rank of each stage."""
+        """Bytes that a rank of each stage has left for activations beside its state and working
+        weights."""
         free = self.costs.capacity_bytes - self.costs.state_bytes
         return tuple(free - held for held in held_bytes(self.costs, self.pipeline, self.working))
 
@@ -443,10 +456,11 @@ class StageCosts:
         messages included [plans, stages, 3]."""
         width, table = self.scheme.width, self.table
         starts = [stage.start for stage in self.stages]
+        # Sums of the coefficients of each stage's layers.
         rows: Floats = np.add.reduceat(table.seconds[table.layers], starts, axis=1)
         ends = self.costs.ends[width]
         both = ends.forward + ends.backward
-        rows[:, -1] += (both.a, both.b, both.c)
+        rows[:, -1] += (both.a, both.b, both.c)  # embedding and head count to the last stage
         if len(self.stages) > 1:
             # Activations to the next stage and gradients back, or from and to the one before.
             rows[:, :, 1] += 2 * message_s(self.costs, 1) / width
@@ -454,13 +468,15 @@ class StageCosts:
 
     @cached_property
     def bytes(self) -> list[tuple[Floats, Floats]]:
-        """For each stage slope and constant of the bytes that it keeps of a micro-batch by plan
-        [plans, 2], and of those at each moment that may be its peak [plans, moments, 2]."""
+        """For each stage what its activations take, as slope and constant of a micro-batch's
+        tokens: bytes kept of a micro-batch [plans, 2], and bytes at each moment that may be the
+        peak [plans, moments, 2]."""
         return [self._moments(stage) for stage in self.stages]
 
     @cached_property
     def slowest(self) -> list[Row]:
-        """For each plan coefficients (a, b, c) of seconds that no stage exceeds."""
+        """For each plan the largest a, b and c of any stage: by these coefficients no micro-batch
+        takes less than on its slowest stage."""
         return [(a, b, c) for a, b, c in self.rows.max(axis=1).tolist()]
 
     @property
@@ -470,11 +486,12 @@ class StageCosts:
 
     @cached_property
     def caps(self) -> list[int]:
-        """For each plan the most tokens of a micro-batch of which as many fit as are in flight."""
+        """For each plan the most tokens of a micro-batch such that as many micro-batches fit at
+        once as there are stages."""
         return self.caps_at(len(self.stages))
 
     def variants(self) -> Iterator[StageCosts]:
-        """These shares of the layers, and others with a layer more or less in the last stage."""
+        """These costs, and the same with one layer more or one less in the last stage."""
         yield self
         layers, last = self.costs.shape.layers, self.shares[-1]
         for shares in shares_of(layers, self.scheme.pipeline):
@@ -483,140 +500,175 @@ class StageCosts:
 
     @cached_property
     def least(self) -> tuple[Least, ...]:
-        """Rows that no pipeline beats, whatever its shares of the layers and the order of its
-        micro-batches, in seconds of all stages together without messages. A pipeline is one of two
-        kinds: many layers are in its last stage, or many in another one; each has its rows, which
-        count all stages or that one alone, as if the others took as long."""
+        """Rows (a, b, c) that no pipeline of this scheme beats, whatever its split of the layers
+        and order of micro-batches, in seconds of all stages together without messages. Either the
+        last stage has many layers or another one has: there is one entry for each case. Its rows
+        count all stages, or ``depth`` times that one stage, as if the others took as long."""
         caps = np.array([variant.caps_at(1) for variant in self.variants()]).max(axis=0)
-        full = np.array([variant.in_flight for variant in self.variants()]).max(axis=0)
-        full = np.maximum(full, 1.0)  # of what fits nowhere nothing is claimed
+        fill_tokens = np.array([variant.in_flight for variant in self.variants()]).max(axis=0)
+        fill_tokens = np.maximum(fill_tokens, 1.0)  # of what fits nowhere nothing is claimed
         table, ends, depth = self.table, self.costs.ends[self.scheme.width], self.scheme.pipeline
         both = ends.forward + ends.backward
         end = np.array([both.a, both.b, both.c])
         total = table.seconds[table.layers].sum(axis=1) + end
-        # A stage may have the quickest of a plan's layers.
-        pairs = [(r, o) for r, own in enumerate(table.layers) for o in np.unique(own).tolist()]
-        plan, layer = np.array(pairs).T
-        last, other = self._fullest(end)
-        kinds = [depth * (last * table.seconds[layer] + end), depth * other * table.seconds[layer]]
-        alone = _least_rows(total, caps)
-        counted, over_s = _dealt_rows(total, caps, full, depth)
+        # For one stage alone each option of a plan stands in turn: it may have the quickest only.
+        plan_layers = [
+            (row, number)
+            for row, plan_options in enumerate(table.layers)
+            for number in np.unique(plan_options).tolist()
+        ]
+        plan_of_row, option = np.array(plan_layers).T
+        last_layers, other_layers = self._fullest(end)
+        stage_rows = [
+            depth * (last_layers * table.seconds[option] + end),
+            depth * other_layers * table.seconds[option],
+        ]
+        alone_rows = _least_rows(total, caps)
+        summed, summed_over_s = _dealt_rows(total, caps, fill_tokens, depth)
         found = list[Least]()
-        for rows in kinds:
-            dealt, own_over_s = _dealt_rows(rows, caps[plan], full[plan], depth)
+        for rows in stage_rows:
+            one_stage, one_stage_over_s = _dealt_rows(
+                rows, caps[plan_of_row], fill_tokens[plan_of_row], depth
+            )
             found.append(
                 Least(
                     width=self.scheme.width,
                     depth=depth,
-                    alone=alone,
-                    dealt=(counted, dealt),
-                    over_s=(over_s, own_over_s),
+                    alone=alone_rows,
+                    dealt=(summed, one_stage),
+                    over_s=(summed_over_s, one_stage_over_s),
                 )
             )
         return tuple(found)
 
     def _fullest(self, end: Floats) -> tuple[int, int]:
-        """(x, y) such that the last stage has at least x layers or another one at least y, chosen
-        so that either takes short sequences long; ``end`` are the coefficients of what the last
-        stage has besides."""
-        layers, others = self.costs.shape.layers, self.scheme.pipeline - 1
-        head = float(end[1] / self.table.seconds[:, 1].min())
-        pairs = [(x, -(-(layers - x + 1) // others)) for x in range(1, -(-layers // others) + 1)]
-        return max(pairs, key=lambda pair: min(pair[0] + head, pair[1]))
+        """(x, y) such that in any split the last stage has at least x layers, or another stage at
+        least y. Of all such pairs it is the one whose shorter case takes short sequences longest.
+        ``end`` are the coefficients (a, b, c) of the head and embedding in the last stage."""
+        layer_count, others = self.costs.shape.layers, self.scheme.pipeline - 1
+        # The head's seconds per token, in layers of the quickest option.
+        head_layers = float(end[1] / self.table.seconds[:, 1].min())
+        # If the last stage has fewer than x layers, one of the others has its share of the rest.
+        pairs = [
+            (last, -(-(layer_count - last + 1) // others))
+            for last in range(1, -(-layer_count // others) + 1)
+        ]
+        return max(pairs, key=lambda pair: min(pair[0] + head_layers, pair[1]))
 
     @property
     def in_flight(self) -> Floats:
-        """Tokens of each of as many micro-batches as there are stages, if they alone filled the
-        first stage's memory [plans]."""
+        """For each plan the tokens of a micro-batch of which as many as there are stages just fill
+        the first stage's memory, if nothing else were there [plans]."""
         held, _ = self._moments(self.stages[0])
         slope = len(self.stages) * held[:, 0]
-        most = np.full(len(slope), float(MOST_TOKENS))
-        return np.divide(max(0, self.rooms[0]), slope, out=most, where=slope > 0)
+        fill_tokens = np.full(len(slope), float(MOST_TOKENS))
+        return np.divide(max(0, self.rooms[0]), slope, out=fill_tokens, where=slope > 0)
 
     def caps_at(self, at_once: int) -> list[int]:
-        """For each plan the most tokens of a micro-batch of which up to ``at_once`` are in flight
-        and fit every stage."""
+        """For each plan the most tokens of a micro-batch such that every stage has memory for as
+        many as it has in flight, at most ``at_once``."""
         table, depth = self.table, len(self.stages)
-        most = np.full(len(table.plans), float(MOST_TOKENS))
+        cap_tokens = np.full(len(table.plans), float(MOST_TOKENS))
         for s, (stage, room) in enumerate(zip(self.stages, self.rooms, strict=True)):
             held, peaks = self._moments(stage)
-            lines = (min(at_once, depth - s) - 1) * held[:, None] + peaks
-            slope, free = lines[:, :, 0], room - lines[:, :, 1]
-            fits = np.where(slope > 0, free / np.where(slope > 0, slope, 1.0), float(MOST_TOKENS))
-            most = np.minimum(most, np.where(free < 0, 0.0, fits).min(axis=1))
-        return [floor(tokens) for tokens in most.tolist()]
+            # Stage s holds up to depth - s micro-batches: one at its peak, what is kept of others.
+            needs = (min(at_once, depth - s) - 1) * held[:, None] + peaks
+            slope, free = needs[:, :, 0], room - needs[:, :, 1]
+            fitting = np.where(
+                slope > 0, free / np.where(slope > 0, slope, 1.0), float(MOST_TOKENS)
+            )
+            cap_tokens = np.minimum(cap_tokens, np.where(free < 0, 0.0, fitting).min(axis=1))
+        return [floor(tokens) for tokens in cap_tokens.tolist()]
 
     def _moments(self, stage: Stage) -> tuple[Floats, Floats]:
-        """Slopes and constants of the bytes that a stage keeps of a micro-batch [plans, 2], and of
-        those at each moment that may be its peak [plans, moments, 2]."""
-        chosen = self.table.layers[:, stage.start : stage.stop]
-        kept, passing = self.table.kept[chosen], self.table.passing[chosen]
+        """Bytes of a micro-batch in a stage as lines, slope and constant of its tokens: those kept
+        until its backward [plans, 2], and those at each moment that may be the peak [plans,
+        moments, 2], one while each layer runs and in the last stage one while the head does."""
+        options = self.table.layers[:, stage.start : stage.stop]
+        kept, passing = self.table.kept[options], self.table.passing[options]
         held = kept.cumsum(axis=1)
         if not stage.last:
             return held[:, -1], held + passing
         ends = self.costs.ends[self.scheme.width]
-        first, head = _lines([ends.kept, ends.transient])
-        kept[:, 0] += first
+        end_kept, end_passing = _lines([ends.kept, ends.transient])
+        kept[:, 0] += end_kept
         so_far = kept.cumsum(axis=1)
-        return held[:, -1] + first, np.concatenate(
-            [so_far + passing, so_far[:, -1:] + head], axis=1
+        return held[:, -1] + end_kept, np.concatenate(
+            [so_far + passing, so_far[:, -1:] + end_passing], axis=1
         )
 
     def seconds(self, squares: Floats, tokens: Floats) -> Floats:
         """Seconds of micro-batches on the slowest stage by plan [micro-batches, plans], given the
         sums of their squared tokens and of their tokens, each [micro-batches]."""
         sums = np.stack([squares, tokens, np.ones(len(tokens))])
-        each: Floats = (self.rows @ sums).max(axis=1)
-        return each.T
+        seconds: Floats = (self.rows @ sums).max(axis=1)
+        return seconds.T
 
     def needs(self, plan: int, tokens: int) -> int:
-        """Bytes that the fullest stage lacks for micro-batches of ``tokens`` tokens with the layers
-        of a plan, as many as are in flight; 0 or less where they fit."""
-        depth, own = len(self.stages), np.array([float(tokens), 1.0])
-        lacks = [
-            (depth - s - 1) * float(kept[plan] @ own) + float((peaks[plan] @ own).max()) - room
-            for s, ((kept, peaks), room) in enumerate(zip(self.bytes, self.rooms, strict=True))
+        """Bytes that the fullest stage lacks for micro-batches of ``tokens`` tokens, as many as are
+        in flight, with the layers of plan number ``plan``; 0 or less where they fit."""
+        depth, tokens_and_one = len(self.stages), np.array([float(tokens), 1.0])
+        lacking = [
+            (depth - s - 1) * float(kept_line[plan] @ tokens_and_one)
+            + float((peak_lines[plan] @ tokens_and_one).max())
+            - room
+            for s, ((kept_line, peak_lines), room) in enumerate(
+                zip(self.bytes, self.rooms, strict=True)
+            )
         ]
-        return -floor(-max(lacks))
+        return -floor(-max(lacking))  # rounded up
 
     def fits(self, packs: Sequence[tuple[int, int]]) -> bool:
-        """Whether micro-batches, as (tokens, plan) in their order, fit the memory of every stage,
-        each forward beside those in flight and each backward beside those still behind it."""
-        depth, at = len(self.stages), np.arange(len(packs))
-        tokens, plans = np.array(packs, dtype=np.int64).T
-        values = np.stack([tokens.astype(np.float64), np.ones(len(packs))])
-        for s, ((held, peaks), room) in enumerate(zip(self.bytes, self.rooms, strict=True)):
-            kept = (held[plans].T * values).sum(axis=0)
-            over = (peaks[plans] * values.T[:, None]).sum(axis=2).max(axis=1) - kept
-            sums = np.concatenate([[0.0], np.cumsum(kept)])
-            beside = depth - s - 1
-            before = sums[at + 1] - sums[np.maximum(at - beside, 0)]
-            behind = sums[np.minimum(at + beside, len(packs) - 1) + 1] - sums[at]
-            if (np.maximum(before, behind) + over > room + _ROUNDING_BYTES).any():
+        """Whether micro-batches, given as (tokens, number of the layer plan) in their order, fit
+        the memory of every stage: each forward beside the micro-batches in flight before it, and
+        each backward beside those that come after it and are in flight then."""
+        depth, number = len(self.stages), np.arange(len(packs))
+        pack_tokens, plans = np.array(packs, dtype=np.int64).T
+        tokens_and_one = np.stack([pack_tokens.astype(np.float64), np.ones(len(packs))])
+        for s, ((kept_lines, peak_lines), room) in enumerate(
+            zip(self.bytes, self.rooms, strict=True)
+        ):
+            kept = (kept_lines[plans].T * tokens_and_one).sum(axis=0)
+            # What a micro-batch takes at its own peak beyond what it keeps.
+            peak_extra = (peak_lines[plans] * tokens_and_one.T[:, None]).sum(axis=2).max(
+                axis=1
+            ) - kept
+            kept_so_far = np.concatenate([[0.0], np.cumsum(kept)])
+            beside = depth - s - 1  # micro-batches in flight besides its own
+            in_forward = kept_so_far[number + 1] - kept_so_far[np.maximum(number - beside, 0)]
+            in_backward = (
+                kept_so_far[np.minimum(number + beside, len(packs) - 1) + 1] - kept_so_far[number]
+            )
+            if (np.maximum(in_forward, in_backward) + peak_extra > room + _ROUNDING_BYTES).any():
                 return False
         return True
 
 
 def _least_rows(rows: Floats, caps: Counts) -> Frontier:
-    """A frontier of rows (a, b, c) that hold something, each with the tokens that it holds."""
+    """A frontier of rows (a, b, c) [rows, 3], smallest capacity first; ``caps`` are the tokens that
+    each holds, and rows that hold none are left out."""
     order = np.argsort(caps, kind="stable")
     order = order[caps[order] > 0]
     a, b, c = rows[order].T
     return _bare(a, b, c, tuple(caps[order].tolist()))
 
 
-def _dealt_rows(rows: Floats, caps: Counts, full: Floats, depth: int) -> tuple[Frontier, float]:
-    """The same with each token's share of the constants, if ``depth`` micro-batches of ``full``
-    tokens fit at once, and the seconds by which these may be too high in a pipeline."""
+def _dealt_rows(
+    rows: Floats, caps: Counts, fill_tokens: Floats, depth: int
+) -> tuple[Frontier, float]:
+    """The frontier of rows [rows, 3] whose constant is charged to tokens instead: c /
+    ``fill_tokens`` each, where ``depth`` micro-batches of so many tokens fit at once. Also the
+    seconds of one pipeline by which these charges may exceed the constants that are really paid."""
     least_c = float(rows[:, 2].min())
-    dealt = rows.copy()
-    dealt[:, 1] += least_c / full
-    dealt[:, 2] = 0.0
-    return _least_rows(dealt, caps), least_c * (depth - 1) / depth
+    charged = rows.copy()
+    charged[:, 1] += least_c / fill_tokens
+    charged[:, 2] = 0.0
+    return _least_rows(charged, caps), least_c * (depth - 1) / depth
 
 
 def _bare(a: Floats, b: Floats, c: Floats, caps: tuple[int, ...]) -> Frontier:
-    """A frontier without layer plans: coefficients and capacities, each [rows]."""
+    """A frontier without layer plans of the given coefficients and capacities in tokens, each
+    [rows]."""
     layers = np.zeros((len(caps), 0), dtype=np.int64)
     return Frontier(options=(), a=a.copy(), b=b.copy(), c=c.copy(), caps=caps, layers=layers)
 
@@ -626,13 +678,13 @@ _ROUNDING_BYTES = 1e-3
 
 
 def _lines(lines: Sequence[Linear]) -> Floats:
-    """Slopes and constants of some lines [lines, 2]."""
+    """Slope and constant of each line, as an array [lines, 2]."""
     return np.array([(line.slope, line.constant) for line in lines])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A pipeline by one row of its scheme.
+    """A pipeline of a scheme, all of whose micro-batches are priced by one row (a, b, c).
 
     Attributes:
         stages: Number of stages.
@@ -654,30 +706,32 @@ class Line:
         takes work + c V + (P - 1) max(longest, work / V), least at V = sqrt(work (P - 1) / c), or
         where the longest sequence fills a micro-batch alone. No more than keep the devices busy.
         """
-        least = max(1, ceil(tokens / self.cap))
+        fewest = max(1, ceil(tokens / self.cap))
         if self.stages == 1 or work_s <= 0:
-            return least
-        even = work_s / longest_s if longest_s > 0 else 1.0
+            return fewest
+        # With so many the longest sequence alone fills a micro-batch: more do not shorten bubbles.
+        best_count = work_s / longest_s if longest_s > 0 else 1.0
         if self.c > 0:
-            even = min(even, sqrt(work_s * (self.stages - 1) / self.c))
-        most = max(least, int(tokens // self.util))
-        floor = max(least, int(even))
-        if floor >= most:
-            return most
+            best_count = min(best_count, sqrt(work_s * (self.stages - 1) / self.c))
+        most_count = max(fewest, int(tokens // self.util))
+        lower = max(fewest, int(best_count))
+        if lower >= most_count:
+            return most_count
+        # Both neighbouring whole numbers are compared by the formula.
         bubbles = self.stages - 1
-        low = self.c * floor + bubbles * max(longest_s, work_s / floor)
-        high = self.c * (floor + 1) + bubbles * max(longest_s, work_s / (floor + 1))
-        return floor if low <= high else floor + 1
+        lower_s = self.c * lower + bubbles * max(longest_s, work_s / lower)
+        upper_s = self.c * (lower + 1) + bubbles * max(longest_s, work_s / (lower + 1))
+        return lower if lower_s <= upper_s else lower + 1
 
     def usable_s(self, limit_s: float, longest_s: float) -> float:
-        """Seconds of work on one stage that a pipeline ends within ``limit_s`` seconds, if its
+        """Seconds of work that a pipeline can do on each stage within ``limit_s`` seconds, if its
         longest sequence takes ``longest_s``."""
         return self.usable(limit_s, longest_s)[0]
 
     def usable(self, limit_s: float, longest_s: float) -> tuple[float, int]:
-        """Seconds of work on one stage that a pipeline ends within ``limit_s`` seconds, if its
-        longest sequence takes ``longest_s``, and the tokens of the V micro-batches whose constants
-        are paid then.
+        """Seconds of work that a pipeline can do on each stage within ``limit_s`` seconds, if its
+        longest sequence takes ``longest_s``, and the tokens that the V micro-batches hold whose
+        constants are paid for it.
 
         With V micro-batches, work + c V + (P - 1) (max(longest, work / V) + c) <= limit. More of
         them help until the longest sequence fills one, or their constants cost more than the
@@ -689,12 +743,13 @@ class Line:
         rest_s = limit_s - bubbles * self.c
         if rest_s <= 0 or longest_s == inf:  # no micro-batch holds such a sequence
             return 0.0, 0
+        # V at which an even micro-batch takes as long as the longest sequence.
         count = (rest_s - bubbles * longest_s) / (longest_s + self.c) if longest_s else rest_s
-        if self.c > 0:
+        if self.c > 0:  # V of the most work by ``by_count``
             count = min(count, sqrt(limit_s * bubbles / self.c) - bubbles)
-        v = max(int(count + 0.5), 1)
-        by_count = (rest_s - self.c * v) * v / (v + bubbles)
-        return min(by_count, rest_s - self.c * v - bubbles * longest_s), v * self.cap
+        number = max(int(count + 0.5), 1)
+        by_count = (rest_s - self.c * number) * number / (number + bubbles)
+        return min(by_count, rest_s - self.c * number - bubbles * longest_s), number * self.cap
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -736,7 +791,8 @@ class PricedScheme:
         return self.frontier.most_tokens
 
     def shards_over(self, devices: int) -> bool:
-        """Whether all of ``devices`` hold the weights together, a part each."""
+        """Whether each of ``devices`` holds a different part of the weights: one stage of this
+        scheme spans all of them and its weights are sharded."""
         return self.weights == "sharded" and self.scheme.width == devices
 
     def layer_plan(self, row: int) -> LayerPlan | None:

@@ -74,76 +74,85 @@ class Pricing:
         self._nested: dict[tuple[Working, tuple[int, ...]], tuple[PricedScheme, ...]] = {}
 
     def groups(self, weights: Working) -> tuple[PricedScheme, ...]:
-        """One stage without tensor blocks, of every group size that holds a token."""
+        """Priced schemes of one stage without tensor parallelism, one for each group size on which
+        at least one token fits into memory."""
         schemes = [Scheme(context=p) for p in self.problem.group_sizes]
-        return self._several("groups", weights, schemes)
+        return self._price_all("groups", weights, schemes)
 
-    def _several(
-        self, kind: str, weights: Working, schemes: Iterable[Scheme]
+    def _price_all(
+        self, cache_name: str, weights: Working, schemes: Iterable[Scheme]
     ) -> tuple[PricedScheme, ...]:
-        """The priced ones of ``schemes`` that hold a token, worked out once for each ``kind``."""
-        if (kind, weights) not in self._kinds:
-            found = (self.price(scheme, weights) for scheme in schemes)
-            self._kinds[kind, weights] = tuple(priced for priced in found if priced is not None)
-        return self._kinds[kind, weights]
+        """Price ``schemes`` and leave out those in whose memory not even one token fits. The result
+        is cached by ``cache_name`` and ``weights``."""
+        if (cache_name, weights) not in self._kinds:
+            prices = (self.price(scheme, weights) for scheme in schemes)
+            self._kinds[cache_name, weights] = tuple(
+                priced for priced in prices if priced is not None
+            )
+        return self._kinds[cache_name, weights]
 
     def lockstep(self) -> tuple[PricedScheme, ...]:
-        """Groups of every size for steps in lockstep: weights are gathered from the whole world at
-        every layer, which costs seconds, and each rank holds a shard of the world's."""
+        """Groups of every size for steps in lockstep. Each rank holds one shard of the weights, cut
+        over the whole world, and gathers every layer from all ranks, which costs seconds."""
         if "lockstep" not in self._lockstep:
             found = (self._in_lockstep(p) for p in self.problem.group_sizes)
             self._lockstep["lockstep"] = tuple(priced for priced in found if priced.most_tokens)
         return self._lockstep["lockstep"]
 
     def _in_lockstep(self, p: int) -> PricedScheme:
-        """A group of ``p`` ranks in lockstep."""
+        """A group of ``p`` ranks in lockstep, priced by its best layer plans."""
         table, slots = self.lockstep_table(p, self.problem.options[p]), self.problem.slots[p]
-        if len(slots) == 1:
+        if len(slots) == 1:  # all layers choose from the same options
             frontier = mixed_frontier(table, self.costs.shape.layers)
         else:
             frontier = listed_frontier(table, slots)
         return PricedScheme(scheme=Scheme(context=p), frontier=frontier, weights="sharded")
 
     def lockstep_table(self, p: int, options: Sequence[LayerOption]) -> Table:
-        """What layers of some options cost a group of ``p`` ranks in lockstep, whose weights are
-        gathered from the whole world."""
+        """Seconds and bytes of layers with the given options on a group of ``p`` ranks in lockstep,
+        where every layer's weights are gathered from the whole world."""
         costs, world = self.costs, max(self.costs.working_bytes)
         room = costs.capacity_bytes - costs.state_bytes - costs.held_bytes({world}, "sharded")
+        # No gather within the group is charged: the gather from the world replaces it.
         table = Table.of(costs, p, "replicated", options, room)
         seconds = table.seconds.copy()
-        # A layer that is computed again has its weights there: its backward gathers them anyway.
+        # Each layer's constant (column 2; the last row is no layer) grows by the gathers of its
+        # forward and backward. Recomputing costs no third one: the backward gathers anyway.
         seconds[:-1, 2] += sum(costs.gather_s.get(world, (0.0, 0.0)))
         return replace(table, seconds=seconds)
 
     def nested(self, weights: Working, sizes: Sequence[int]) -> tuple[PricedScheme, ...]:
-        """Groups of all ``sizes`` on ranks that work in each of them in one step: they hold the
-        shards of every size."""
+        """Groups of each of ``sizes``, priced for ranks that work in groups of all these sizes
+        within one step, and so hold the weight shards of every size; none where the problem does
+        not allow weights to be held this way."""
         key = (weights, tuple(sizes))
         if key not in self._nested:
-            found = list[PricedScheme]()
+            schemes = list[PricedScheme]()
             for p in sizes if weights in self.problem.holding else ():
                 frontier = self.problem.frontier(p, weights, sizes)
                 if frontier.most_tokens:
                     scheme = Scheme(context=p)
-                    found.append(PricedScheme(scheme=scheme, frontier=frontier, weights=weights))
-            self._nested[key] = tuple(found)
+                    schemes.append(PricedScheme(scheme=scheme, frontier=frontier, weights=weights))
+            self._nested[key] = tuple(schemes)
         return self._nested[key]
 
     def schemes(self) -> tuple[Scheme, ...]:
-        """All schemes that may be priced."""
+        """All schemes that may be priced: groups of one stage, and those with tensor blocks or
+        stages."""
         return (*(Scheme(context=p) for p in self.problem.group_sizes), *self._deeper())
 
     def deeper(self, weights: Working) -> tuple[PricedScheme, ...]:
-        """Schemes with tensor blocks or several stages, which leave more room: degrees that are
-        powers of two, or fill a width. Those that never pay are left out."""
+        """Schemes with tensor blocks or several stages, which leave more memory for activations.
+        Their tensor and pipeline degrees are powers of two. Schemes that never pay are left out."""
         if ("paying", weights) not in self._kinds:
-            deeper = self._several("deeper", weights, self._deeper())
+            deeper = self._price_all("deeper", weights, self._deeper())
             groups = [group for held in self.problem.holding for group in self.groups(held)]
             self._kinds["paying", weights] = _paying(deeper, groups)
         return self._kinds["paying", weights]
 
     def _deeper(self) -> Iterator[Scheme]:
-        """All schemes with tensor blocks or several stages that the costs support."""
+        """All schemes with tensor blocks or several stages that the costs support, by stage width,
+        then by tensor degree, then by depth."""
         devices = self.problem.devices
         layers = self.costs.shape.layers if self.problem.stages else 1
         for width in self.problem.group_sizes:
@@ -161,29 +170,32 @@ class Pricing:
             return ()
         slots = problem.slots[width]
         if scheme.tensor > 1:
-            slots = tuple(tuple(o for o in slot if self._in_blocks(scheme, o)) for slot in slots)
+            slots = tuple(
+                tuple(o for o in slot if self._uses_block_shards(scheme, o)) for slot in slots
+            )
         return slots if all(slots) else ()
 
-    def _in_blocks(self, scheme: Scheme, option: LayerOption) -> bool:
-        """Whether an option works with the rows of a tensor block as they lie."""
+    def _uses_block_shards(self, scheme: Scheme, option: LayerOption) -> bool:
+        """Whether a layer option computes directly with the weight shards of one tensor block of
+        the scheme, without gathering them from other ranks."""
         return block_ranks(option, scheme.width, self.costs.shape.tensor_ranks) == scheme.tensor
 
     def price(self, scheme: Scheme, weights: Working) -> PricedScheme | None:
         """A scheme with weights held one way; None when no token fits it."""
-        alone = scheme.context == 1  # then it makes no difference
-        key: tuple[Scheme, Working] = (scheme, "replicated" if alone else weights)
+        one_rank = scheme.context == 1  # nothing to shard over: both ways to hold weights are one
+        key: tuple[Scheme, Working] = (scheme, "replicated" if one_rank else weights)
         if key not in self._priced:
-            held_so = weights in self.problem.holding or alone
-            made = self._made(*key) if held_so and self.slots(scheme) else None
-            self._priced[key] = made if made is not None and made.most_tokens else None
+            held_so = weights in self.problem.holding or one_rank
+            priced = self._made(*key) if held_so and self.slots(scheme) else None
+            self._priced[key] = priced if priced is not None and priced.most_tokens else None
         return self._priced[key]
 
     def strategy(self, strategy: Strategy, weights: Working) -> tuple[PricedScheme, ...] | None:
         """The schemes of a strategy, priced with the working weights held one way; None where
         memory leaves one of them no room for a token."""
-        found = [self.price(scheme, weights) for scheme, _ in strategy.counts]
-        holding = tuple(priced for priced in found if priced is not None)
-        return holding if len(holding) == len(found) else None
+        prices = [self.price(scheme, weights) for scheme, _ in strategy.counts]
+        holding = tuple(price for price in prices if price is not None)
+        return holding if len(holding) == len(prices) else None
 
     def require(self, strategy: Strategy) -> None:
         """Raise InfeasiblePlan for a strategy that this problem's ranks or costs do not
@@ -221,7 +233,8 @@ class Pricing:
         )
 
     def layer_plans(self, scheme: Scheme) -> list[LayerPlan]:
-        """Plans of equal layers, or of one level where methods are given for each layer."""
+        """Layer plans in which all layers take one option; where methods are given layer by layer,
+        plans in which all layers take one recompute level."""
         slots = self.slots(scheme)
         if len(slots) == 1:
             return [LayerPlan.uniform(o, self.costs.shape.layers) for o in slots[0]]
@@ -232,44 +245,48 @@ class Pricing:
         ]
 
     def _made(self, scheme: Scheme, weights: Working) -> PricedScheme | None:
-        """:meth:`price` without the cache, of a scheme that the costs support."""
+        """:meth:`price` without the cache and without the checks whether the scheme is
+        supported."""
         if scheme.pipeline > 1:
             return self._staged(scheme, weights)
         return PricedScheme(scheme=scheme, frontier=self._mixed(scheme, weights), weights=weights)
 
     def _mixed(self, scheme: Scheme, weights: Working) -> Frontier:
-        """One stage: the exact layer plans, with the memory that this scheme leaves."""
+        """The frontier of layer plans of a scheme with one stage, within the memory that the
+        scheme's weights leave."""
         width, slots = scheme.width, self.slots(scheme)
         if scheme.tensor == 1:
             return self.problem.frontier(width, weights)
         pipeline = Pipeline(scheme=scheme, ranks=tuple(range(scheme.devices)))
         (held,) = held_bytes(self.costs, pipeline, weights)
-        apart: Working = "replicated"
+        # Gathers are charged only where all ranks of the stage cut the weights among them: the
+        # options that a narrower tensor block allows work on its shards and gather nothing.
+        gathered_as: Working = "replicated"
         if scheme.parts(sharded=weights == "sharded") == width:
-            apart = "sharded"
+            gathered_as = "sharded"
         options = list(dict.fromkeys(option for slot in slots for option in slot))
         room = self.costs.capacity_bytes - self.costs.state_bytes - held
-        table = Table.of(self.costs, width, apart, options, room)
+        table = Table.of(self.costs, width, gathered_as, options, room)
         if len(slots) == 1:
             return mixed_frontier(table, self.costs.shape.layers)
         return listed_frontier(table, slots)
 
     def _staged(self, scheme: Scheme, weights: Working) -> PricedScheme | None:
         """A scheme with several stages, priced so that all micro-batches in flight fit with the
-        same layer plan. Layers are shared so that the slowest stage is quickest for short
-        sequences, where the head weighs most; if nothing fits then, so that the most tokens fit."""
+        same layer plan. Its layers are split so that the slowest stage is quickest for short
+        sequences, where the head weighs most; if then nothing fits, so that the most tokens fit."""
         table = LayerTable.of(self.costs, scheme, weights, self.layer_plans(scheme))
-        tried = list[StageCosts]()
-        for shares in shares_of(self.costs.shape.layers, scheme.pipeline):
-            made = StageCosts(
-                costs=self.costs, scheme=scheme, shares=shares, working=weights, table=table
+        splits = list[StageCosts]()
+        for layer_counts in shares_of(self.costs.shape.layers, scheme.pipeline):
+            split = StageCosts(
+                costs=self.costs, scheme=scheme, shares=layer_counts, working=weights, table=table
             )
-            if tried and made.pace_s >= tried[-1].pace_s:
-                break
-            tried.append(made)
-        best = tried[-1]
-        if max(best.caps) < 1:
-            best = max(tried, key=lambda made: max(made.caps))
+            if splits and split.pace_s >= splits[-1].pace_s:
+                break  # fewer layers in the last stage no longer help
+            splits.append(split)
+        best = splits[-1]
+        if max(best.caps) < 1:  # not one token fits with any layer plan
+            best = max(splits, key=lambda split: max(split.caps))
         caps = np.array(best.caps, dtype=np.float64)
         seconds = np.array(best.slowest)
         kept = worth_keeping(seconds, caps)
@@ -291,24 +308,26 @@ class Pricing:
 def _paying(
     deeper: Sequence[PricedScheme], groups: Sequence[PricedScheme]
 ) -> tuple[PricedScheme, ...]:
-    """The ``deeper`` schemes, with stages or tensor blocks, less those that never pay: for
-    sequences of every length that they hold, some one of ``groups``, without stages, is as quick
-    and takes clearly fewer device-seconds."""
-    most = max((scheme.most_tokens for scheme in deeper), default=1)
-    lengths = np.geomspace(most, 1, _LENGTHS).round()
+    """The ``deeper`` schemes, which have stages or tensor blocks, without those that never pay: for
+    every length that such a scheme holds, one of ``groups``, which have neither, is as quick and
+    takes clearly fewer device-seconds."""
+    longest = max((scheme.most_tokens for scheme in deeper), default=1)
+    lengths = np.geomspace(longest, 1, _LENGTHS).round()
     with np.errstate(invalid="ignore"):
-        known = [(g.devices, prices(g.frontier, lengths)) for g in groups]
-        found = list[PricedScheme]()
+        group_prices = [(g.devices, prices(g.frontier, lengths)) for g in groups]
+        paying = list[PricedScheme]()
         for scheme in deeper:
-            alone, _, spread = prices(scheme.frontier, lengths)
-            as_quick_s = scheme.depth * alone * (1 + _PAYS)  # prices are of one stage
-            device_s = scheme.devices * spread
-            beaten = ~np.isfinite(alone)
-            for devices, (other, _, shared) in known:
-                beaten |= (other <= as_quick_s) & (devices * shared <= device_s * (1 - _PAYS))
+            alone_s, _, spread_s = prices(scheme.frontier, lengths)
+            as_quick_s = scheme.depth * alone_s * (1 + _PAYS)  # prices are of one stage
+            device_s = scheme.devices * spread_s
+            beaten = ~np.isfinite(alone_s)
+            for devices, (group_alone_s, _, group_spread_s) in group_prices:
+                beaten |= (group_alone_s <= as_quick_s) & (
+                    devices * group_spread_s <= device_s * (1 - _PAYS)
+                )
             if not beaten.all():
-                found.append(scheme)
-    return tuple(found)
+                paying.append(scheme)
+    return tuple(paying)
 
 
 def _powers(most: int) -> list[int]:
@@ -445,7 +464,8 @@ class Problem:
             )
 
     def _check_words(self) -> None:
-        """Raise SpecError for unknown semantics, an unknown planner and a size without one."""
+        """Raise SpecError for unknown semantics or planner, and for a static size without the
+        planner ``static``."""
         for name, got, known in (
             ("semantics", self.semantics, get_args(Semantics)),
             ("planner", self.planner, _PLANNERS),
@@ -498,30 +518,32 @@ class Problem:
 
     @property
     def others(self) -> str | None:
-        """The name of the planner where it is one of others."""
+        """The planner's name where it is a baseline taken from a paper or framework; None for this
+        library's own planners."""
         return self.planner if self.planner in _OTHERS else None
 
     @property
     def nests(self) -> bool:
-        """Whether groups may lie one in another, as they may where costs are of groups."""
+        """Whether ranks may work in groups of several sizes one after the other, each group inside
+        a larger one: for the adaptive planner, unless costs are of whole pipelines."""
         return self.planner == "adaptive" and not isinstance(self.costs, PipelineCosts)
 
     @property
     def apart(self) -> bool:
-        """Whether every pipeline has its devices for itself all the step, as where costs are of
-        pipelines."""
+        """Whether every pipeline keeps its devices for the whole step and shares them with no
+        other, as with published costs of pipelines."""
         return isinstance(self.costs, PipelineCosts) and self.semantics == "free"
 
     @property
     def pricing(self) -> Pricing:
-        """The schemes of a model's costs."""
+        """The prices of the schemes of a model's costs, cached with the problem."""
         if "pricing" not in self._pricings:
             self._pricings["pricing"] = Pricing(self)
         return self._pricings["pricing"]
 
     @property
     def ideals(self) -> dict[int, Least]:
-        """Cache of relaxed whole-model rows, by group width."""
+        """Cache, by group width, of the least that a whole model takes whatever the memory."""
         return self._ideals
 
     @property
@@ -531,7 +553,8 @@ class Problem:
         return f"{chosen}, recompute {self.recompute}"
 
     def _missing(self) -> str:
-        """What a list of layers lacks on every size."""
+        """For errors: which layer of the listed ones cannot run on which group size, at most
+        four."""
         texts = []
         for p, slots in self.slots.items() if self.layers else ():
             layer = next(i for i, slot in enumerate(slots) if not slot)
@@ -540,16 +563,16 @@ class Problem:
 
     @cached_property
     def _known(self) -> set[str]:
-        """Methods with costs on some size."""
-        found = set(self.model.feed_forwards)
+        """Names of all methods with costs on some group size."""
+        names = set(self.model.feed_forwards)
         for p in self.model.group_sizes:
             for option in map(LayerOption.parse, self.model.options[p]):
-                found |= {option.attention, option.feed_forward}
-        return found
+                names |= {option.attention, option.feed_forward}
+        return names
 
     @cached_property
     def _listed(self) -> tuple[ListedLayer, ...]:
-        """What ``layers`` gives of each layer."""
+        """The methods and recompute level that ``layers`` gives for each layer of the model."""
         return parse_layers(self.layers or (), self.model.shape.layers, self._known)
 
     @cached_property
@@ -559,8 +582,8 @@ class Problem:
 
     @cached_property
     def options(self) -> dict[int, tuple[LayerOption, ...]]:
-        """Layer options that may be used on every size of at most all devices; none where some
-        layer cannot be run."""
+        """The layer options that may be used, by group size; empty for a size on which some layer
+        cannot run at all."""
         return {
             p: tuple(dict.fromkeys(option for slot in slots for option in slot))
             if all(slots)
@@ -573,18 +596,18 @@ class Problem:
         """By group size, the options of each layer, or one tuple for all layers where they are
         free."""
         sizes = [p for p in sorted(set(self.sizes or self.model.group_sizes)) if p <= self.devices]
-        return {p: self._slots(p, self._levels(p)) for p in sizes}
+        return {p: self._slots(p, self._allowed_levels(p)) for p in sizes}
 
-    def _levels(self, p: int) -> tuple[LayerOption, ...]:
-        """All options with costs on ``p`` ranks whose recompute level is allowed."""
+    def _allowed_levels(self, p: int) -> tuple[LayerOption, ...]:
+        """All options with costs on ``p`` ranks whose recompute level the problem allows."""
         options = map(LayerOption.parse, self.model.options[p])
         return tuple(option for option in options if option.recompute in self.recompute)
 
     def _slots(
         self, p: int, options: tuple[LayerOption, ...]
     ) -> tuple[tuple[LayerOption, ...], ...]:
-        """Those of ``options`` that each layer may take on ``p`` ranks, or one tuple for all layers
-        where they are free."""
+        """For each layer, those of ``options`` that it may take on ``p`` ranks; one tuple for all
+        layers where they have the same choice."""
         if self.layers is not None:
             slots = tuple(
                 tuple(o for o in options if listed.allows(o, self.model, p))
@@ -593,6 +616,7 @@ class Problem:
             return slots[:1] if len(set(slots)) == 1 else slots
         if self.methods is None:
             return (options,)
+        # Methods without a feed-forward of their own count as the method whose they use.
         owners = self.model.feed_forwards
         owned = {owners.get(method, method) for method in self.methods}
         return (
@@ -714,5 +738,6 @@ class Problem:
 
 
 def _at_level(slot: tuple[LayerOption, ...], level: Recompute) -> LayerOption:
-    """The option of a layer with a recompute level; its first where it may not have that level."""
+    """The first option of a layer's ``slot`` that has a recompute level; the first of all where
+    none has it."""
     return next((option for option in slot if option.recompute == level), slot[0])

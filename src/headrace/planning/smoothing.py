@@ -19,25 +19,26 @@ __all__ = ["smoothed"]
 
 
 def smoothed(problem: Problem, plan: Plan, before: Plan) -> Plan:
-    """``plan``, timed anew, with layers of the plan ``before`` where the problem's smoothing
-    allows. Pipelines with tensor blocks or stages keep what they have."""
+    """``plan``, timed anew, whose micro-batches take layers of the plan ``before`` where these are
+    slower by at most the share of the problem's smoothing. Pipelines with tensor blocks or stages
+    keep their layers."""
     sizes, micro_batches = _sizes(plan), list[MicroBatch]()
     for micro in plan.micro_batches:
         scheme = plan.pipelines[micro.pipeline].scheme
-        if scheme.context < scheme.devices:
+        if scheme.context < scheme.devices:  # tensor blocks or stages
             micro_batches.append(micro)
             continue
         layers = _kept(problem, plan, micro, sizes[micro.pipeline], before)
         order = problem.model.order_of(scheme.devices, layers)
         micro_batches.append(replace(micro, layers=layers, order=order))
-    kept = sum(
+    changed = sum(
         new.layers != old.layers for new, old in zip(micro_batches, plan.micro_batches, strict=True)
     )
-    if not kept:
+    if not changed:
         return plan
-    reason = f"keeps layers of the step before in {kept} of {len(micro_batches)} micro-batches"
-    made = plan.replace(micro_batches=tuple(micro_batches), why=(*plan.why, reason))
-    return made.replace(predicted_s=step_s(made, problem.model.replace(scale=1.0)))
+    reason = f"keeps layers of the step before in {changed} of {len(micro_batches)} micro-batches"
+    smooth = plan.replace(micro_batches=tuple(micro_batches), why=(*plan.why, reason))
+    return smooth.replace(predicted_s=step_s(smooth, problem.model.replace(scale=1.0)))
 
 
 def _sizes(plan: Plan) -> list[set[int]]:
@@ -52,26 +53,27 @@ def _sizes(plan: Plan) -> list[set[int]]:
 def _kept(
     problem: Problem, plan: Plan, micro: MicroBatch, sizes: set[int], before: Plan
 ) -> LayerPlan:
-    """The layer plan for a micro-batch: the quickest that the plan ``before`` used on as many ranks
-    and that is within the smoothing's limit; its own when there is none. ``sizes`` are the group
-    sizes in which its ranks work."""
+    """The layer plan for a micro-batch: the quickest of those that the plan ``before`` used on as
+    many ranks, if one fits and is within the smoothing's limit; else its own. ``sizes`` are the
+    group sizes in which its ranks work."""
     costs, tokens = problem.model, plan.tokens_of(micro)
     p = len(plan.pipelines[micro.pipeline].ranks)
     own_s = sum(costs.micro_batch_s(tokens, p, micro.layers, plan.working))
     best, best_s = micro.layers, own_s * (1 + problem.smoothing)
-    found = False
+    from_before = False
     for layers in _used(before, p):
         if not problem.allows(p, layers):
             continue
         if costs.max_tokens(p, layers, plan.working, sizes) >= sum(tokens):
             seconds = sum(costs.micro_batch_s(tokens, p, layers, plan.working))
-            if seconds < best_s or (seconds == best_s and not found):
-                best, best_s, found = layers, seconds, True
+            if seconds < best_s or (seconds == best_s and not from_before):
+                best, best_s, from_before = layers, seconds, True
     return best
 
 
 def _used(before: Plan, p: int) -> list[LayerPlan]:
-    """The layer plans of the micro-batches on p ranks, each once."""
+    """The different layer plans of the micro-batches of the plan ``before`` that run on ``p``
+    ranks."""
     return list(
         dict.fromkeys(
             micro.layers

@@ -75,21 +75,22 @@ def wave_bound_s(table: PriceTable, known_s: float, most_s: float) -> float:
         return max(known_s, min(sequences.least_s, most_s))
     sample = sequences.sampled()
     ends = np.geomspace(sequences.least_s, most_s, _INTERVALS + 1)
-    found = _bounded(sequences, sample, ends, np.array(_PRICES))
+    intervals = _bounded(sequences, sample, ends, np.array(_PRICES))
+    # In each round the intervals with the least bounds are split and their prices sought closer.
     for step in _STEPS:
-        found.sort(key=lambda interval: interval.bound_s)
-        low_s = found[0].bound_s
+        intervals.sort(key=lambda interval: interval.bound_s)
+        low_s = intervals[0].bound_s
         if low_s >= most_s:
             break
-        best = found[:_AT_ONCE]
-        near = [interval for interval in best if interval.bound_s <= low_s * (1 + NEAR)]
-        found = found[len(near) :]
-        for interval in near:
-            ends = np.geomspace(interval.begin_s, interval.end_s, _INTERVALS // len(near) + 1)
+        best = intervals[:_AT_ONCE]
+        split = [interval for interval in best if interval.bound_s <= low_s * (1 + NEAR)]
+        intervals = intervals[len(split) :]
+        for interval in split:
+            ends = np.geomspace(interval.begin_s, interval.end_s, _INTERVALS // len(split) + 1)
             price = interval.price
             prices = np.linspace(price - 2 * step, price + 2 * step, 5).clip(0.0, 1.0)
-            found += _bounded(sequences, sample, ends, prices)
-    low_s = min(interval.bound_s for interval in found)
+            intervals += _bounded(sequences, sample, ends, prices)
+    low_s = min(interval.bound_s for interval in intervals)
     return min(most_s, max(known_s, low_s * (1 - ROUNDING)))
 
 
@@ -113,10 +114,11 @@ class _Interval:
 def _bounded(
     sequences: _Sequences, sample: _Sequences, ends_s: Floats, prices: Floats
 ) -> list[_Interval]:
-    """Intervals of the longest wave's seconds between neighbours of the rising ``ends_s``. The
-    price, of ``prices``, and each group's part of it are those that give the ``sample`` the highest
-    bound; the bound is that of all ``sequences`` at them, which holds for any price."""
-    found = zip(pairwise(ends_s.tolist()), *_best(sample, ends_s, prices), strict=True)
+    """Bounds for the intervals of the longest wave's seconds between neighbours of the rising
+    ``ends_s``. For each, the price, of ``prices``, and every scheme's part of it are those that
+    give the ``sample`` the highest bound; the bound is then worked out for all ``sequences``, and
+    holds for any price."""
+    best = zip(pairwise(ends_s.tolist()), *_best(sample, ends_s, prices), strict=True)
     return [
         _Interval(
             begin_s=begin_s,
@@ -124,7 +126,7 @@ def _bounded(
             price=price,
             bound_s=sequences.bound_s(begin_s, end_s, price, parts),
         )
-        for (begin_s, end_s), price, parts in found
+        for (begin_s, end_s), price, parts in best
     ]
 
 
@@ -144,34 +146,36 @@ class _Sequences:
 
     @classmethod
     def of(cls, table: PriceTable) -> _Sequences:
-        """Make the runs of consecutive sequences of a table."""
+        """The runs of equal sequences of a table."""
         caps = np.array([[float(scheme.most_tokens)] for scheme in table.schemes])
         room = table.ranks * table.batch.run_values / caps
         return cls(devices=table.devices, rows=BoundRows.of(table), room=room)
 
     @property
     def least_s(self) -> float:
-        """Seconds of the quickest launch of the sequence whose quickest launch takes longest."""
+        """The most seconds that any sequence takes at least: of all quickest launches of one
+        sequence alone, the longest."""
         return float(self.rows.alone.min(axis=0).max())
 
     def sampled(self) -> _Sequences:
-        """About the same with fewer runs, each of which stands for as much work as any other."""
+        """About the same sequences by fewer runs: runs are merged to at most ``_SAMPLES`` samples
+        of equal work, and each is represented by its middle run."""
         rows = self.rows
-        each = (rows.ranks * rows.spread).min(axis=0)
-        work = each * rows.counts
+        per_sequence = (rows.ranks * rows.spread).min(axis=0)
+        work = per_sequence * rows.counts
         share = np.cumsum(work) / max(float(work.sum()), 1e-300)
         number = np.minimum((share * _SAMPLES).astype(np.int64), _SAMPLES - 1)
-        first = np.flatnonzero(np.diff(number, prepend=-1))
-        at = (first + np.append(first[1:], len(number)) - 1) // 2
-        counts = np.add.reduceat(work, first) / np.maximum(each[at], 1e-300)
+        starts = np.flatnonzero(np.diff(number, prepend=-1))
+        middles = (starts + np.append(starts[1:], len(number)) - 1) // 2
+        counts = np.add.reduceat(work, starts) / np.maximum(per_sequence[middles], 1e-300)
         sampled = replace(
             rows,
-            alone=rows.alone[:, at],
-            work=rows.work[:, at],
-            spread=rows.spread[:, at],
+            alone=rows.alone[:, middles],
+            work=rows.work[:, middles],
+            spread=rows.spread[:, middles],
             counts=counts,
         )
-        return _Sequences(devices=self.devices, rows=sampled, room=self.room[:, at])
+        return _Sequences(devices=self.devices, rows=sampled, room=self.room[:, middles])
 
     def times(self, end_s: float) -> Floats:
         """Rank-seconds that a sequence takes of a wave of at most ``end_s`` seconds, by part 2 of
@@ -179,9 +183,10 @@ class _Sequences:
         return np.minimum(self.rows.shares(end_s) * end_s, NEVER)
 
     def bound_s(self, begin_s: float, end_s: float, price: float, parts: Floats) -> float:
-        """The right side of the claim, in seconds, over an interval of D, for a ``price`` p and
-        ``parts`` a_k / p [schemes]."""
+        """The right side of part 4 of the claim, in seconds, for a longest wave of ``begin_s`` to
+        ``end_s`` seconds, at a ``price`` p and with ``parts`` a_k / p [schemes]."""
         times, part = self.times(end_s), parts[:, None]
+        # a_k time + (p - a_k) D room, with a_k = p part.
         paid = price * (part * times + (1 - part) * begin_s * self.room)
         paid[times >= NEVER] = NEVER
         each = np.minimum(times, paid).min(axis=0)
@@ -189,24 +194,25 @@ class _Sequences:
 
 
 def _best(sample: _Sequences, ends_s: Floats, prices: Floats) -> tuple[list[float], Floats]:
-    """For each interval between neighbours of ``ends_s`` the best of ``prices`` [intervals], and
-    the parts a_k / p at it [intervals, schemes]."""
+    """For each interval between neighbours of ``ends_s``, the price of ``prices`` that gives the
+    highest bound [intervals], and the schemes' parts a_k / p at it [intervals, schemes]. The parts
+    are improved scheme by scheme, for all prices at once."""
     begins_s, schemes = ends_s[:-1], range(len(sample.room))
     times = np.stack([sample.times(end_s) for end_s in ends_s[1:]])  # [intervals, schemes, runs]
     rooms = np.where(times < NEVER, begins_s[:, None, None] * sample.room, NEVER)
-    each = prices[:, None, None]
+    price = prices[:, None, None]
     parts = np.ones((len(prices), len(begins_s), len(schemes)))
-    paid = [each * times[:, k] for k in schemes]  # [prices, intervals, runs] of each scheme
+    paid = [price * times[:, k] for k in schemes]  # [prices, intervals, runs] of each scheme
     least = np.broadcast_to(times.min(axis=1), paid[0].shape)
     part = _PARTS[:, None, None, None]
     for k in [*schemes] * _SWEEPS:
-        others = np.minimum.reduce([least, *(own for j, own in enumerate(paid) if j != k)])
-        tried = each * (part * times[:, k] + (1 - part) * rooms[:, k])
+        others = np.minimum.reduce([least, *(paid_j for j, paid_j in enumerate(paid) if j != k)])
+        tried = price * (part * times[:, k] + (1 - part) * rooms[:, k])
         totals = np.minimum(others, tried) @ sample.rows.counts  # [parts, prices, intervals]
-        best = totals.argmax(axis=0)
-        parts[:, :, k] = _PARTS[best]
-        paid[k] = np.take_along_axis(tried, best[None, :, :, None], axis=0)[0]
+        chosen = totals.argmax(axis=0)
+        parts[:, :, k] = _PARTS[chosen]
+        paid[k] = np.take_along_axis(tried, chosen[None, :, :, None], axis=0)[0]
     totals = np.minimum.reduce([least, *paid]) @ sample.rows.counts / sample.devices
-    totals += (1 - each[:, :, 0]) * begins_s
-    best = totals.argmax(axis=0)
-    return prices[best].tolist(), parts[best, np.arange(len(begins_s))]
+    totals += (1 - price[:, :, 0]) * begins_s
+    chosen = totals.argmax(axis=0)
+    return prices[chosen].tolist(), parts[chosen, np.arange(len(begins_s))]

@@ -77,44 +77,47 @@ class WaveFiller:
         self.table, self.kinds = table, list(kinds)
         self.seconds = {k: table.seconds(k) for k in self.kinds}
         self.room = {k: self._room(k) for k in self.kinds}
-        each, area = table.batch.each, (table.ranks * table.spread)[self.kinds]
-        self.least = each(area.min(axis=0))
+        each, device_s = table.batch.each, (table.ranks * table.spread)[self.kinds]
+        self.least = each(device_s.min(axis=0))
         rows = map(table.priced_arrays, self.kinds)
-        seconds, room = (np.array(own) for own in zip(*rows, strict=True))
+        seconds, room = (np.array(values) for values in zip(*rows, strict=True))
         ranks, self.opening = table.ranks[self.kinds], np.array([[table.c[k]] for k in self.kinds])
         caps = np.array([[table.cap[k]] for k in self.kinds], dtype=np.float64)
-        part = ranks * room / caps
-        part[np.isinf(seconds)] = np.inf
+        # The part of a launch's tokens that a sequence takes, times the launch's ranks.
+        ranks_filled = ranks * room / caps
+        ranks_filled[np.isinf(seconds)] = np.inf
         self.alone, self.bare, self.part = (
             each(seconds + self.opening),
             each(ranks * seconds),
-            each(part),
+            each(ranks_filled),
         )
         self.needs: list[float] = self.bare.min(axis=0).tolist()
-        fits = np.isfinite(area).sum(axis=0).tolist()
-        order = np.array(self.kinds)[area.argsort(axis=0, kind="stable")].T.tolist()
+        kinds_that_fit = np.isfinite(device_s).sum(axis=0).tolist()
+        order = np.array(self.kinds)[device_s.argsort(axis=0, kind="stable")].T.tolist()
         self.cheapest = table.batch.listed(
             [
                 ranked[:count] if count < len(ranked) else ranked
-                for ranked, count in zip(order, fits, strict=True)
+                for ranked, count in zip(order, kinds_that_fit, strict=True)
             ]
         )
 
     def _room(self, k: int) -> list[int]:
-        """Tokens that each sequence takes of a launch of scheme k: more than a launch has where k
-        does not hold the sequence. Of a scheme of several rows the table has the usual row's."""
-        room, seconds, beyond = self.table.room(k), self.seconds[k], self.table.cap[k] + 1
+        """For each position the tokens that it takes of a launch of scheme k; where k does not hold
+        the sequence, more than a launch has, so that it never fits."""
+        room, seconds, never_fits = self.table.room(k), self.seconds[k], self.table.cap[k] + 1
+        # Only a scheme of several rows has in its ``room`` at most a launch's tokens.
         if not self.table.fluid[k] or isfinite(seconds[0]):
             return room
         pairs = zip(room, seconds, strict=True)
-        return [tokens if isfinite(own) else beyond for tokens, own in pairs]
+        return [tokens if isfinite(own_s) else never_fits for tokens, own_s in pairs]
 
     def alone_s(self, k: int, i: int) -> float:
-        """Seconds of a launch of one sequence, by the usual row."""
+        """Seconds of a launch on scheme k of the sequence at position i alone, by the usual row."""
         return self.seconds[k][i] + self.table.c[k]
 
     def quickest_s(self, i: int) -> float:
-        """The least seconds of a launch of one sequence, by the usual rows."""
+        """The least seconds of a launch of the sequence at position i alone, over all schemes, by
+        the usual rows."""
         return min([self.alone_s(k, i) for k in self.cheapest[i]])
 
     def wave_s(self, wave: Wave) -> float:
@@ -122,7 +125,7 @@ class WaveFiller:
         return max([launch_s(self.table, k, members) for k, members in wave])
 
     def waves_s(self, waves: Sequence[Wave]) -> float:
-        """Seconds of waves one after the other."""
+        """Seconds of all waves together, as they run one after the other."""
         return sum([self.wave_s(wave) for wave in waves])
 
     def fill(
@@ -149,99 +152,110 @@ class WaveFiller:
             The groups, and the positions of the sequences that found no place.
         """
         table, cheapest = self.table, self.cheapest
-        rows, widths, caps = range(len(table)), table.width, table.cap
-        seconds_of = [self.seconds.get(k, []) for k in rows]
-        room_of = [self.room.get(k, []) for k in rows]
+        kinds_range, widths, caps = range(len(table)), table.width, table.cap
+        seconds_of = [self.seconds.get(k, []) for k in kinds_range]
+        room_of = [self.room.get(k, []) for k in kinds_range]
         room_s = [time_s - c for c in table.c]
-        rooms: list[list[tuple[float, int]]] = [[] for _ in rows]  # (seconds left, group), rising
-        # Groups without the tokens for the sequence before, those with the most first.
-        parked: list[list[tuple[int, float, int]]] = [[] for _ in rows]
+        # Groups of each kind with room, as (seconds left, group), rising.
+        open_of: list[list[tuple[float, int]]] = [[] for _ in kinds_range]
+        # Groups without the tokens for the sequence before, as (tokens left, negated; seconds left;
+        # group) in a heap, those with the most tokens first.
+        parked_of: list[list[tuple[int, float, int]]] = [[] for _ in kinds_range]
         groups: Pipelines = []
-        spare, left = list[int](), list[int]()  # tokens left of every group; sequences left
+        tokens_left, not_placed = list[int](), list[int]()  # tokens by group; positions
         narrowest, n = min(widths[k] for k in self.kinds), 0
-        least = self.needs
-        spare_s = ranks * time_s - sum([least[i] for i in order]) if whole else inf
-        given_up_s = -ROUNDING * ranks * time_s
+        least_of = self.needs
+        # Rank-seconds that nothing needs: below zero, not all sequences can find a place.
+        spare_s = ranks * time_s - sum([least_of[i] for i in order]) if whole else inf
+        give_up_s = -ROUNDING * ranks * time_s
         while n < len(order):
-            if spare_s < given_up_s:
+            if spare_s < give_up_s:
                 return groups, [*order[n:]]
-            i, found, at = order[n], -1, -1
+            i, kind, at = order[n], -1, -1
             n += 1
             for k in cheapest[i]:
-                need, length, room, park = seconds_of[k][i], room_of[k][i], rooms[k], parked[k]
-                if need > room_s[k]:
+                need_s, tokens = seconds_of[k][i], room_of[k][i]
+                open_k, parked_k = open_of[k], parked_of[k]
+                if need_s > room_s[k]:
                     continue
-                while park and -park[0][0] >= length:
-                    _, rest_s, g = heappop(park)
-                    insort(room, (rest_s, g))
-                if room:
-                    at, size = bisect_left(room, (need, -1)), len(room)
-                    while at < size and spare[room[at][1]] < length:
-                        rest_s, g = room.pop(at)
-                        heappush(park, (-spare[g], rest_s, g))
+                # Parked groups come back for shorter sequences.
+                while parked_k and -parked_k[0][0] >= tokens:
+                    _, rest_s, g = heappop(parked_k)
+                    insort(open_k, (rest_s, g))
+                if open_k:
+                    at, size = bisect_left(open_k, (need_s, -1)), len(open_k)
+                    while at < size and tokens_left[open_k[at][1]] < tokens:
+                        rest_s, g = open_k.pop(at)
+                        heappush(parked_k, (-tokens_left[g], rest_s, g))
                         size -= 1
                     if at < size:
-                        found = k
+                        kind = k
                         break
-                if found < 0 and widths[k] <= ranks:
-                    found = k
+                if kind < 0 and widths[k] <= ranks:
+                    kind = k  # of which a group may be opened, if none of another kind has room
                     if not join_any:
                         break
                 at = -1
-            if found < 0:
+            if kind < 0:
                 first = n - 1
                 if whole:
-                    n = len(order)
-                elif ranks < narrowest:
-                    n = max(n, bisect_left(order, self._next(rooms, parked), n))
-                left += order[first:n]
+                    n = len(order)  # filling has failed
+                elif (
+                    ranks < narrowest
+                ):  # no group can be opened: go on with what fits some group's rest
+                    n = max(n, bisect_left(order, self._next(open_of, parked_of), n))
+                not_placed += order[first:n]
                 continue
-            k, room = found, rooms[found]
-            if 0 <= at < len(room):
-                rest_s, g = room.pop(at)
+            k, open_k = kind, open_of[kind]
+            if 0 <= at < len(open_k):
+                rest_s, g = open_k.pop(at)
             else:
-                rest_s, g, at = room_s[k], len(groups), len(room)
+                rest_s, g, at = room_s[k], len(groups), len(open_k)
                 ranks -= widths[k]
                 spare_s -= table.c[k] * widths[k]
                 groups.append((k, []))
-                spare.append(caps[k])
-            seconds, tokens, park, space = seconds_of[k], room_of[k], parked[k], spare[g]
-            members, below_s = groups[g][1], room[at - 1][0] if at else -1.0
+                tokens_left.append(caps[k])
+            seconds_of_k, tokens_of_k = seconds_of[k], room_of[k]
+            parked_k, room = parked_of[k], tokens_left[g]
+            members, below_s = groups[g][1], open_k[at - 1][0] if at else -1.0
             while True:
-                rest_s -= seconds[i]
-                space -= tokens[i]
-                spare_s -= seconds[i] * widths[k] - least[i]
+                rest_s -= seconds_of_k[i]
+                room -= tokens_of_k[i]
+                spare_s -= seconds_of_k[i] * widths[k] - least_of[i]
                 members.append(i)
-                if space <= 0 or rest_s <= 0:
+                if room <= 0 or rest_s <= 0:
                     spare_s -= rest_s * widths[k]
                     break
                 # The next one goes to the same group where it looks for one of this scheme first,
                 # and no other is fuller and holds it.
-                i, going = order[n] if n < len(order) else -1, False
-                if i >= 0 and below_s < seconds[i] <= rest_s and cheapest[i][0] == k:
-                    going = tokens[i] <= space and not (park and -park[0][0] >= tokens[i])
-                if not going:
-                    insort(room, (rest_s, g))
+                i, follows = order[n] if n < len(order) else -1, False
+                if i >= 0 and below_s < seconds_of_k[i] <= rest_s and cheapest[i][0] == k:
+                    follows = tokens_of_k[i] <= room and not (
+                        parked_k and -parked_k[0][0] >= tokens_of_k[i]
+                    )
+                if not follows:
+                    insort(open_k, (rest_s, g))
                     break
                 n += 1
-            spare[g] = space
-        return groups, left
+            tokens_left[g] = room
+        return groups, not_placed
 
     def _next(
         self,
         rooms: Sequence[list[tuple[float, int]]],
         parked: Sequence[list[tuple[int, float, int]]],
     ) -> int:
-        """The first position that may still find a place in a group, given for each kind (seconds
-        left, group) of the groups in ``rooms`` and (tokens left, seconds left, group) of the
-        ``parked`` ones, which lacked tokens for the sequence before."""
-        found = len(self.table.tokens)
+        """The first position, of a shorter sequence, that may still find a place in a group. For
+        each kind ``rooms`` has the groups as (seconds left, group), rising, and ``parked`` those
+        that lacked tokens for the sequence before, as (tokens left, negated; seconds left;
+        group)."""
+        position = len(self.table.tokens)
         for k in self.kinds:
             if parked[k]:
-                found = bisect_left(self.room[k], parked[k][0][0], hi=found, key=neg)
+                position = bisect_left(self.room[k], parked[k][0][0], hi=position, key=neg)
             if rooms[k]:
-                found = bisect_left(self.seconds[k], -rooms[k][-1][0], hi=found, key=neg)
-        return found
+                position = bisect_left(self.seconds[k], -rooms[k][-1][0], hi=position, key=neg)
+        return position
 
 
 def sorted_into_waves(
@@ -262,23 +276,23 @@ def sorted_into_waves(
     timed = [(launch_s(filler.table, *group), group) for group in groups]
     by_time = sorted(timed, key=lambda item: (-item[0], item[1][1][0]))
     by_size = sorted(timed, key=lambda item: (-item[1][0], -item[0], item[1][1][0]))
-    for order in (by_time, by_size):
-        rooms, first = [devices] * count, 0
+    for order in (by_time, by_size):  # by size more groups find ranks, by time waves are shorter
+        ranks_left, first = [devices] * count, 0
         waves: list[Wave] = [[] for _ in range(count)]
-        ends = [0.0] * count
+        waves_s = [0.0] * count
         for seconds, group in order:
-            while first < count and rooms[first] < narrowest:
+            while first < count and ranks_left[first] < narrowest:
                 first += 1
             width = widths[group[0]]
-            at = next((w for w in range(first, count) if rooms[w] >= width), None)
-            if at is None:
+            wave = next((w for w in range(first, count) if ranks_left[w] >= width), None)
+            if wave is None:
                 break
-            rooms[at] -= width
-            ends[at] = max(ends[at], seconds)
-            waves[at].append(group)
+            ranks_left[wave] -= width
+            waves_s[wave] = max(waves_s[wave], seconds)
+            waves[wave].append(group)
         else:
-            used = sorted((w for w in range(count) if waves[w]), key=lambda w: -ends[w])
-            return sum(ends), [waves[w] for w in used]
+            used = sorted((w for w in range(count) if waves[w]), key=lambda w: -waves_s[w])
+            return sum(waves_s), [waves[w] for w in used]
     return None
 
 
@@ -314,20 +328,22 @@ class Estimates:
 
     def __init__(self, filler: WaveFiller) -> None:
         self.devices, count = filler.table.devices, len(filler.table.tokens)
-        head = min(_SAMPLES, count)
-        alike = max(1, -(-(count - head) // _SAMPLES))
+        heads = min(_SAMPLES, count)
+        chunk = max(1, -(-(count - heads) // _SAMPLES))
         sample = np.arange(count)
-        sample[head:] = head + (sample[head:] - head) // alike
+        sample[heads:] = heads + (sample[heads:] - heads) // chunk
         self.sample: list[int] = sample.tolist()
         self.all = np.bincount(sample).astype(np.float64)
         ends = np.cumsum(self.all).astype(np.int64)
-        at = ends - 1 - (self.all / 2).astype(np.int64)  # the middle of each
+        middle = ends - 1 - (self.all / 2).astype(np.int64)  # the middle position of each chunk
         self._times, bare, part = (
-            np.minimum(rows[:, at], NEVER) for rows in (filler.alone, filler.bare, filler.part)
+            np.minimum(rows[:, middle], NEVER) for rows in (filler.alone, filler.bare, filler.part)
         )
         self._bare, self._part, self._opening = bare, part, filler.opening
         self.opening_s = float(filler.opening.max())
-        self.times, self.bare, self.part = (own.min(axis=0) for own in (self._times, bare, part))
+        self.times, self.bare, self.part = (
+            values.min(axis=0) for values in (self._times, bare, part)
+        )
         self.grid = self._grid()
         # At times too short for a sequence its need is that of the least time in which it ends:
         # jumps could not be interpolated, and whether the longest ends is checked elsewhere.
@@ -337,7 +353,8 @@ class Estimates:
         self.apart: Floats = np.maximum(needs, part).min(axis=1)
 
     def _grid(self) -> Floats:
-        """Seconds of waves for which needs are worked out, rising [times]."""
+        """A rising grid of wave times in seconds, [times], for which needs are worked out;
+        neighbours differ by a constant ratio."""
         longest_s = max(float(self.times.max()), 1e-300)
         even_s = float(self.bare @ self.all) / self.devices + self.opening_s
         most_s = 2 * max(longest_s, even_s)
@@ -346,47 +363,55 @@ class Estimates:
         return np.append(least_s * _GRID_STEP ** np.arange(count), most_s)
 
     def _needs(self, times_s: Floats) -> Floats:
-        """Rank-waves that one sequence of each sample fills: its rank-seconds over what a launch's
-        constant leaves of a wave of ``times_s`` [times, samples or 1] seconds; ``NEVER`` where the
-        sequence alone takes longer than the wave. Returns [times, schemes, samples]."""
+        """Ranks that one sequence of each sample keeps busy for a whole wave of ``times_s`` [times,
+        samples or 1] seconds: its rank-seconds over the seconds that a launch's constant leaves;
+        ``NEVER`` where the sequence alone takes longer than the wave. Returns [times, schemes,
+        samples]."""
         limits = times_s[:, None]  # the divisor is floored, as such waves are overwritten below
         needs: Floats = self._bare / np.maximum(limits - self._opening, 1e-100)
         np.putmask(needs, self._times > limits * (1 + ROUNDING), NEVER)
         return needs
 
     def without(self, part: Floats, placed: Iterable[int]) -> Floats:
-        """What is left of a part [samples] without the positions ``placed``."""
+        """The part [samples], a count of sequences for each sample, that is left when the positions
+        ``placed`` are gone."""
         left = part.copy()
         for i in placed:
             left[self.sample[i]] -= 1
         return left
 
     def launches_s(self, part: Floats, heads: int) -> Floats:
-        """Possible seconds of a wave of a part [samples], rising: those of a launch of one of its
-        ``heads`` longest sequences on any kind, as long as the longest ends within them."""
+        """Seconds that a next wave of a part [samples] may last, rising: those of a launch of one
+        of its ``heads`` longest samples alone, on any kind, that leave time for the longest of
+        all."""
         times = self._times[:, part.nonzero()[0][:heads]]
-        found = set(times[(times >= times[:, 0].min()) & (times < NEVER)].tolist())
-        return np.array(sorted(found))
+        candidates = set(times[(times >= times[:, 0].min()) & (times < NEVER)].tolist())
+        return np.array(sorted(candidates))
 
     def after(self, part: Floats, times_s: Floats) -> Floats:
-        """About what is left of a part [samples] after one wave of each of ``times_s`` seconds that
-        takes the longest sequences first [times, samples]."""
-        wanted = np.maximum(self._needs(times_s[:, None]), self._part).min(axis=1) * part
-        over = np.maximum(np.cumsum(wanted, axis=1) - self.devices, 0.0)
-        left: Floats = part * np.minimum(over / np.maximum(wanted, 1e-300), 1.0)
+        """About what is left of a part [samples] after one wave that takes the longest sequences
+        first, for each of ``times_s`` as the wave's seconds [times, samples]."""
+        ranks_wanted = np.maximum(self._needs(times_s[:, None]), self._part).min(axis=1) * part
+        ranks_over = np.maximum(np.cumsum(ranks_wanted, axis=1) - self.devices, 0.0)
+        # A sample is left by the share of its ranks that exceeds the devices.
+        left: Floats = part * np.minimum(ranks_over / np.maximum(ranks_wanted, 1e-300), 1.0)
         return left
 
     def likely(self, parts: Floats) -> tuple[Floats, Floats]:
-        """The most promising number of waves for each of ``parts`` [parts, samples], and seconds of
-        each of these waves, both [parts]; 0 for an empty part."""
+        """The number of waves that promises the least seconds for each of ``parts`` [parts,
+        samples], and the seconds of each of these waves; both are [parts], and 0 for an empty
+        part."""
         counts, least_s = self._counts(parts)
         ranks = counts * self.devices
         needs = (self.apart @ parts.T).T
-        found = [_crossing(self.grid, need, own) for need, own in zip(needs, ranks, strict=True)]
-        guesses = np.maximum(least_s[:, None], found)
-        each, best = np.arange(len(parts)), (guesses * counts).argmin(axis=1)
-        filled = parts.any(axis=1)
-        return counts[each, best] * filled, guesses[each, best] * filled
+        crossings = [
+            _crossing(self.grid, need, wave_ranks)
+            for need, wave_ranks in zip(needs, ranks, strict=True)
+        ]
+        guesses = np.maximum(least_s[:, None], crossings)
+        rows, best = np.arange(len(parts)), (guesses * counts).argmin(axis=1)
+        not_empty = parts.any(axis=1)
+        return counts[rows, best] * not_empty, guesses[rows, best] * not_empty
 
     def worth_trying(self, part: Floats) -> list[WaveCount]:
         """Numbers of waves for a part [samples], the most promising first."""
@@ -402,8 +427,9 @@ class Estimates:
         return sorted(found.values(), key=lambda own: (own.guess_s * own.count, own.count))
 
     def _counts(self, parts: Floats) -> tuple[Floats, Floats]:
-        """Numbers of waves to consider for each of ``parts`` [parts, numbers], and the least
-        seconds of a wave [parts]."""
+        """Numbers of waves to consider for each of ``parts``: the fewest by memory, and a little
+        more [parts, numbers]. Also the least seconds of a wave [parts], by the longest sequence and
+        by an even split of the work over the most waves."""
         fewest = np.maximum(1, np.ceil(parts @ self.part / self.devices * (1 - 1e-9)))[:, None]
         counts = np.concatenate([np.round(fewest * _MORE), fewest + 1, fewest + 2], axis=1)
         even_s = parts @ self.bare / self.devices + self.opening_s
@@ -412,8 +438,9 @@ class Estimates:
 
 
 def _crossing(grid: Floats, need: Floats, ranks: Floats) -> Floats:
-    """The seconds at which a ``need`` of rank-waves, given for the times of ``grid`` [times], comes
-    down to each of ``ranks``; it falls about linearly in 1 / time."""
+    """The wave times in seconds at which a ``need`` of ranks, given for the times of ``grid``
+    [times], comes down to each of ``ranks`` [numbers]; interpolated in 1 / time, in which the need
+    is about linear."""
     falling = np.minimum.accumulate(need)[::-1]
     return 1 / np.interp(ranks, falling, 1 / grid[::-1])
 
@@ -487,14 +514,15 @@ def openings(filler: WaveFiller, estimates: Estimates, effort: int) -> list[Open
 
 
 def _may_win(filler: WaveFiller, opening: Opening, best_s: float) -> bool:
-    """Whether making an opening longer may beat ``best_s``, the best estimate in seconds."""
+    """Whether further waves after an opening may lead to a plan below ``best_s``, the best estimate
+    in seconds."""
     begun, estimate_s = opening.begun, opening.estimate_s
     least_s = begun.spent_s + float(filler.least[begun.left].sum()) / filler.table.devices
     return bool(begun.left) and estimate_s <= best_s * (1 + NEAR) and least_s < best_s
 
 
 def _estimated(estimates: Estimates, begun_waves: Collection[Begun]) -> list[Opening]:
-    """Begun plans with an estimate of what follows each."""
+    """Openings made of begun plans, each with the estimated seconds of the waves that follow."""
     counts, waves_s = estimates.likely(np.stack([begun.part for begun in begun_waves]))
     rows = zip(begun_waves, counts.tolist(), waves_s.tolist(), strict=True)
     return [
@@ -504,28 +532,28 @@ def _estimated(estimates: Estimates, begun_waves: Collection[Begun]) -> list[Ope
 
 
 def _promising(estimates: Estimates, opening: Opening) -> list[float]:
-    """Seconds of a next wave to try after an opening: those in which the longest sequence left
-    ends; where many sequences are left, the few with the best estimates."""
+    """Seconds to try for the next wave after an opening: as long as launches of the longest
+    sequences that are left; where many sequences are left, only the few with the best estimates."""
     begun = opening.begun
     times_s = estimates.launches_s(begun.part, _HEADS)
     if len(times_s) > _HEADS and len(begun.left) >= FEW:
         counts, waves_s = estimates.likely(estimates.after(begun.part, times_s))
         promised_s = begun.spent_s + times_s + counts * waves_s
         times_s = times_s[promised_s.argsort(kind="stable")[:_HEADS]]
-    found: list[float] = times_s.tolist()
-    return found
+    tried_s: list[float] = times_s.tolist()
+    return tried_s
 
 
 def _filled(filler: WaveFiller, estimates: Estimates, begun: Begun, time_s: float) -> Begun:
-    """The opening with a wave more, of ``time_s`` seconds, or of the quickest launch of the longest
-    sequence left where that takes longer."""
+    """An opening made longer by one wave of ``time_s`` seconds, or of the quickest launch of the
+    longest sequence left, where that takes longer."""
     limit_s = max(time_s, filler.quickest_s(begun.left[0])) * (1 + ROUNDING)
     groups, left = filler.fill(limit_s, filler.table.devices, begun.left, whole=False)
     return Begun(
         before=[*begun.before, groups],
         spent_s=begun.spent_s + filler.wave_s(groups),
         left=left,
-        part=estimates.without(begun.part, chain.from_iterable(own for _, own in groups)),
+        part=estimates.without(begun.part, chain.from_iterable(members for _, members in groups)),
     )
 
 
@@ -584,8 +612,8 @@ def _assigned(table: PriceTable, waves: Iterable[Wave]) -> Assignment:
 
 
 def _launches(table: PriceTable, wave: Wave) -> Iterator[tuple[int, tuple[int, ...], list[int]]]:
-    """(scheme, ranks, positions) of each launch of a wave: the largest groups first, on
-    neighbouring ranks."""
+    """(scheme, ranks, positions) of each launch of a wave. The largest groups come first, and each
+    gets the next neighbouring ranks."""
     start = 0
     for k, members in sorted(wave, key=lambda group: (-table.width[group[0]], min(group[1]))):
         end = start + table.width[k]
@@ -595,7 +623,7 @@ def _launches(table: PriceTable, wave: Wave) -> Iterator[tuple[int, tuple[int, .
 
 @dataclass(slots=True, kw_only=True)
 class _Search:
-    """The best waves so far, and what may still be spent.
+    """A search for the best waves: the best so far, and the effort that may still be spent.
 
     Attributes:
         filler: Fills groups of waves.
@@ -615,22 +643,25 @@ class _Search:
 
     @property
     def over(self) -> bool:
-        """Whether to stop, as the best is near the bound or, with a plan, the effort is spent."""
+        """Whether to stop: the best waves are near the bound, or some were found and the effort is
+        spent."""
         return self.seconds <= self.enough_s or (self.effort <= 0 and bool(self.best))
 
     def finish(self, begun: Begun, counts: Sequence[WaveCount]) -> None:
-        """Try to place what an opening leaves in waves of equal time, for each number of waves in
-        ``counts`` from the seconds that are guessed on; keep what is better."""
+        """Place the sequences that an opening leaves in waves of equal time, and keep what is
+        better. For each number of waves in ``counts``, times are tried from the estimate upwards
+        until one succeeds, which is then made shorter by halving."""
         if not begun.left:
             self._keep(begun, 0.0, [])
             return
         if self.over:
             return
         for wave_count in counts:
+            # A wave of so many seconds would be no better than the best plan.
             limit_s = (self.seconds - begun.spent_s) / wave_count.count * (1 - CLOSE)
             if self.over or wave_count.least_s >= limit_s:
                 continue
-            for low_s, time_s in _times(wave_count, limit_s, few=len(begun.left) < FEW):
+            for low_s, time_s in _wave_times(wave_count, limit_s, few=len(begun.left) < FEW):
                 groups = self._try(begun, begun.left, wave_count.count, time_s)
                 if groups:
                     self._halve(begun, wave_count.count, low_s, time_s)
@@ -638,8 +669,8 @@ class _Search:
                     break
 
     def one_by_one(self, begun: Begun) -> None:
-        """Place what is left in waves that last as long as their longest sequence takes on its
-        cheapest size."""
+        """Place the sequences that an opening leaves in waves, each of which lasts as long as its
+        longest sequence takes on its cheapest scheme; this always succeeds."""
         filler, made, left = self.filler, list[Wave](), begun.left
         while left:
             time_s = filler.alone_s(filler.cheapest[left[0]][0], left[0]) * (1 + ROUNDING)
@@ -648,25 +679,25 @@ class _Search:
         self._keep(begun, filler.waves_s(made), made)
 
     def shuffled(self, random: np.random.Generator, start: Begun) -> None:
-        """Try drawn orders of the sequences in as many waves after the best opening (after
-        ``start`` where that one left nothing), each a little shorter, until too many in a row fail.
-        """
+        """Try randomly drawn orders of the sequences after the best opening (after ``start`` where
+        that one left nothing), in as many waves as the best plan has, each a little shorter, until
+        too many orders in a row fail."""
         begun = self.begun if self.begun.left else start
-        length, missed = self.filler.table.batch.values[begun.left], 0
+        length, failed = self.filler.table.batch.values[begun.left], 0
         least_s = self.filler.quickest_s(begun.left[0])
-        while not self.over and missed < _MISSED:
+        while not self.over and failed < _MISSED:
             count = len(self.best) - len(begun.before)
             time_s = (self.seconds - begun.spent_s) / count * (1 - CLOSE)
             if time_s < least_s:
                 break
-            noise = np.exp(random.normal(0.0, _SPREADS[missed % len(_SPREADS)], len(length)))
+            noise = np.exp(random.normal(0.0, _SPREADS[failed % len(_SPREADS)], len(length)))
             order = np.argsort(-length * noise, kind="stable").tolist()
-            groups = self._try(begun, [begun.left[n] for n in order], count, time_s)
-            missed = 0 if groups else missed + 1
+            groups = self._try(begun, [begun.left[number] for number in order], count, time_s)
+            failed = 0 if groups else failed + 1
 
     def _halve(self, begun: Begun, count: int, low_s: float, high_s: float) -> None:
-        """Look for the least seconds of each of ``count`` waves after an opening, between
-        ``low_s``, which fail, and ``high_s``, which do not."""
+        """Narrow down, by halving, the least seconds of each of ``count`` waves after an opening:
+        filling fails in ``low_s`` and succeeds in ``high_s``. Better waves are kept on the way."""
         while high_s - low_s > CLOSE * low_s and not self.over:
             middle_s = (low_s + high_s) / 2
             if self._try(begun, begun.left, count, middle_s):
@@ -675,30 +706,32 @@ class _Search:
                 low_s = middle_s
 
     def _try(self, begun: Begun, order: Sequence[int], count: int, time_s: float) -> Pipelines:
-        """Place what an opening leaves, in this ``order``, in groups of ``count`` waves of
-        ``time_s`` seconds, and keep the waves if they are better. Returns the groups, none when
-        filling fails."""
+        """Place the sequences that an opening leaves, in this ``order``, in groups of ``count``
+        waves of ``time_s`` seconds; keep the waves if they are better. Returns the groups, an empty
+        list where not all find a place."""
         ranks = count * self.filler.table.devices
-        for join_any in (True, False)[: 1 + (len(order) < FEW)]:
+        ways = (True, False) if len(order) < FEW else (True,)  # of few the second way may succeed
+        for join_any in ways:
             groups, left = self.filler.fill(time_s, ranks, order, join_any=join_any)
             self.effort -= len(order) - len(left)
-            found = None if left else sorted_into_waves(self.filler, groups, count)
-            if found is not None:
-                self._keep(begun, *found)
+            sorted_waves = None if left else sorted_into_waves(self.filler, groups, count)
+            if sorted_waves is not None:
+                self._keep(begun, *sorted_waves)
                 return groups
         return []
 
     def _keep(self, begun: Begun, more_s: float, found: list[Wave]) -> None:
-        """Keep an opening and the waves ``found`` after it, of ``more_s`` seconds together, if they
-        are the best so far."""
+        """Keep an opening together with the waves ``found`` after it, which take ``more_s``
+        seconds, if they are the best so far."""
         seconds = begun.spent_s + more_s
         if seconds < self.seconds:
             self.seconds, self.best, self.begun = seconds, begun.before + found, begun
 
 
-def _times(wave_count: WaveCount, limit_s: float, *, few: bool) -> Iterator[Span]:
-    """Seconds of a wave to try for a number of waves, rising to ``limit_s`` from the
-    guess, or for ``few`` sequences from the least seconds. The caller halves what succeeds."""
+def _wave_times(wave_count: WaveCount, limit_s: float, *, few: bool) -> Iterator[Span]:
+    """(seconds that fail, seconds to try next) of a wave for a number of waves: rising up to
+    ``limit_s`` from the estimate, or for ``few`` sequences from the least seconds. The caller
+    narrows down between both where a time succeeds."""
     start_s, low_s = (
         wave_count.least_s if few else wave_count.guess_s,
         wave_count.least_s * (1 - CLOSE),

@@ -163,7 +163,8 @@ class Architecture:
 
     @property
     def head_share(self) -> float:
-        """The share of tokens that the head is run for, those that are guessed or all."""
+        """The fraction of tokens that the head is run for: the 15 % that BERT masks and guesses,
+        or all tokens."""
         return 0.15 if self.masked else 1.0
 
     @property
@@ -172,7 +173,7 @@ class Architecture:
         the largest power of two <= 64 in f that leaves a block for each key-value head."""
         if self.gate_block is not None:
             return self.gate_block
-        block = min(64, self.ffn & -self.ffn)
+        block = min(64, self.ffn & -self.ffn)  # f & -f is the largest power of two that divides f
         while block > 1 and self.ffn // block < self.kv_heads:
             block //= 2
         return block
@@ -185,9 +186,11 @@ class Architecture:
 
     @property
     def attention_share(self) -> float:
-        """The share of a layer's matrices that its attention has."""
+        """The fraction of the elements of a layer's matrices that belong to its attention."""
+        # Elements per hidden feature: queries and output projection, keys and values.
         attention = 2 * (self.hidden + self.kv_heads * self.head_features)
-        return attention / (attention + (3 if self.gated else 2) * self.ffn)
+        feed_forward = (3 if self.gated else 2) * self.ffn
+        return attention / (attention + feed_forward)
 
     @property
     def shape(self) -> ModelShape:
@@ -213,10 +216,12 @@ class Architecture:
             FLOPs, averaged over the tokens of the sequence.
         """
         h, kv = self.hidden, self.kv_heads * self.head_features
-        linear = 2 * h * h + 2 * h * kv + (3 if self.gated else 2) * h * self.ffn
-        seen = length / 2 if self.causal else length
-        head = h * self.vocabulary + (h * h if self.masked else 0)
-        return 3.0 * (self.layers * (2 * linear + 4 * h * seen) + 2 * head * self.head_share)
+        layer_weights = 2 * h * h + 2 * h * kv + (3 if self.gated else 2) * h * self.ffn
+        keys_seen = length / 2 if self.causal else length
+        # BERT's head has a dense layer of h x h before the vocabulary.
+        head_weights = h * self.vocabulary + (h * h if self.masked else 0)
+        layer_flops = 2 * layer_weights + 4 * h * keys_seen
+        return 3.0 * (self.layers * layer_flops + 2 * head_weights * self.head_share)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Architecture:
@@ -271,12 +276,15 @@ class Architecture:
             SpecError: When the object is malformed.
         """
         try:
-            found = cls(**value)
-            if found.gated and "gate_block" not in value:
-                # Weights of old stand in the largest blocks, however many heads there are.
-                found = replace(found, gate_block=min(64, found.ffn & -found.ffn))
-            same = found.gate_block == replace(found, gate_block=None).ffn_block
-            return replace(found, gate_block=None) if same else found
+            read = cls(**value)
+            if read.gated and "gate_block" not in value:
+                # Files without the key are older than it: their weights are interleaved in the
+                # largest blocks, whatever the number of key-value heads.
+                read = replace(read, gate_block=min(64, read.ffn & -read.ffn))
+            # A block that `ffn_block` would choose by itself is not kept, so that equal models are
+            # equal values.
+            default_block = read.gate_block == replace(read, gate_block=None).ffn_block
+            return replace(read, gate_block=None) if default_block else read
         except TypeError as error:
             raise SpecError("architecture", got=str(error), wanted="its JSON form")
 
@@ -401,8 +409,8 @@ PRESETS: dict[str, Architecture] = {
 
 
 def stored_shape(value: Mapping[str, Any]) -> ModelShape:
-    """The shape of a model in the JSON form of costs or a profile, of which those of old have the
-    whole architecture."""
+    """The model shape in the JSON object of costs or of a profile. Older files hold the whole
+    architecture under ``architecture`` instead of a ``shape``."""
     if "architecture" in value:
         return Architecture.from_json(value["architecture"]).shape
     return ModelShape.from_json(value["shape"])
@@ -410,9 +418,10 @@ def stored_shape(value: Mapping[str, Any]) -> ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSpec:
-    """One weight. ``bucket`` is the unit of pull and push: 0 the embedding, 1..L the layers,
-    L + 1 what follows them: the last norm, the head. ``also`` is the bucket of another segment
-    that works with it: a tied embedding is the head's matrix."""
+    """The name and shape of one weight. Ranks can share its rows in multiples of ``unit`` rows, or
+    hold it whole where that is None. ``bucket`` is the group of weights that it is pulled and
+    pushed with: 0 the embedding, 1 to L the layers, L + 1 what follows them (last norm, head).
+    ``also`` is a second bucket that uses it: a tied embedding is the head's matrix too."""
 
     name: str
     shape: tuple[int, ...]
@@ -421,7 +430,7 @@ class WeightSpec:
     also: int | None = None
 
     def used_in(self, buckets: Collection[int]) -> bool:
-        """Whether any of these segments works with it."""
+        """Whether a model segment with one of these ``buckets`` uses this weight."""
         return self.bucket in buckets or self.also in buckets
 
     @property
@@ -510,11 +519,13 @@ def parameter_count(architecture: Architecture) -> int:
 
 @lru_cache(maxsize=64)
 def shape_of(architecture: Architecture) -> ModelShape:
-    """The shape of a model, its elements counted from its weight table."""
+    """The shape of a model. Elements are counted by bucket from its weight table: weights whose
+    rows ranks can share (those with a unit) apart from weights that each rank holds whole."""
     a = architecture
     split, whole = [0] * bucket_count(a), [0] * bucket_count(a)
     for weight in weight_table(a):
-        (whole if weight.unit is None else split)[weight.bucket] += weight.elements
+        elements_of_buckets = whole if weight.unit is None else split
+        elements_of_buckets[weight.bucket] += weight.elements
     return ModelShape(
         name=str(a),
         layers=a.layers,

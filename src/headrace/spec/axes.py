@@ -21,8 +21,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixingStage:
-    """A part of a model in which places of the axes ``mixes`` see each other, and of no other.
-    ``work_s`` are its seconds on one device for the whole tensor."""
+    """A part of a model that mixes elements along the axes ``mixes`` (such as attention over time),
+    and treats all other axes element by element. ``work_s`` are its seconds on one device for the
+    whole tensor."""
 
     mixes: tuple[str, ...]
     work_s: float = 0.0
@@ -36,8 +37,8 @@ class MixingStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisChoice:
-    """The axis in shards during a stage. A stage that mixes it meets the other ranks within:
-    ``ulysses`` exchanges heads for places, ``ring`` passes keys and values on."""
+    """The axis that is sharded over ranks during a stage. A stage that mixes this axis has to
+    communicate: ``ulysses`` exchanges heads for positions, ``ring`` passes keys and values on."""
 
     axis: str
     method: Literal["none", "ulysses", "ring"] = "none"
@@ -45,8 +46,9 @@ class AxisChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisMove:
-    """What one rank did between two modules or within one: it switched the axis in shards, or met
-    the others' places by a ``method`` and kept it; the rank sent ``sent_bytes``."""
+    """One communication of a rank, in which it sent ``sent_bytes``: ``switch`` changes the sharded
+    axis from ``before`` to ``after`` between two modules, another ``method`` (Ulysses, ring) mixes
+    the sharded axis within a module and leaves it sharded."""
 
     before: str
     after: str
@@ -59,8 +61,8 @@ class AxisMove:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisPlan:
-    """One choice for each stage. ``sent_bytes`` of each rank in a forward, and its ``seconds``;
-    ``switches`` counts changes of the axis, from that of the input on."""
+    """One choice for each stage. A rank sends ``sent_bytes`` in a forward, which takes ``seconds``;
+    ``switches`` counts the changes of the sharded axis, including one right after the input."""
 
     choices: tuple[AxisChoice, ...]
     switches: int
@@ -70,7 +72,8 @@ class AxisPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """The best way to a stage with an axis."""
+    """The best choices for the first stages of a model that end with one axis sharded; its cost in
+    a forward is summed over these stages."""
 
     seconds: float
     sent_bytes: float
@@ -94,27 +97,31 @@ def plan_axes(
     exit_: str | None = None,
     empty: bool = False,
 ) -> AxisPlan:
-    """The quickest choice of axes for one pass.
+    """Choose the sharded axis of every stage so that one forward is quickest, by dynamic
+    programming over the stages.
 
-    ``sizes`` are those of the axes that may be in shards. ``transfer_s(b)``: seconds in which every
-    rank sends b bytes. ``heads`` limits Ulysses, which is not chosen for more ranks; without heads
-    no stage may mix its own axis. ``entry`` is the axis of the input, free where it is None, and
-    ``exit_`` that in which the result is wanted. With ``empty`` ranks may be without places.
+    ``sizes`` are the lengths of the axes that may be sharded over ``ranks``. ``transfer_s(b)`` are
+    the seconds in which every rank sends b bytes. Ulysses is chosen for at most ``heads`` ranks;
+    where ``heads`` is None no stage may mix the axis that is sharded. ``entry`` is the sharded axis
+    of the input (any where None), ``exit_`` the one in which the result is wanted. With ``empty``
+    an axis may be shorter than ``ranks``, which leaves some ranks without elements.
 
     Raises SpecError for axes that have no size, and InfeasiblePlan, naming the stage, when there is
     no axis for it.
     """
     _check(stages, sizes, (entry, exit_))
     axes = [axis for axis, size in sizes.items() if empty or size >= ranks]
+    # A switch is an all-to-all: a rank keeps one of R parts of its shard and sends the others.
     switch_bytes = tensor_bytes * (ranks - 1) / ranks**2
     switch_s = transfer_s(switch_bytes) if ranks > 1 else 0.0
     start = [entry] if entry is not None else axes
-    ways = {axis: _Way(0.0, 0.0, 0, ()) for axis in start}
+    ways = {axis: _Way(0.0, 0.0, 0, ()) for axis in start}  # the best way so far by sharded axis
     for number, stage in enumerate(stages):
         found: dict[str, _Way] = {}
         for axis in axes:
             for choice in _choices(stage, axis, ranks, heads):
                 sent = _bytes_within(choice, tensor_bytes, ranks)
+                # The share of the busiest rank, whose shard is ceil(size / ranks) long.
                 share = -(-sizes[axis] // ranks) / sizes[axis]
                 within_s = stage.work_s * share + (transfer_s(sent) if sent else 0.0)
                 for before, way in ways.items():
@@ -135,6 +142,7 @@ def plan_axes(
                 hint="fewer ranks for each sample, or heads to exchange",
             )
         ways = found
+    # Add the last switch, to the wanted axis, where a way ends with another one.
     finished = {
         axis: _Way(
             way.seconds + switch_s * moved,
@@ -155,30 +163,34 @@ def plan_axes(
 
 
 def split_batch(batch: int, places: int, ranks: int, *, fewest: int | None = None) -> int:
-    """Parts of the batch that work apart, so that an axis with few ``places`` serves many ranks
-    (images have one frame): the number b of the divisors of ``ranks`` with b <= ``batch`` and
-    ranks / b <= ``places`` whose busiest rank has the least, the smallest of equals. ``fewest`` are
-    places of the shortest axis that will be in shards, those of this one where it is None. Raises
-    InfeasiblePlan where some rank would have nothing."""
+    """Into how many parts to split a batch, so that ranks / parts ranks shard an axis of ``places``
+    positions for each part. An axis too short for all ranks (one frame of an image) serves them so.
+
+    Of the divisors of ``ranks`` that leave each rank something, the one whose busiest rank has the
+    fewest positions; the smaller one of equals. ``fewest`` is the length of the shortest axis that
+    will be sharded, ``places`` where None. Raises InfeasiblePlan where there is no such divisor."""
     most = places if fewest is None else min(fewest, places)
-    found = [
+    # Pairs (positions of the busiest rank, parts): ceil(samples / parts) x ceil(places / ranks of
+    # one part).
+    candidates = [
         (-(-batch // parts) * -(-places // (ranks // parts)), parts)
         for parts in range(1, ranks + 1)
         if ranks % parts == 0 and parts <= batch and ranks // parts <= most
     ]
-    if not found:
+    if not candidates:
         raise InfeasiblePlan(
             f"{batch} samples of {most} places",
             got=counted(ranks, "rank"),
             wanted="a place for each",
             hint="fewer ranks for each batch, or more samples in it",
         )
-    return min(found)[1]
+    return min(candidates)[1]
 
 
 def _choices(stage: MixingStage, axis: str, ranks: int, heads: int | None) -> list[AxisChoice]:
-    """How a stage can run with ``axis`` in shards: as it is where it does not mix the axis, else by
-    a ring, or by Ulysses where there are ``heads`` for all ranks."""
+    """The methods by which a stage can run while ``axis`` is sharded: without communication where
+    it does not mix the axis, else by a ring, and by Ulysses where there is a head for each rank.
+    None at all where the stage mixes the axis and has no ``heads``."""
     if axis not in stage.mixes or ranks == 1:
         return [AxisChoice(axis=axis)]
     if heads is None:
@@ -188,8 +200,8 @@ def _choices(stage: MixingStage, axis: str, ranks: int, heads: int | None) -> li
 
 
 def _bytes_within(choice: AxisChoice, tensor_bytes: float, ranks: int) -> float:
-    """Bytes that a rank sends within a stage of the axis in shards: four tensors by Ulysses, keys
-    and values round a ring."""
+    """Bytes that a rank sends within a stage that mixes the sharded axis: by Ulysses all-to-alls of
+    four tensors (queries, keys, values, results), by a ring R - 1 hops of keys and values."""
     if choice.method == "ulysses":
         return 4 * tensor_bytes * (ranks - 1) / ranks**2
     return 2 * tensor_bytes * (ranks - 1) / ranks if choice.method == "ring" else 0.0
@@ -198,8 +210,8 @@ def _bytes_within(choice: AxisChoice, tensor_bytes: float, ranks: int) -> float:
 def _check(
     stages: Sequence[MixingStage], sizes: Mapping[str, int], outer: tuple[str | None, ...]
 ) -> None:
-    """Raise SpecError for an axis without places, an unknown axis at the beginning or end, or no
-    stages."""
+    """Raise SpecError for an axis of no length, for no stages, and where an axis of ``outer``, that
+    of the input and that of the result, is unknown."""
     for name, size in sizes.items():
         if size < 1:
             raise SpecError(f"axis {name}", got=size, wanted="at least one place")

@@ -25,15 +25,16 @@ class Band(NamedTuple):
 
     @classmethod
     def of(cls, *, causal: bool, window: int | None = None) -> Band:
-        """Causal or full, of ``window`` tokens with the query itself, before it, and after it
-        where it is not causal."""
+        """The band of causal or full attention. A ``window`` counts the query itself and the tokens
+        before it; without ``causal`` as many tokens after the query are seen too."""
         reach = None if window is None else window - 1
         return cls(behind=reach, ahead=0 if causal else reach)
 
 
 class Block(NamedTuple):
-    """Rows [q_start, q_stop) of the queries see rows [k_start, k_stop) of the keys; ``causal``
-    blocks are square, and row i sees the columns up to i, ``turned`` ones those from i on."""
+    """Rows [q_start, q_stop) of the queries see rows [k_start, k_stop) of the keys, all of them
+    unless the block is ``causal``: then it is square, and row i sees the columns up to i, or from i
+    on where it is ``turned`` too."""
 
     q_start: int
     q_stop: int
@@ -46,11 +47,13 @@ class Block(NamedTuple):
     def scores(self) -> int:
         """The number of pairs of a query and a key that it sees."""
         rows, columns = self.q_stop - self.q_start, self.k_stop - self.k_start
+        # The triangle of a causal square includes its diagonal.
         return rows * (rows + 1) // 2 if self.causal else rows * columns
 
 
 def document_blocks(lengths: Iterable[int], causal: bool) -> tuple[Block, ...]:
-    """The blocks of whole documents, one after the other."""
+    """One square block for each document of a pack, whose documents of these ``lengths`` in tokens
+    lie one after the other."""
     blocks: list[Block] = []
     start = 0
     for length in lengths:
@@ -60,16 +63,18 @@ def document_blocks(lengths: Iterable[int], causal: bool) -> tuple[Block, ...]:
 
 
 def band_blocks(band: Band, queries: tuple[int, int], keys: tuple[int, int]) -> list[Block]:
-    """The blocks of queries and keys of one document, as positions in it, both half open; squares
-    first.
+    """Cover the scores of a band by blocks: causal and turned squares first, then rectangles.
 
-    The last key of a query at q, q + ahead, lies among the keys for some q: there are causal
-    squares, each with all keys before it. Likewise its first key, q - behind: turned squares, each
-    with all keys after it. Rows are cut where either begins or ends, and so short that the two
-    squares of some rows share no key.
+    ``queries`` and ``keys`` are half-open ranges (start, stop) of positions in one document. A
+    query at q sees the keys q - behind to q + ahead, which are cut off at the ends of ``keys``.
+    Rows whose last key q + ahead lies within ``keys`` end in a causal square, rows whose first key
+    q - behind does begin with a turned square, and the keys between are a rectangle. Rows are cut
+    where either square begins or ends, and so short that the two squares share no key.
     """
     (q_start, q_stop), (k_start, k_stop) = queries, keys
     cuts = {q_start, q_stop}
+    # Row q has its first key at q - behind and its last at q + ahead: where one of these is an edge
+    # of the keys, the form of the blocks changes.
     for reach in (band.behind, None if band.ahead is None else -band.ahead):
         if reach is not None:
             cuts |= {edge + reach for edge in keys}
@@ -81,7 +86,7 @@ def band_blocks(band: Band, queries: tuple[int, int], keys: tuple[int, int]) -> 
             step = max(1, min(step, band.behind + band.ahead))
         for first in range(start, stop, step):
             rows = first, min(first + step, stop)
-            low, high = k_start, k_stop
+            low, high = k_start, k_stop  # the keys that all these rows see: the rectangle
             if band.ahead is not None:
                 square = rows[0] + band.ahead, rows[1] + band.ahead
                 if square[0] < k_stop:
@@ -100,17 +105,18 @@ def band_blocks(band: Band, queries: tuple[int, int], keys: tuple[int, int]) -> 
 
 
 def joined(rectangles: Iterable[Block]) -> list[Block]:
-    """Full rectangles, ordered by queries and then by keys; of the same queries neighbours are
-    made one."""
-    found = list[Block]()
+    """Merge full rectangles of the same queries whose keys follow each other. ``rectangles`` are
+    ordered by queries and then by keys."""
+    merged = list[Block]()
     for block in rectangles:
-        if found and found[-1][:2] == block[:2] and found[-1].k_stop == block.k_start:
-            found[-1] = found[-1]._replace(k_stop=block.k_stop)
+        same_queries = bool(merged) and merged[-1][:2] == block[:2]
+        if same_queries and merged[-1].k_stop == block.k_start:
+            merged[-1] = merged[-1]._replace(k_stop=block.k_stop)
         else:
-            found.append(block)
-    return found
+            merged.append(block)
+    return merged
 
 
 def scores_of(blocks: Iterable[Block]) -> int:
-    """Scores that count in all blocks."""
+    """The number of pairs of a query and a key that attention computes over all blocks."""
     return sum(block.scores for block in blocks)
