@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import accumulate
 from typing import Any, NoReturn, cast
 
 import torch
@@ -734,7 +735,13 @@ class TokenModel:
         for training in {False, True} - self._looked:
             self._look(row, training=training)
         if self._check is not None and row[self.tokens].shape[1] >= self._world:
+            check = self._check
             self.shard(self._user_labels(row))
+            # A pack of two samples as well, as steps are made of packs.
+            self._check = check
+            short = {name: _repeat_to(value, self._world + 1) for name, value in sample.items()}
+            pack = self.packs([short, sample]).pop().values
+            self.shard(self._user_labels({name: x.to(device) for name, x in pack.items()}))
         installed = self.install()
 
         def end() -> None:
@@ -745,13 +752,16 @@ class TokenModel:
         return end
 
     def _user_labels(self, row: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A row of one sample as a batch, with labels as a user has them."""
-        found = {k: v for k, v in row.items() if k != "position_ids" and self._takes_field(k)}
+        """A row of one sample or several as a batch, with labels as a user has them."""
+        starts = row["position_ids"] == row["position_ids"][:, :1]
+        several = int(starts.sum()) > 1
+        names = [k for k in row if several or k != "position_ids"]
+        found = {k: row[k] for k in names if k == "position_ids" or self._takes_field(k)}
         if (self._hugging or self._takes_labels) and "labels" in row:
             labels = row["labels"]
             if self.labels == "next":
                 first = labels.new_full((len(labels), 1), IGNORED)
-                labels = torch.cat([first, labels[:, :-1]], dim=1)
+                labels = torch.cat([first, labels[:, :-1]], dim=1).masked_fill(starts, IGNORED)
             found[self._label_name] = labels
         return found
 
@@ -950,18 +960,24 @@ class TokenModel:
         return outputs
 
     def _compare(self, part: BatchPart, batch: Mapping[str, torch.Tensor]) -> None:
-        """Compare a batch of all ranks with the plain model. Rows of several documents are left
-        out: plain models may not part them."""
+        """Compare a batch of all ranks with the plain model, which is given rows of several
+        documents one document after the other, as it may not part them."""
         whole = dict(self._wholes[part.inputs[self.tokens]])
         local = dict(part.inputs)
-        if any(len(row) > 1 for row in documents_of(batch, self.tokens)):
-            text = "the first step is not compared with one process: rows have documents or padding"
+        parts = self._given_alone(whole, documents_of(batch, self.tokens))
+        if parts is None:
+            text = (
+                "the first step is not compared with one process: rows have padding, or documents "
+                "with labels of their first tokens or a loss of the model's own"
+            )
             warnings.warn(text, stacklevel=4)
             return
-        scale = 1.0
-        if self._hugging and self._label_name in whole:
-            own = count_targets({"labels": whole[self._label_name]}, self.labels) or 1
-            scale = own / (part.targets or own)
+        means = self._hugging and self._label_name in whole
+        counts = [
+            count_targets({"labels": one[self._label_name]}, self.labels) if means else 1
+            for one in parts
+        ]
+        total = part.targets or sum(counts) or 1
 
         def spread() -> torch.Tensor:
             loss = self.number(self(**local))
@@ -970,11 +986,35 @@ class TokenModel:
 
         def plain() -> torch.Tensor:
             self._slot.take(None)
-            loss = self.number(self.model(**{**whole, **self._always})) * scale
-            (loss / ranks_that_add_up(self.model, self._groups)).backward()
-            return loss.detach()
+            losses = []
+            for one, count in zip(parts, counts, strict=True):
+                if count or len(parts) == 1:
+                    loss = self.number(self.model(**{**one, **self._always}))
+                    loss = loss * (max(count, 1) / total) if means else loss
+                    (loss / ranks_that_add_up(self.model, self._groups)).backward()
+                    losses.append(loss.detach())
+            return torch.stack(losses).sum()
 
         compare_first_step(self.model, self._groups, spread=spread, plain=plain)
+
+    def _given_alone(
+        self, whole: Mapping[str, torch.Tensor], documents: Sequence[Sequence[int]]
+    ) -> list[dict[str, torch.Tensor]] | None:
+        """The inputs of each document, cut from ``whole`` rows by the lengths of the ``documents``
+        of each row; all rows at once where each is one document. None where a plain model would
+        not do the same with them."""
+        if all(len(row) == 1 for row in documents):
+            return [dict(whole)]
+        found = []
+        for at, row in enumerate(documents):
+            for stop, length in zip(accumulate(row), row, strict=True):
+                cut = slice(stop - length, stop)
+                found.append({k: x[min(at, len(x) - 1)][None, cut] for k, x in whole.items()})
+        # Models of transformers have no loss of a row's first label.
+        labels = [one[self._label_name] for one in found if self._label_name in one]
+        said = self.labels == "next" and any(bool((x[:, 0] != IGNORED).any()) for x in labels)
+        own = bool(labels) and not self._hugging  # a loss that may be a mean, or not
+        return None if said or own or "attention_mask" in whole else found
 
     def _with_own_head(
         self, head: WholeHead, placement: Placement, inputs: Mapping[str, torch.Tensor]

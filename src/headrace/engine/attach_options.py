@@ -75,8 +75,8 @@ class SpreadOptions:
         exchange: How attention meets other ranks' tokens; the quickest measured where it is None.
         logits: Where False, models of transformers give a loss and no logits, which take more
             memory than layers that are computed again.
-        check: ``"first step"`` compares loss and gradients of the longest sample on all ranks with
-            those of the plain model on each alone, before the loop.
+        check: ``"first step"`` compares loss and gradients of a sample on all ranks, and of a pack
+            of two, with those of the plain model on each alone, before the loop.
     """
 
     backend: str | None = None

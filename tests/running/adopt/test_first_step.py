@@ -26,13 +26,21 @@ def batch(rows: int = 2, count: int = 20) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.masked_fill(ids % 3 == 0, -100)}
 
 
+def of_documents(first_label: int = -100) -> dict[str, torch.Tensor]:
+    """A batch of two rows, of three documents and of one."""
+    places = torch.stack([torch.cat([torch.arange(n) for n in (7, 9, 4)]), torch.arange(20)])
+    given = batch()
+    labels = given["labels"].masked_fill(places == 0, first_label)
+    return {**given, "labels": labels, "position_ids": places}
+
+
 def stepped(kind: str, check: Any) -> tuple[list[Any], Any]:
     """The gradients of a first step, and what is drawn after it."""
     torch.manual_seed(0)
     model: Any = llama() if kind != "plain" else gpt()
     model = DistributedDataParallel(model) if kind == "ddp" else model
     run = hr.compile(model, check=check)
-    given = batch()
+    given = of_documents() if kind == "packed" else batch()
     if kind == "plain":
         given = {"ids": given["input_ids"]}
     torch.manual_seed(1)
@@ -46,7 +54,9 @@ def stepped(kind: str, check: Any) -> tuple[list[Any], Any]:
     ).tolist()
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("hugging", 2), ("plain", 2), whole("ddp", 2)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("hugging", 2), ("packed", 2), ("plain", 2), whole("ddp", 2)]
+)
 def test_a_compared_step_is_as_one_that_is_not(kind: str, ranks: int) -> None:
     """Catches a comparison that refuses what is exact, leaves gradients, or draws numbers."""
     pytest.importorskip("transformers")
@@ -71,7 +81,7 @@ class Wrong(torch.autograd.Function):
         return grad * 1.01
 
 
-def planted(where: str) -> str:
+def planted(where: str, given: dict[str, torch.Tensor]) -> str:
     """What a step is refused for whose backward, or loss, is off on several ranks."""
     run = hr.compile(llama(), check="first step")
     own, calls = run.number, []
@@ -85,15 +95,18 @@ def planted(where: str) -> str:
         before = run.backward
         run.backward = lambda loss: before(Wrong.apply(loss))  # type: ignore[method-assign]
     with pytest.raises(ModelError) as caught:
-        run.shard(batch())
+        run.shard(given)
     return str(caught.value)
 
 
+@pytest.mark.parametrize("given", [batch(), of_documents()], ids=["rows", "packed"])
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_a_step_that_differs_is_refused_on_every_rank(where: str) -> None:
+def test_a_step_that_differs_is_refused_on_every_rank(
+    where: str, given: dict[str, torch.Tensor]
+) -> None:
     """Catches a comparison that is content with anything."""
     pytest.importorskip("transformers")
-    for text in run_ranks(2, planted, where):
+    for text in run_ranks(2, planted, where, given):
         assert "first step of LlamaForCausalLM on rank 0" in text
         assert ("a loss of" if where == "loss" else "a gradient of norm") in text
 
@@ -120,6 +133,23 @@ def test_a_step_that_does_not_fit_is_not_compared_and_said() -> None:
     pytest.importorskip("transformers")
     for told in run_ranks(2, without_memory):
         assert told == ["the first step is not compared with one process, which needs more memory"]
+
+
+def left_out(given: dict[str, torch.Tensor]) -> list[str]:
+    run = hr.compile(llama(), check="first step")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run.shard(given)
+    return [str(one.message) for one in told if "first step" in str(one.message)]
+
+
+def test_what_a_plain_model_would_not_do_alike_is_not_compared_and_said() -> None:
+    """Catches a step that is refused although it is exact: a row's label that is another
+    document's first."""
+    pytest.importorskip("transformers")
+    for told in run_ranks(2, left_out, of_documents(first_label=7)):
+        assert len(told) == 1
+        assert "labels of their first tokens" in told[0]
 
 
 class Shifted(nn.Module):
@@ -166,12 +196,12 @@ def test_gradients_of_axes_are_compared(ranks: int) -> None:
         assert not right
 
 
-def attached_losses(folder: Path, check: Any, off: bool) -> list[float] | str:
+def attached_losses(folder: Path, check: Any, off: int) -> list[float] | str:
     """The losses of a loop whose first sample is compared, or what it is refused for."""
     model = llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if off:  # on several ranks alone
-        spread_norm(model.model.norm)
+        spread_norm(model.model.norm, off)
     try:
         run = attached(model, optimizer, dataset(), folder, costs=costs(2), check=check, steps=2)
     except ModelError as error:
@@ -179,25 +209,26 @@ def attached_losses(folder: Path, check: Any, off: bool) -> list[float] | str:
     return trained(run, model)
 
 
-def spread_norm(norm: Any) -> None:
-    """Have the gradient of a norm be off in its second backward."""
+def spread_norm(norm: Any, backward: int) -> None:
+    """Have the gradient of a norm be off in one backward."""
     seen = list[int]()
 
     def off(grad: torch.Tensor) -> torch.Tensor:
         seen.append(1)
-        return grad * (1.01 if len(seen) == 2 else 1)
+        return grad * (1.01 if len(seen) == backward else 1)
 
     norm.weight.register_hook(off)
 
 
-def test_loops_compare_their_first_sample(tmp_path: Path) -> None:
+def test_loops_compare_a_sample_and_a_pack(tmp_path: Path) -> None:
     """Catches a loop that is told to compare and does not, that is refused although it is exact, or
     that goes on from other numbers."""
     pytest.importorskip("transformers")
-    exact = run_ranks(2, attached_losses, tmp_path, "first step", False)
-    assert exact == run_ranks(2, attached_losses, tmp_path, None, False)
-    for text in run_ranks(2, attached_losses, tmp_path, "first step", True):
-        assert "first step of LlamaForCausalLM" in text
+    exact = run_ranks(2, attached_losses, tmp_path, "first step", 0)
+    assert exact == run_ranks(2, attached_losses, tmp_path, None, 0)
+    for backward in (2, 3):  # of the plain model given a sample, of all ranks given two
+        for text in run_ranks(2, attached_losses, tmp_path, "first step", backward):
+            assert "first step of LlamaForCausalLM" in text
 
 
 def test_only_the_first_step_can_be_compared() -> None:
