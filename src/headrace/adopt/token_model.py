@@ -110,20 +110,22 @@ def compile(
             wrapped in DDP or FSDP2.
         backend: The backend of torch.compile (``eager``, ``aot_eager``, ``inductor``); not compiled
             where it is None.
-        exchange: How attention meets the other ranks' tokens: ``ulysses`` (where it is None),
+        exchange: How attention reaches the other ranks' tokens: ``ulysses`` (where it is None),
             ``ring``, ``gather`` or ``2d``.
-        labels: Whether labels are of the ``next`` token or of the ``same`` place; known for models
-            of transformers.
-        tokens: The argument with the token numbers [b, S], the model's first where it is None.
-        groups: The groups of this rank; those of the world where it is None.
-        recompute: What blocks compute again in the backward: all but their ``attention``, whose
-            traffic is then not repeated, or ``full``. Blocks are those that models of transformers
-            know, and of others a list of equal modules called one after another.
-        label_name: The argument with labels.
-        logits: Where False, results of inputs with labels have no logits, of which only some are
-            alive at a time; for models of transformers.
+        labels: ``next`` where the loss compares a token's logits with the label of the next token
+            (causal language models), ``same`` where with its own label; where it is None, known
+            for models of transformers by their class, else ``same``.
+        tokens: The name of the argument with token ids [b, S], the model's first where it is None.
+        groups: The process groups of this rank; those of the world where it is None.
+        recompute: Activation recompute in the backward: ``attention`` recomputes all of a block
+            but its attention, whose traffic is then not repeated; ``full`` recomputes the whole
+            block. Blocks are those that models of transformers mark; of other models, a list of
+            equal modules called one after another. Nothing is recomputed where it is None.
+        label_name: The name of the argument with labels.
+        logits: Where False, a call with labels makes its loss from chunks of the logits and
+            returns no logits, to save memory; for models of transformers.
         check: ``"first step"`` compares loss and gradients of the first batch with those of the
-            plain model on each rank alone, where its memory suffices.
+            plain model, run whole on each rank, where a rank's memory suffices.
 
     Returns:
         The spread model: call it with what its ``shard`` gives.
@@ -158,10 +160,11 @@ class TokenModel:
     Attributes:
         model: The model as the user has it, perhaps wrapped.
         inner: The user's own module.
-        tokens: The name of the argument with token numbers.
-        labels: Whether labels of :meth:`shard` are of the ``next`` token or of the ``same`` place.
-        exchanges: How ranks of a group may meet when a plan decides.
-        label_place: The token that has the label of a sample with a single one.
+        tokens: The name of the argument with token ids.
+        labels: Whether logits at a place predict the label of the ``next`` or of the ``same``
+            place; batches given to :meth:`shard` have labels that are not shifted yet.
+        exchanges: The exchanges that a plan may choose from.
+        label_place: Which token, ``first`` or ``last``, has the label of a sample with one label.
     """
 
     def __init__(
@@ -189,6 +192,7 @@ class TokenModel:
         self._exchange, self._label_name = exchange, label_name
         self.exchanges: tuple[str, ...] = (exchange,) if exchange else ("ulysses", "ring")
         self.inner = inner = model.module if isinstance(model, DistributedDataParallel) else model
+        # The forward's signature: names it takes, in order.
         takes = arguments_of(inner)
         self._takes, self._order = frozenset(takes), tuple(takes)
         any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
@@ -200,15 +204,18 @@ class TokenModel:
         self._takes_any = any_name and not self._hugging  # transformers' drop what they do not know
         config = getattr(inner, "config", None)
         self._always = {"use_cache": False} if hasattr(config, "use_cache") else {}
+        # How the model counts positions: candidates for that of a row's first token; whether it
+        # skips masked tokens; the padding's id, where it skips tokens with that id.
         self._firsts = first_places(inner)
         self._counts_by_mask = False
-        self._passes_over: int | None = None  # tokens of this number have no place of their own
+        self._passes_over: int | None = None
         self._groups = groups or groups_here(device_of(inner))
         self.labels: Labels = labels or (convention_of(inner) if self._hugging else "same")
         self._probed: Probed | None = None
-        self._looked = set[bool]()  # in evaluation, in training
-        self._own_loss: ModelError | None = None
+        self._looked = set[bool]()  # values of model.training in which the model was probed
+        self._own_loss: ModelError | None = None  # raised where its loss is no cross entropy
         self._far = _far_place(config)
+        # The placement of each local tensor of token ids that was given out.
         self._placed: MutableMapping[torch.Tensor, Placement] = WeakIdKeyDictionary()
         self._entry = entry_point_of(model, inner, self._slot, backend, recompute)
         self._recompute = None if self.entry_point == "attention registry" else recompute
@@ -216,10 +223,12 @@ class TokenModel:
         self._ends = None if logits else LossHead(inner)
         self._whole_head: WholeHead | None = None
         self._check = check
+        # The whole batch (inputs by name) behind each local tensor of token ids.
         self._wholes: MutableMapping[torch.Tensor, dict[str, torch.Tensor]] = WeakIdKeyDictionary()
         self._called_last: Placement | None = None
-        self._part: BatchPart | None = None
-        self._adds = self._leaving = False
+        self._part: BatchPart | None = None  # the part given to take(), until release()
+        self._adds = False  # whether FSDP2 was told to sum gradients
+        self._leaving = False  # whether a backward runs after which the model is plain again
         self._reader: TokenReader | None = None
         self.label_place: LabelPlace | None = None
         self._stop_refusing = hook_before(inner, self._refuse_sharded, named=True)
@@ -264,6 +273,7 @@ class TokenModel:
         """Whether the blocks of a probed model are known, so that levels can be chosen for each."""
         knows = getattr(self.inner, "supports_gradient_checkpointing", False)
         registry = self.entry_point == "attention registry"
+        # Layers that were found in a probe, or blocks that transformers checkpoints itself.
         return self._layers is not None or (registry and bool(knows))
 
     def prepare(self, groups: Iterable[Members]) -> None:
@@ -292,17 +302,18 @@ class TokenModel:
         first is run. Collective.
 
         Args:
-            batch: Token numbers [b, S], labels and other values of tokens [b, S, ...];
+            batch: Token ids [b, S], labels and other values of tokens [b, S, ...];
                 ``attention_mask`` [b, S] tells padding, ``position_ids`` that begin again at 0 tell
                 documents.
             ranks: The ranks that share the batch, all of the world where it is None.
-            replicas: How many batches are worked on at once, each by so many neighbouring ranks,
-                which have it alike, in the place of ``ranks``: with 2 on four ranks the batch of
-                ranks 0 and 1, and that of ranks 2 and 3.
-            targets: Tokens of the whole step that have a loss, those of this batch, or of all
-                replicas', where it is None: give it where a step has several batches, as it has
-                where ``ranks`` are some.
-            exchange: How attention meets the other ranks' tokens, in the place of the model's own.
+            replicas: The number of batches that the world works on at once (data parallel), in
+                the place of ``ranks``. Neighbouring ranks share one: with 2 replicas on four
+                ranks, ranks 0 and 1 have one batch, ranks 2 and 3 another.
+            targets: The number of tokens of the whole step that have a loss, by which losses are
+                divided. Where it is None, those of this batch, or of the batches of all replicas.
+                Give it where a step has several batches, or where ``ranks`` are not all ranks.
+            exchange: How attention reaches the other ranks' tokens, where this batch is to use
+                another exchange than the one given to :func:`compile`.
 
         Returns:
             The part: call ``run(**part.inputs)``.
@@ -366,9 +377,9 @@ class TokenModel:
         exchange: str | None = None,
         groups: Groups | None = None,
     ) -> BatchPart:
-        """:meth:`shard` without communication, for a batch that is alike on all ``ranks`` of
-        ``groups`` and a model that was probed. Its ``labels`` are already shifted to the places
-        that predict them."""
+        """:meth:`shard` without communication: it neither compares the batch between ranks nor
+        probes the model. All ``ranks`` of ``groups`` must have the same ``values``, whose
+        ``labels`` are already shifted to the places that predict them."""
         groups = groups or self._groups
         if not self._adds and isinstance(self.model, FSDPModule):
             add_plainly(self.model)
@@ -400,11 +411,12 @@ class TokenModel:
         assert self._probed is not None, "shard() probes"
         first = self._probed.first if self._takes_places else None
         if self._counts_by_mask and "attention_mask" in values and "position_ids" not in values:
+            # As OPT counts: a token's position is the number of unmasked tokens before it.
             seen = values["attention_mask"].long()
             counted = (seen.cumsum(dim=1) - 1).clamp(min=0) + (first or 0)
             values = {**values, "position_ids": counted}
         if self._passes_over is not None:
-            values = self._passed_over(values, self._passes_over)
+            values = self._with_padding_skipped(values, self._passes_over)
         inputs, labels = local_inputs(values, self.tokens, placement, first=first)
         self._placed[inputs[self.tokens]] = placement
         rest = {name: inputs.pop(name) for name in [*inputs] if not self._takes_field(name)}
@@ -421,14 +433,16 @@ class TokenModel:
             placed=placement,
         )
 
-    def _passed_over(
+    def _with_padding_skipped(
         self, values: Mapping[str, torch.Tensor], padding: int
     ) -> Mapping[str, torch.Tensor]:
-        """A batch with the places that the plain model would count. Raises DataError for tokens of
-        the padding's number beside given places, which it would count otherwise."""
+        """The batch with ``position_ids`` [b, S] as a plain model counts them that skips tokens
+        whose id is ``padding``. Raises DataError for such tokens in a batch that has position ids
+        already: the plain model would count others."""
         ids = values[self.tokens]
         kept = ids != padding
         if "position_ids" not in values:
+            # As RoBERTa counts: tokens from padding + 1 on, and all padding is at ``padding``.
             places = kept.long().cumsum(dim=1) * kept + padding
             return {**values, "position_ids": places}
         if bool(kept.all()):
@@ -470,9 +484,9 @@ class TokenModel:
                 hint="give a shard's inputs as they are; move a batch before it is sharded",
             )
         self._require_places(inputs)
-        if self.inner.training not in self._looked:  # sharded in evaluation
+        if self.inner.training not in self._looked:  # train() or eval() was called since shard()
             self.probe(inputs)
-        if self._leaving:  # a backward that failed
+        if self._leaving:  # an earlier backward failed before its end
             self._end_backward()
         before = self._slot.held
         self._slot.take(placement)
@@ -498,7 +512,7 @@ class TokenModel:
         hooks.callback(self._entry.install(self._require_own))
         if self.entry_point == "graph":
             return hooks.close
-        coming = list[torch.Tensor | None]()
+        coming = list[torch.Tensor | None]()  # labels, from before a forward to after it
 
         def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
             """Take the labels out of the arguments of a transformers model, whose loss is made
@@ -512,6 +526,7 @@ class TokenModel:
             return args, {**self._always, **named}
 
         def after(module: Any, args: Any, outputs: Any) -> Any:
+            """Give the results of a spread forward its loss and its backward."""
             if self._slot.held is None:
                 return None
             return self._bound(self._with_loss(outputs, coming.pop()), self._slot.held)
@@ -532,10 +547,11 @@ class TokenModel:
             self._whole_head.remove()
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The cross entropy of this rank's tokens, summed, over the targets of the step.
+        """The sum of the cross entropy of this rank's tokens, divided by the number of tokens of
+        the whole step that have a loss: over all ranks these parts sum to the mean.
 
         Args:
-            logits: [b, s_r, V], which a call of this gave.
+            logits: [b, s_r, V], from a call of this object.
             labels: [b, s_r], as in :class:`~headrace.adopt.spread_model.BatchPart`.
 
         Returns:
@@ -574,13 +590,15 @@ class TokenModel:
 
     @property
     def share(self) -> float:
-        """What a term that all ranks of the last batch have alike counts on each of them: one over
-        their number, as in ``loss + run.share * penalty``. Raises ModelError before a call."""
+        """One over the number of ranks that share the last batch. Losses of ranks are summed, so a
+        term that all of these ranks compute alike takes this factor, as in
+        ``loss + run.share * penalty``. Raises ModelError before a call."""
         return 1 / self._last("share").tokens.ranks
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """The mean over all tokens of the last batch, alike on its ranks, with its adjoint: for
-        losses of such means, as those that balance experts, times :attr:`share`. Collective.
+        """The mean over all tokens of the last batch, the same on all of its ranks, and
+        differentiable: for losses made of such means, as those that balance experts, times
+        :attr:`share`. Collective.
 
         Args:
             values: [b, s_r, ...] of the local tokens.
@@ -602,12 +620,12 @@ class TokenModel:
                 got=list(values.shape),
                 wanted=f"[{now.rows}, {now.width}, ...] of the last call of run(**shard.inputs)",
             )
-        own = values.sum(dim=(0, 1))[None]
+        own = values.sum(dim=(0, 1))[None]  # [1, ...], gathered to [ranks, ...]
         return gather(own, 0, now.group).sum(dim=0) / sum(now.tokens.sizes)
 
     def _last(self, what: str) -> Placement:
-        """The placement of the last batch that the model was called with; raises ModelError where
-        there was none."""
+        """The placement of the last batch that the model was called with; raises ModelError about
+        ``what``, the caller's name, where there was none."""
         now = self._slot.held or self._called_last
         if not isinstance(now, Placement):
             raise ModelError(what, got="no batch", wanted="a call of run(**shard.inputs) before")
@@ -623,15 +641,15 @@ class TokenModel:
         window: int = 0,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Attention of the local tokens over all tokens of their rows, for models that call it
-        themselves, within a call of this.
+        """Attention of the local tokens over all tokens of their rows, for models whose own code
+        calls this method, while a call of this object runs them.
 
         Args:
             q: Queries [b, N, s_r, D].
             k: Keys [b, G, s_r, D], as many heads as values.
             v: Values [b, G, s_r, D].
             causal: Whether a token sees only earlier ones.
-            window: Tokens that a query sees with itself on one side, 0 for all.
+            window: Tokens that a query sees on one side, itself among them; 0 for all.
             scale: What scores are multiplied by, 1 / sqrt(D) where it is None.
 
         Returns:
@@ -668,10 +686,11 @@ class TokenModel:
         return whole
 
     def probe(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Look whether the model can be run on parts of its tokens, if that was not done yet.
+        """Test whether the model can be run on parts of its tokens, unless that was done already
+        in its present mode, training or evaluation.
 
         Args:
-            batch: Inputs of the model by name; of fake tensors nothing can be told.
+            batch: Inputs of the model by name. A model of fake tensors is taken to be right.
 
         Raises:
             ModelError: When it cannot.
@@ -708,12 +727,12 @@ class TokenModel:
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest row that is taken, None where no length is refused: rotary
-        embeddings that look at the longest place would see another one on each rank."""
+        """The most tokens that a row may have; None for no limit. Models with dynamic RoPE scaling
+        have one: beyond it frequencies depend on the longest position, which differs by rank."""
         return self._far
 
     def plain_inputs(self, ids: torch.Tensor) -> dict[str, Any]:
-        """Make what the plain model is given for some tokens.
+        """Make the arguments with which the plain model is called on token ids.
 
         Args:
             ids: Token numbers [b, S].
@@ -727,16 +746,16 @@ class TokenModel:
         """Work in a training loop, whose groups and labels were given when this was made."""
 
     def begin(self, sample: Item, device: str) -> Callable[[], None]:
-        """Probe the model with a sample, and :meth:`install`; returns a function that undoes
-        both."""
-        self._watched = False  # the loop watches
+        """Probe the model with a sample, compare a first step where that was asked for, and
+        :meth:`install`; returns a function that undoes it and detaches the model."""
+        self._watched = False  # the training loop watches for lost ranks itself
         row = {name: value.to(device) for name, value in packed([sample]).items()}
         self.probe(row)
         for training in {False, True} - self._looked:
             self._look(row, training=training)
         if self._check is not None and row[self.tokens].shape[1] >= self._world:
             check = self._check
-            self.shard(self._user_labels(row))
+            self.shard(self._user_labels(row))  # compares, and clears self._check
             # A pack of two samples as well, as steps are made of packs.
             self._check = check
             short = {name: _repeat_to(value, self._world + 1) for name, value in sample.items()}
@@ -752,21 +771,24 @@ class TokenModel:
         return end
 
     def _user_labels(self, row: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A row of one sample or several as a batch, with labels as a user has them."""
+        """A packed row [1, t] as a batch for :meth:`shard`, with labels that are not shifted yet.
+        Only a row of several samples keeps its ``position_ids``, which tell where each begins."""
         starts = row["position_ids"] == row["position_ids"][:, :1]
         several = int(starts.sum()) > 1
         names = [k for k in row if several or k != "position_ids"]
-        found = {k: row[k] for k in names if k == "position_ids" or self._takes_field(k)}
+        batch = {k: row[k] for k in names if k == "position_ids" or self._takes_field(k)}
         if (self._hugging or self._takes_labels) and "labels" in row:
             labels = row["labels"]
             if self.labels == "next":
+                # Undo predicted(): move labels one place back; a sample's first token has none.
                 first = labels.new_full((len(labels), 1), IGNORED)
                 labels = torch.cat([first, labels[:, :-1]], dim=1).masked_fill(starts, IGNORED)
-            found[self._label_name] = labels
-        return found
+            batch[self._label_name] = labels
+        return batch
 
     def read(self, item: Any, what: str) -> Item:
-        """The tokens and labels of an item, labels moved to the places that predict them."""
+        """Make a sample of an item: tensors [n, ...] by name, with labels moved to the places that
+        predict them; ``what`` names the item in errors."""
         if self._reader is None:
             self._reader = TokenReader(
                 tokens=self.tokens,
@@ -793,7 +815,8 @@ class TokenModel:
         return [Pack(values=row, tokens=labels.shape[1], targets=int((labels != IGNORED).sum()))]
 
     def made(self, sample: Item, lengths: Sequence[int], ranks: int, *, document: int) -> Pack:
-        """Make a pack of the tokens of a sample, begun again as often as needed."""
+        """Make a pack, for measurements, of samples with these ``lengths`` in tokens. Their values
+        are those of ``sample``, repeated; a length above ``document`` becomes several samples."""
         parts = [min(document, n - start) for n in lengths for start in range(0, n, document)]
         row = packed([{k: _repeat_to(v, n) for k, v in sample.items()} for n in parts])
         tokens = sum(lengths)
@@ -808,12 +831,13 @@ class TokenModel:
         return group_parts(ranks)
 
     def number(self, outputs: Any) -> torch.Tensor:
-        """The loss among the model's results, or the sizes of its logits."""
+        """A scalar to run a backward from: the loss among the model's results, else the sum of the
+        log-sum-exps of its logits."""
         loss = loss_of(outputs)
         return logits_of(outputs).float().logsumexp(-1).sum() if loss is None else loss
 
     def order(self, exchange: str) -> TokenOrder:
-        """Natural where ranks exchange heads for tokens, else balanced for causal attention."""
+        """``natural`` for Ulysses, else ``zigzag``, which balances the work of causal attention."""
         return "natural" if exchange == "ulysses" else "zigzag"
 
     def levels(self, layers: Sequence[torch.nn.Module]) -> Levels | None:
@@ -828,7 +852,8 @@ class TokenModel:
         """Does nothing: no record of forwards is kept."""
 
     def _refuse_fields(self, batch: Mapping[str, Any]) -> None:
-        """Raise ModelError for what models of transformers take beside token numbers."""
+        """Raise ModelError for inputs of a transformers model that take the place of token ids:
+        embeddings, pixels, audio."""
         for name in batch:
             if self._hugging and name != self.tokens and name.startswith(_NO_TOKENS):
                 raise ModelError(
@@ -841,8 +866,8 @@ class TokenModel:
                 )
 
     def _refuse_far(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Raise ModelError for places at which rotary embeddings look at the longest place: ranks
-        have others."""
+        """Raise ModelError for rows longer than :attr:`longest`: dynamic RoPE scaling would depend
+        on the longest position of each rank's own tokens."""
         if self._far is None:
             return
         places, width = batch.get("position_ids"), batch[self.tokens].shape[1]
@@ -857,8 +882,9 @@ class TokenModel:
             )
 
     def _refuse_sharded(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Raise ModelError where the plain model receives a part of a batch: its tokens would see
-        only those of this rank; and where the spread one receives other tokens than its part."""
+        """The hook before the model. Raises ModelError where the plain model receives a part of a
+        batch, whose tokens would see only this rank's; and where the spread model receives other
+        tokens than its part."""
         if torch.compiler.is_compiling():
             return
         if self._slot.held is not None:
@@ -874,9 +900,9 @@ class TokenModel:
             )
 
     def _require_own(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Raise ModelError where the model, spread for a micro-batch, is called with other tokens,
-        whose borders and places it would take for those of the micro-batch; or without its
-        places."""
+        """Raise ModelError where the model, spread for a micro-batch, is called with other tokens:
+        it would take them to have the documents and positions of the micro-batch. Also where
+        position ids are missing."""
         if self._part is None:
             return
         given = {**dict(zip(self._order, args, strict=False)), **named}
@@ -897,8 +923,8 @@ class TokenModel:
         self._require_places(given)
 
     def _require_places(self, arguments: Mapping[str, Any]) -> None:
-        """Raise ModelError for inputs of a part without the places of its tokens: the model would
-        begin at the first one."""
+        """Raise ModelError for inputs of a part without ``position_ids``: the model would count
+        the positions of this rank's tokens from 0."""
         if self._takes_places and arguments.get("position_ids") is None:
             raise ModelError(
                 f"inputs of {type(self.inner).__name__}",
@@ -911,8 +937,8 @@ class TokenModel:
         return self._entry.levels(blocks)
 
     def _bound(self, outputs: Any, placement: Placement | StandIn | None) -> Any:
-        """Have the backward of ``outputs`` use their placement, so that recompute works on their
-        batch whatever was run since."""
+        """Have the backward of ``outputs`` put their placement in the slot, so that checkpoints
+        recompute on the right batch, whatever was run since. Returns ``outputs``."""
         if isinstance(placement, Placement):
             self._called_last = placement
 
@@ -921,6 +947,7 @@ class TokenModel:
             was plain, it is so again after the backward."""
             if not self._leaving and self._slot.held is None:
                 self._leaving = True
+                # Autograd calls this once the whole backward has ended.
                 queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
                 queue(self._end_backward)
             self._slot.take(placement)
@@ -936,8 +963,8 @@ class TokenModel:
         self._slot.take(None)
 
     def _expect(self, labels: torch.Tensor | None) -> None:
-        """Check before a forward that a loss of these labels can be made, and pass them to a head
-        that makes the loss without logits."""
+        """Before a forward with ``labels`` [b, s_r] or None: raise ModelError where their loss
+        cannot be made, and pass the labels to a :class:`LossHead` where there is one."""
         if labels is not None and self._own_loss is not None:
             raise self._own_loss
         if getattr(getattr(self.inner, "config", None), "output_router_logits", False):
@@ -953,6 +980,7 @@ class TokenModel:
         logits = logits_of(outputs)
         loss = self.loss(logits, labels) if self._ends is None else self._ends.take(logits)
         if isinstance(outputs, tuple):
+            # With a loss head the first result stands for logits that were not made: drop it.
             return loss, *outputs[self._ends is not None :]
         outputs.loss = loss
         if self._ends is not None:
@@ -960,37 +988,43 @@ class TokenModel:
         return outputs
 
     def _compare(self, part: BatchPart, batch: Mapping[str, torch.Tensor]) -> None:
-        """Compare a batch of all ranks with the plain model, which is given rows of several
-        documents one document after the other, as it may not part them."""
+        """Compare loss and gradients of a batch of all ranks with those of the plain model. Rows
+        of several documents are given to it document by document: it may not keep them apart.
+        Warns and returns where the plain model cannot do the same."""
         whole = dict(self._wholes[part.inputs[self.tokens]])
         local = dict(part.inputs)
-        parts = self._given_alone(whole, documents_of(batch, self.tokens))
-        if parts is None:
+        alone = self._given_alone(whole, documents_of(batch, self.tokens))
+        if alone is None:
             text = (
                 "the first step is not compared with one process: rows have padding, or documents "
                 "with labels of their first tokens or a loss of the model's own"
             )
             warnings.warn(text, stacklevel=4)
             return
+        # The loss of a transformers model is a mean over the targets of what it is given: means of
+        # documents are weighted by their targets, so that they sum to the mean of the whole batch.
         means = self._hugging and self._label_name in whole
         counts = [
-            count_targets({"labels": one[self._label_name]}, self.labels) if means else 1
-            for one in parts
+            (count_targets({"labels": inputs[self._label_name]}, self.labels) or 0) if means else 1
+            for inputs in alone
         ]
         total = part.targets or sum(counts) or 1
 
         def spread() -> torch.Tensor:
+            """The loss [] of all ranks together, after its backward."""
             loss = self.number(self(**local))
             self.backward(loss)
             return self.add_up(loss)
 
         def plain() -> torch.Tensor:
+            """The loss [] of the plain model on the whole batch, after its backward."""
             self._slot.take(None)
             losses = []
-            for one, count in zip(parts, counts, strict=True):
-                if count or len(parts) == 1:
-                    loss = self.number(self.model(**{**one, **self._always}))
+            for inputs, count in zip(alone, counts, strict=True):
+                if count or len(alone) == 1:
+                    loss = self.number(self.model(**{**inputs, **self._always}))
                     loss = loss * (max(count, 1) / total) if means else loss
+                    # A wrapper that sums gradients over ranks would count equal ones once each.
                     (loss / ranks_that_add_up(self.model, self._groups)).backward()
                     losses.append(loss.detach())
             return torch.stack(losses).sum()
@@ -1000,30 +1034,34 @@ class TokenModel:
     def _given_alone(
         self, whole: Mapping[str, torch.Tensor], documents: Sequence[Sequence[int]]
     ) -> list[dict[str, torch.Tensor]] | None:
-        """The inputs of each document, cut from ``whole`` rows by the lengths of the ``documents``
-        of each row; all rows at once where each is one document. None where a plain model would
-        not do the same with them."""
+        """The inputs [1, length, ...] of each document, cut from ``whole`` rows [b, S, ...];
+        ``documents`` are the lengths of the documents of each row. All rows at once where each is
+        one document. None where the plain model would not make the same loss of documents alone."""
         if all(len(row) == 1 for row in documents):
             return [dict(whole)]
-        found = []
+        alone = []
         for at, row in enumerate(documents):
             for stop, length in zip(accumulate(row), row, strict=True):
                 cut = slice(stop - length, stop)
-                found.append({k: x[min(at, len(x) - 1)][None, cut] for k, x in whole.items()})
-        # Models of transformers have no loss of a row's first label.
-        labels = [one[self._label_name] for one in found if self._label_name in one]
-        said = self.labels == "next" and any(bool((x[:, 0] != IGNORED).any()) for x in labels)
-        own = bool(labels) and not self._hugging  # a loss that may be a mean, or not
-        return None if said or own or "attention_mask" in whole else found
+                # position_ids may have one row for all rows of the batch.
+                alone.append({k: x[min(at, len(x) - 1)][None, cut] for k, x in whole.items()})
+        labels = [inputs[self._label_name] for inputs in alone if self._label_name in inputs]
+        # A transformers model has no loss of a row's first label; within a longer row it has.
+        first_counts = self.labels == "next" and any(
+            bool((x[:, 0] != IGNORED).any()) for x in labels
+        )
+        own_loss = bool(labels) and not self._hugging  # it may be a mean over tokens, or a sum
+        return None if first_counts or own_loss or "attention_mask" in whole else alone
 
     def _with_own_head(
         self, head: WholeHead, placement: Placement, inputs: Mapping[str, torch.Tensor]
     ) -> Any:
-        """The results of a model whose own head and loss are run whole. Raises ModelError for a
-        step of several batches: its loss is that of one."""
+        """The results of a model whose own head and loss run on the whole batch on every rank, as
+        the loss is no cross entropy. Raises ModelError for a step of several batches: the model's
+        loss is a mean over one."""
         whole = self._wholes.get(inputs[self.tokens])
         assert self._own_loss is not None, "it has one"
-        if whole is None:
+        if whole is None:  # placed without shard(): only this rank's part is known
             raise self._own_loss
         labels = {"labels": whole[self._label_name]}
         if placement.targets != (count := count_targets(labels, self.labels)):
@@ -1039,17 +1077,18 @@ class TokenModel:
         )
 
     def _find_own_head(self, known: Mapping[str, torch.Tensor], run: Any, training: bool) -> None:
-        """Have a model run its own head and loss whole, where these see nothing of its layers but
-        the last hidden states."""
+        """Set ``_whole_head``, so that the model's own head and loss run on the whole batch, where
+        these depend on its layers only through the last hidden states. ``known`` are inputs to
+        test that with, given as ``run(**inputs)``."""
         base = base_of(self.inner)
         registry = self.entry_point == "attention registry"
         if base is None or not registry or self.compiled or self._ends is not None:
             return
         outside = set(self.inner.modules()) - set(base.modules())
         flags = (getattr(m, "gradient_checkpointing", False) for m in self.inner.modules())
-        again = self._recompute or any(flags)
-        if again and any("attention" in type(m).__name__.lower() for m in outside):
-            return  # what computes attention of the head again would take it for spread
+        recomputes = self._recompute or any(flags)
+        if recomputes and any("attention" in type(m).__name__.lower() for m in outside):
+            return  # a recompute of the head's attention would take it for spread
         with looked_at(self.model, self._slot, training=training):
             few = few_of({k: v for k, v in known.items() if k != "labels"}, self.tokens)
             given = {**few, self._label_name: few[self.tokens].clone()}
@@ -1058,15 +1097,18 @@ class TokenModel:
                 self._whole_head = WholeHead(self.inner, base, self._slot)
 
     def _call_with(self, call: Callable[..., Any], /, **inputs: Any) -> Any:
+        """Run ``call`` on inputs and the arguments that every call needs (``use_cache=False``)."""
         _mark_dynamic(inputs)
         return call(**{**inputs, **self._always})
 
     def _of_replicas(self, batch: Mapping[str, Any], blocks: Sequence[Members]) -> int | None:
-        """The tokens of the batches of all replicas that have a loss. Collective."""
+        """The number of tokens with a loss in the batches of all replicas, whose ranks are
+        ``blocks``; None where this rank's batch has no labels. Collective."""
         count = count_targets(batch, self.labels)
         if self._groups is None:
             return count
         counts = gather_floats([float(count or 0)], self._groups.world)
+        # Ranks of a block have the same batch: the first one's count stands for it.
         return None if count is None else round(sum(counts[block[0]][0] for block in blocks))
 
     def _group(
@@ -1079,15 +1121,16 @@ class TokenModel:
         return groups.get(members), members.index(groups.rank)
 
     def _find_layers(self, batch: Mapping[str, torch.Tensor]) -> Layers | None:
-        """The layers of the model as seen in a run on a few tokens; None where no list of layers
-        was found."""
+        """The layers of the model, found by running it on a few tokens; None where it has no list
+        of equal modules called one after another."""
         few, run = self._probe_inputs(batch), partial(self._call_with, self.inner)
         return find_layers(
             self.inner, lambda: run_few(self.inner, run, self._slot, few, self.tokens)
         )
 
     def _compute_again(self, level: Kept) -> None:
-        """Have the blocks of a model without support for checkpoints recompute by ``level``."""
+        """Put activation checkpoints of ``level`` around the layers of a model that has none of its
+        own; raises ModelError where no layers were found."""
         layers = self._layers
         levels = None if layers is None else self._chosen_levels(layers.modules)
         if layers is None or levels is None:
@@ -1100,8 +1143,8 @@ class TokenModel:
         levels.choose([level] * len(layers))
 
     def _probe(self, batch: Mapping[str, torch.Tensor]) -> Probed:
-        """Run the model on a few tokens of the batch and on parts of them, to learn whether it can
-        be spread."""
+        """Run the model on a few tokens of the batch and on parts of them: raises ModelError where
+        results differ, else returns how often it calls attention and where it counts from."""
         run = partial(self._call_with, self._entry.probing)
         return probe(
             self.model,
@@ -1114,7 +1157,9 @@ class TokenModel:
         )
 
     def _look(self, batch: Mapping[str, torch.Tensor], *, training: bool) -> None:
-        """Look at a model that was probed in training or in evaluation, and at its own loss."""
+        """Probe the model again in training or in evaluation mode, on longer rows too; raises
+        ModelError where it cannot be run on parts. Also learn whether the loss of a transformers
+        model is the cross entropy of its logits."""
         assert self._probed is not None, "probed"
         run, known = partial(self._call_with, self._entry.probing), self._probe_inputs(batch)
         look_again(
@@ -1145,7 +1190,8 @@ class TokenModel:
         self._looked.add(training)
 
     def _probe_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The inputs of a batch that the model is given when it is probed."""
+        """The fields of a batch that the model takes, to probe it with: for transformers models
+        without labels, and with padding ids replaced."""
         named = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
         if self._hugging:
             named.pop(self._label_name, None)
@@ -1160,6 +1206,7 @@ class TokenModel:
 
 
 _NO_TOKENS = ("inputs_embeds", "pixel_values", "input_features", "input_values")
+"""Beginnings of the names of inputs that are no token ids."""
 
 
 _REFUSED_OPTIONS = {
@@ -1171,7 +1218,8 @@ _REFUSED_OPTIONS = {
 
 
 def _refuse_options(arguments: Mapping[str, Any]) -> None:
-    """Raise ModelError for what a call of a model of transformers may ask, and a part cannot."""
+    """Raise ModelError for options of a transformers forward, such as caches, that a model on this
+    rank's tokens alone cannot serve."""
     for name, why in _REFUSED_OPTIONS.items():
         value = arguments.get(name)
         if value is not None and value is not False:
@@ -1180,24 +1228,25 @@ def _refuse_options(arguments: Mapping[str, Any]) -> None:
 
 
 def _far_place(config: Any) -> int | None:
-    """The number of places beyond which rotary embeddings look at the longest place, if any do."""
+    """The row length in tokens up to which dynamic RoPE scaling (``dynamic``, ``longrope``) is
+    constant: beyond it frequencies depend on the longest position. None for other RoPE types."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    found = list[int]()
+    limits = list[int]()
     for rope in (given, *given.values()):  # one for all layers, or one for each kind
         kind = rope.get("rope_type", rope.get("type", "")) if isinstance(rope, dict) else ""
-        most = int(getattr(config, "max_position_embeddings", 0))
+        longest = int(getattr(config, "max_position_embeddings", 0))
         if "dynamic" in str(kind):
-            found.append(most)
+            limits.append(longest)
         elif kind == "longrope":
             own = getattr(config, "original_max_position_embeddings", None)
-            found.append(int(rope.get("original_max_position_embeddings", own or most)))
-    return min(found, default=None)
+            limits.append(int(rope.get("original_max_position_embeddings", own or longest)))
+    return min(limits, default=None)
 
 
 def arguments_of(model: Any) -> dict[str, inspect.Parameter]:
-    """What the forward of ``model`` takes. One that hands on whatever it is given (``*args``,
-    ``**named``) takes what that of its parent takes, or that of the model inside an adapter
-    (peft)."""
+    """The parameters of a model's forward by name. A forward that passes on whatever it is given
+    (``*args``, ``**named``) also has those of the model inside an adapter (peft), or of the forward
+    of its parent classes."""
     found = dict(inspect.signature(model.forward).parameters)
     base = getattr(model, "get_base_model", None)
     if not _hands_on(found):
@@ -1207,7 +1256,7 @@ def arguments_of(model: Any) -> dict[str, inspect.Parameter]:
     for kind in type(model).__mro__[1:]:
         forward = vars(kind).get("forward")
         if forward is not None and kind is not torch.nn.Module:
-            _, *rest = inspect.signature(forward).parameters.items()
+            _, *rest = inspect.signature(forward).parameters.items()  # without self
             found = dict(rest) | found
             if not _hands_on(dict(rest)):
                 break
@@ -1215,6 +1264,7 @@ def arguments_of(model: Any) -> dict[str, inspect.Parameter]:
 
 
 def _hands_on(arguments: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a signature has ``*args`` or ``**named``."""
     rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return any(p.kind in rest for p in arguments.values())
 
@@ -1229,12 +1279,13 @@ def _is_same(x: torch.Tensor, own: torch.Tensor) -> bool:
 
 
 def _mark_dynamic(inputs: Mapping[str, Any]) -> None:
-    """Mark the number of tokens as dynamic, so that one graph serves any number."""
+    """Mark dim 1, the tokens of a row, as dynamic for torch.compile: one graph for any number."""
     for value in inputs.values():
         if isinstance(value, torch.Tensor) and value.dim() >= 2:
             torch._dynamo.maybe_mark_dynamic(value, 1)  # noqa: SLF001
 
 
 def _repeat_to(x: torch.Tensor, count: int) -> torch.Tensor:
-    """The first ``count`` values; the values are repeated where there are not as many."""
+    """The first ``count`` entries of ``x`` [n, ...], repeated from its start where n is smaller."""
+    # -(-a // b) rounds a / b up.
     return x.repeat(-(-count // len(x)), *[1] * (x.dim() - 1))[:count]
