@@ -31,7 +31,7 @@ __all__ = ["accumulated", "accumulated_s"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batches:
-    """The launches of a bucket.
+    """The launches of a bucket, all on groups of one scheme.
 
     Attributes:
         k: The scheme of their groups.
@@ -46,13 +46,17 @@ class _Batches:
     launches: list[list[int]]
 
     def groups(self, tau_s: float) -> int:
-        """How many groups end within ``tau_s``."""
-        steps = int(tau_s / self.seconds * (1 + 1e-12)) if self.seconds else len(self.launches)
-        return -(-len(self.launches) // steps) if steps else len(self.launches) + 1
+        """How many groups the bucket needs for its launches to end within ``tau_s`` seconds; more
+        than it has launches where not even one ends in time."""
+        launches_each = (
+            int(tau_s / self.seconds * (1 + 1e-12)) if self.seconds else len(self.launches)
+        )
+        return -(-len(self.launches) // launches_each) if launches_each else len(self.launches) + 1
 
 
 def accumulated_s(table: PriceTable) -> float:
-    """What :func:`accumulated` cannot beat: the device-seconds of its launches."""
+    """Seconds that the schedule of :func:`accumulated` cannot beat: the device-seconds of its
+    launches over all devices."""
     if fitting(table) is None:
         return 0.0
     busy_s = sum(
@@ -64,7 +68,9 @@ def accumulated_s(table: PriceTable) -> float:
 
 
 def accumulated(table: PriceTable) -> list[Group]:
-    """Launches of the whole batch; none where no size holds the longest."""
+    """Launches of the whole batch by gradient accumulation; none where no group size holds the
+    longest sequence. Buckets, the widest groups first, go into the first round that has ranks for
+    one group of theirs."""
     if fitting(table) is None:
         return []
     rounds = list[list[_Batches]]()
@@ -72,13 +78,20 @@ def accumulated(table: PriceTable) -> list[Group]:
         _all_batches(table), key=lambda batches: (-batches.width, batches.launches[0][0])
     )
     for batches in widest_first:
-        used = [sum(other.width for other in beside) for beside in rounds]
-        at = next((n for n, own in enumerate(used) if own + batches.width <= table.devices), None)
-        if at is None:
+        ranks_used = [sum(other.width for other in in_round) for in_round in rounds]
+        first_fit = next(
+            (
+                number
+                for number, ranks in enumerate(ranks_used)
+                if ranks + batches.width <= table.devices
+            ),
+            None,
+        )
+        if first_fit is None:
             rounds.append([batches])
         else:
-            rounds[at].append(batches)
-    return [launch for beside in rounds for launch in _round(table.devices, beside)]
+            rounds[first_fit].append(batches)
+    return [launch for in_round in rounds for launch in _round(table.devices, in_round)]
 
 
 def _all_batches(table: PriceTable) -> list[_Batches]:
@@ -87,43 +100,47 @@ def _all_batches(table: PriceTable) -> list[_Batches]:
 
 
 def _best_batches(table: PriceTable, bucket: list[int]) -> _Batches:
-    """The size and batch of the best throughput for the bucket's longest sequence."""
+    """The launches of a bucket, with the scheme and batch of the most tokens per device-second for
+    its longest sequence."""
     longest = bucket[0]
     best = (float("inf"), 0, 1)
     for k, width in enumerate(table.width):
         if width <= table.devices and table.seconds(k)[longest] < float("inf"):
             batch = min(table.cap[k] // table.room(k)[longest], len(bucket))
-            seconds = batch * table.seconds(k)[longest] + table.c[k]
-            best = min(best, (width * seconds / batch, k, batch))
+            launch_seconds = batch * table.seconds(k)[longest] + table.c[k]
+            best = min(best, (width * launch_seconds / batch, k, batch))
     _, k, batch = best
-    launches = [bucket[n : n + batch] for n in range(0, len(bucket), batch)]
+    launches = [bucket[start : start + batch] for start in range(0, len(bucket), batch)]
     slowest_s = launch_s(table, k, launches[0])
     return _Batches(k=k, width=table.width[k], seconds=slowest_s, launches=launches)
 
 
 def _round(devices: int, beside: Sequence[_Batches]) -> list[Group]:
-    """The launches of one round: buckets ``beside`` each other, each on as many groups as all need
-    to end within the least time."""
-    times = sorted(
+    """The launches of one round: buckets ``beside`` each other, each on as many groups as it needs
+    so that all end within the least time for which the devices suffice."""
+    end_times_s = sorted(
         {
             steps * batches.seconds
             for batches in beside
             for steps in range(1, 1 + len(batches.launches))
         }
     )
-    low, high = 0, len(times) - 1
+    low, high = 0, len(end_times_s) - 1  # binary search of the least sufficient time
     while low < high:
         middle = (low + high) // 2
-        if sum(batches.width * batches.groups(times[middle]) for batches in beside) <= devices:
+        if (
+            sum(batches.width * batches.groups(end_times_s[middle]) for batches in beside)
+            <= devices
+        ):
             high = middle
         else:
             low = middle + 1
-    launches, start = list[tuple[int, int, Group]](), 0
+    launches, start_rank = list[tuple[int, int, Group]](), 0
     for batches in beside:
-        count = batches.groups(times[low])
-        for n, held in enumerate(batches.launches):
-            first = start + n % count * batches.width
-            ranks = tuple(range(first, first + batches.width))
-            launches.append((n // count, first, (batches.k, ranks, held)))
-        start += count * batches.width
+        groups = batches.groups(end_times_s[low])
+        for number, members in enumerate(batches.launches):
+            first_rank = start_rank + number % groups * batches.width
+            ranks = tuple(range(first_rank, first_rank + batches.width))
+            launches.append((number // groups, first_rank, (batches.k, ranks, members)))
+        start_rank += groups * batches.width
     return [launch for _, _, launch in sorted(launches, key=lambda item: item[:2])]

@@ -23,29 +23,34 @@ __all__ = ["bucket", "buckets", "packed"]
 
 
 def buckets(table: PriceTable) -> list[list[int]]:
-    """Positions of like length: (2^(k-1), 2^k] tokens, longest bucket first."""
+    """The positions of a batch in buckets of like lengths, 2^(k-1) + 1 to 2^k tokens each, the
+    longest bucket first."""
     tokens = table.tokens
     grouped = groupby(range(len(tokens)), key=lambda i: (tokens[i] - 1).bit_length())
     return [list(bucket) for _, bucket in grouped]
 
 
 def bucket(table: PriceTable) -> list[Group]:
-    """Launches of the whole batch by bucket parallel; none where no size holds the longest."""
+    """Launches of the whole batch as bucket parallel makes them; none where no group size holds the
+    longest sequence."""
     k = fitting(table)
     if k is None:
         return []
     seconds, room = table.seconds(k), table.room(k)
     launches = list[list[int]]()
     for members in buckets(table):
-        fit, slowest_s = table.cap[k] // room[members[0]], seconds[members[0]]
-        even = int(seconds[0] / slowest_s) if slowest_s > 0 else fit
-        size = max(1, min(fit, even))
-        launches += [members[n : n + size] for n in range(0, len(members), size)]
+        # Sequences of a launch: what memory holds of the bucket's longest, and no more than take as
+        # long as the batch's longest.
+        by_memory, longest_s = table.cap[k] // room[members[0]], seconds[members[0]]
+        by_time = int(seconds[0] / longest_s) if longest_s > 0 else by_memory
+        size = max(1, min(by_memory, by_time))
+        launches += [members[first : first + size] for first in range(0, len(members), size)]
     return in_turn(table, k, launches)
 
 
 def packed(table: PriceTable) -> list[Group]:
-    """Launches of the whole batch by packed parallel; none where no size holds the longest."""
+    """Launches of the whole batch as packed parallel makes them, with packs as full as memory
+    allows; none where no group size holds the longest sequence."""
     k = fitting(table)
     if k is None:
         return []

@@ -53,7 +53,7 @@ _BY_NAME = Role(name="", tables="one size", semantics=("free", "lockstep"), beyo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """A planner of others, as a generator.
+    """A planner from the literature as a generator of schedules.
 
     Attributes:
         role: For which problems it is, and when it is asked.
@@ -75,26 +75,28 @@ class Baseline:
     prepare: Prepare | None = None
 
     def drafts(self, table: PriceTable, known: Known) -> Iterator[Assignment]:
-        """Its schedules of a table that may be quicker than the best known."""
+        """The planner's schedules of a table. When it is asked last, none is made where its bound
+        says that none is quicker than the best known."""
         if not self.staged:
             table = groups_only(table)
             if not len(table):
                 return
         if self.role.last and self.least_s(table) >= known.best_s:
             return
-        each = _sizes(table) if self.one_size and not self.role.last else [table]
-        for given in each:
-            made = self.schedules(given, known.problem.semantics, known.seed)
-            if made is not None:
-                yield made
+        tables = _sizes(table) if self.one_size and not self.role.last else [table]
+        for one_table in tables:
+            schedule = self.schedules(one_table, known.problem.semantics, known.seed)
+            if schedule is not None:
+                yield schedule
 
     def named(self, name: str) -> Baseline:
-        """The planner as the only generator of a problem."""
+        """This planner, under ``name``, as the only generator of a problem."""
         tables: TableKind = "every scheme" if self.staged else "one size"
         return replace(self, role=replace(self.role, name=name, tables=tables))
 
     def asked_again(self, name: str, costs: CostKind, *semantics: Semantics) -> Baseline:
-        """The planner as one that is asked when other generators leave a gap."""
+        """This planner as a generator that is asked last, for one kind of costs, where the other
+        generators leave a gap to the bound."""
         role = Role(
             name=name,
             tables="one size",
@@ -108,52 +110,55 @@ class Baseline:
 
 
 def _sizes(table: PriceTable) -> list[PriceTable]:
-    """A table for every scheme that holds the longest sequence."""
+    """A table with a single scheme, for every scheme that holds the longest sequence."""
     holding = np.flatnonzero(np.isfinite(table.alone[:, 0])).tolist()
     return [PriceTable.like(table, [table.schemes[k]]) for k in holding]
 
 
 def _nothing_s(_: PriceTable) -> float:
-    """Zero seconds: nothing is known that a schedule cannot beat."""
+    """The bound of planners of which no bound is known: zero seconds."""
     return 0.0
 
 
 def _fitting_s(table: PriceTable) -> float:
-    """Seconds that no groups of the smallest size that holds the longest sequence beat."""
+    """Seconds that no schedule on groups of one size beats, the smallest that holds the longest
+    sequence."""
     k = fitting(table)
     return 0.0 if k is None else static_s(table, k)
 
 
 def _best_static_s(table: PriceTable) -> float:
-    """Seconds that no schedule of one scheme beats."""
+    """Seconds that no schedule of a single scheme beats, whichever it is."""
     return min((bound_s for bound_s, _ in static_bounds(table)), default=0.0)
 
 
 def _hybrid_s(table: PriceTable) -> float:
-    """Seconds if every sequence is alone on the size of the fewest device-seconds, shared by all
-    devices."""
+    """Seconds that no schedule beats in which every sequence runs alone: each on its size of the
+    fewest device-seconds, shared evenly by all devices."""
     alone = (table.ranks * table.alone).min(axis=0)
     return float(alone @ table.batch.counts) / table.devices if np.isfinite(alone).all() else 0.0
 
 
 def _static(table: PriceTable, semantics: Semantics, _: int) -> Assignment | None:
-    """Groups of the smallest size that holds the longest sequence; of other schemes the best."""
+    """A static schedule: of groups the smallest size that holds the longest sequence, of tables
+    with other schemes the best one. In lockstep it is issued launch by launch."""
     if not is_groups(table):
         return best_static(table)
     k = fitting(table)
-    found = None if k is None else static_schedule(table, k)
-    return found if found is None or semantics == "free" else launched(found)
+    schedule = None if k is None else static_schedule(table, k)
+    return schedule if schedule is None or semantics == "free" else launched(schedule)
 
 
 def _best_static(table: PriceTable, semantics: Semantics, _: int) -> Assignment | None:
-    """The best schedule of one group size."""
+    """The best schedule of one group size, in free semantics or in lockstep."""
     return best_static(table) if semantics == "free" else static_in_lockstep(table)
 
 
 def _launched(
     name: str, make: Callable[[PriceTable], list[Group]]
 ) -> Callable[[PriceTable, Semantics, int], Assignment | None]:
-    """A planner that issues launch by launch."""
+    """Turn ``make``, which gives a batch's launches in order, into a planner of schedules called
+    ``name``."""
 
     def schedules(table: PriceTable, semantics: Semantics, _: int) -> Assignment | None:
         launches = make(table)
@@ -165,20 +170,20 @@ def _launched(
 def _alone(
     prepare: Callable[[Sequence[PriceTable], int], BatchPlanner],
 ) -> Callable[[PriceTable, Semantics, int], Assignment | None]:
-    """A planner of several batches for one of them; in lockstep its micro-batches are issued one by
-    one."""
+    """Turn ``prepare``, which decides for several batches at once, into a planner of a single
+    batch; in lockstep its micro-batches are issued one by one."""
 
     def schedules(table: PriceTable, semantics: Semantics, seed: int) -> Assignment | None:
         if not np.isfinite(table.alone[:, 0]).any():
             return None
-        made = prepare([table], seed)(0, table)
-        return made if semantics == "free" else launched(made)
+        schedule = prepare([table], seed)(0, table)
+        return schedule if semantics == "free" else launched(schedule)
 
     return schedules
 
 
 def _of_all(prepare: Prepare, least_s: Bounded, meaning: str, role: Role = _BY_NAME) -> Baseline:
-    """A planner that decides for all batches at once, of tables of any schemes."""
+    """A baseline that decides for all batches at once and plans tables of any schemes."""
     return Baseline(
         role=role,
         schedules=_alone(lambda tables, seed: prepare(tables, seed, None)),
@@ -263,9 +268,9 @@ BASELINES: Mapping[str, Baseline] = {
 
 
 def _asked_again() -> Iterator[Generator]:
-    """Planners of others for costs by formula: of pipelines those that plan any schemes, of groups
-    the others. Not ``switching``, as changing within a step would be free, nor Hydraulis' two,
-    which take longer than the whole search."""
+    """Planners of others that the search asks last, for costs by formula: of pipelines those that
+    plan any schemes, of groups the others. ``switching`` is left out, as changing within a step
+    would be free, and so are Hydraulis' two, which take longer than the whole search."""
     for name, baseline in BASELINES.items():
         if not baseline.staged:
             yield baseline.asked_again(name, "groups", "free", "lockstep")

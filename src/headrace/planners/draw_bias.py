@@ -79,22 +79,26 @@ def draw_bias(iterations: Sequence[Lengths], *, ratio: float = 2.0, seed: int = 
     """
     if not iterations:
         raise DataError("iterations", got="none", wanted="those of an epoch")
-    lengths = np.concatenate([np.array(one.tokens, dtype=np.int64) for one in iterations])
-    counts = np.array([len(one) for one in iterations])
-    _, numbers = np.unique(bucket_numbers(lengths, ratio), return_inverse=True)
-    owner = np.repeat(np.arange(len(counts)), counts)
+    lengths = np.concatenate(
+        [np.array(iteration.tokens, dtype=np.int64) for iteration in iterations]
+    )
+    counts = np.array([len(iteration) for iteration in iterations])
+    _, bucket_of = np.unique(bucket_numbers(lengths, ratio), return_inverse=True)
+    iteration_of = np.repeat(np.arange(len(counts)), counts)
+    # Each sample's place in the epoch, 0 to 1, is the middle of its iteration.
     before = counts.cumsum() - counts
-    places = ((before + counts / 2) / len(lengths))[owner]
-    rng = np.random.default_rng(seed)
-    orders = [rng.permutation(len(lengths)) for _ in range(_RANDOM)]
-    totals = np.bincount(owner, weights=lengths)
+    places = ((before + counts / 2) / len(lengths))[iteration_of]
+    random = np.random.default_rng(seed)
+    orders = [random.permutation(len(lengths)) for _ in range(_RANDOM)]
+    totals = np.bincount(iteration_of, weights=lengths)
     return DrawBias(
         buckets=tuple(
-            _place(lengths[numbers == n], places[numbers == n]) for n in range(numbers.max() + 1)
+            _place(lengths[bucket_of == bucket], places[bucket_of == bucket])
+            for bucket in range(bucket_of.max() + 1)
         ),
-        distance=_distance(owner, numbers, lengths),
+        distance=_distance(iteration_of, bucket_of, lengths),
         random_distance=float(
-            np.mean([_distance(owner, numbers[order], lengths[order]) for order in orders])
+            np.mean([_distance(iteration_of, bucket_of[order], lengths[order]) for order in orders])
         ),
         tokens=(int(totals.min()), int(totals.max())),
         tokens_deviation=float(totals.std() / totals.mean()),
@@ -102,8 +106,9 @@ def draw_bias(iterations: Sequence[Lengths], *, ratio: float = 2.0, seed: int = 
 
 
 def _place(lengths: NDArray[np.int64], places: NDArray[np.float64]) -> BucketPlace:
-    """The mean place of the samples of a bucket; at random they are uniform on [0, 1], with a
-    standard deviation of 1 / sqrt(12)."""
+    """Where in the epoch the samples of a bucket come, given their lengths and places. Random
+    places are uniform on [0, 1], with a standard deviation of 1 / sqrt(12), of which the error
+    follows."""
     return BucketPlace(
         longest=int(lengths.max()),
         samples=len(lengths),
@@ -113,13 +118,13 @@ def _place(lengths: NDArray[np.int64], places: NDArray[np.float64]) -> BucketPla
 
 
 def _distance(
-    owner: NDArray[np.int64], numbers: NDArray[np.int64], lengths: NDArray[np.int64]
+    iteration_of: NDArray[np.int64], bucket_of: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> float:
-    """The mean distance of iterations from the epoch, by shares of tokens, given the iteration
-    ``owner`` and the bucket of each sample."""
-    shape = int(owner.max()) + 1, int(numbers.max()) + 1
+    """The mean distance of iterations from the epoch, half the summed differences of the buckets'
+    shares of tokens, given the iteration, bucket and length of each sample [samples]."""
+    shape = int(iteration_of.max()) + 1, int(bucket_of.max()) + 1
     tokens = np.zeros(shape)
-    np.add.at(tokens, (owner, numbers), lengths)
+    np.add.at(tokens, (iteration_of, bucket_of), lengths)
     shares = tokens / tokens.sum(axis=1, keepdims=True)
-    whole = tokens.sum(axis=0) / tokens.sum()
-    return float((np.abs(shares - whole).sum(axis=1) / 2).mean())
+    epoch_shares = tokens.sum(axis=0) / tokens.sum()
+    return float((np.abs(shares - epoch_shares).sum(axis=1) / 2).mean())

@@ -83,7 +83,7 @@ def bucket_numbers(lengths: Counts, ratio: float) -> Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What the groups of a bucket run.
+    """What the groups of a bucket run: a scheme and a batch size.
 
     Attributes:
         scheme: Their scheme and its frontier of layer plans.
@@ -161,7 +161,8 @@ class DrawnIteration:
 
     @property
     def role(self) -> Role:
-        """For which problems it is."""
+        """Its role as a generator: for free semantics, and with a schedule that is not improved
+        further."""
         return Role(
             name=f"drawn by {self.flow}",
             tables="one size",
@@ -180,20 +181,24 @@ class DrawnIteration:
         Yields:
             The schedule.
         """
-        schemes = {width: k for k, width in enumerate(table.width)}
-        place = {index: position for position, index in enumerate(table.batch.order)}
+        scheme_of_width = {width: k for k, width in enumerate(table.width)}
+        position_of = {index: position for position, index in enumerate(table.batch.order)}
         groups = [
-            (schemes.get(len(one.ranks)), one.ranks, sorted(place[i] for i in one.sequences))
-            for one in self.launches
+            (
+                scheme_of_width.get(len(launch.ranks)),
+                launch.ranks,
+                sorted(position_of[i] for i in launch.sequences),
+            )
+            for launch in self.launches
         ]
-        held = [
+        fitting = [
             (k, ranks, members)
             for k, ranks, members in groups
             if k is not None
             and sum(table.tokens[i] for i in members) <= table.schemes[k].most_tokens
         ]
-        if len(held) == len(groups):
-            yield Assignment.of_launches(table, held, f"drawn by {self.flow}")
+        if len(fitting) == len(groups):
+            yield Assignment.of_launches(table, fitting, f"drawn by {self.flow}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -211,7 +216,8 @@ class _Bucket:
     setting: Setting
 
     def launches(self, taken: int) -> int:
-        """Launches until the epoch ends, once so many samples were taken."""
+        """How many launches its samples still make in this epoch, once ``taken`` of them were
+        drawn."""
         return -(-(len(self.samples) - taken) // self.setting.batch)
 
 
@@ -233,28 +239,30 @@ class _Queue:
 
     @classmethod
     def of(cls, setting: Setting, groups: int, launch_s: Floats) -> _Queue:
-        """Launches of ``launch_s`` seconds [launches], the n-th for group n modulo ``groups``."""
+        """The queue of launches that take ``launch_s`` seconds each [launches]; launch n goes to
+        group n modulo ``groups``."""
         rounds = ceil(len(launch_s) / groups)
-        dealt = np.zeros(rounds * groups)
-        dealt[: len(launch_s)] = launch_s
-        ends = dealt.reshape(rounds, groups).cumsum(axis=0).reshape(-1)[: len(launch_s)]
+        by_round = np.zeros(rounds * groups)  # the last round is filled up with zeros
+        by_round[: len(launch_s)] = launch_s
+        ends = by_round.reshape(rounds, groups).cumsum(axis=0).reshape(-1)[: len(launch_s)]
         return cls(
             width=setting.width,
             groups=groups,
             seconds=np.append(0.0, launch_s.cumsum()),
-            ends_s=np.maximum.accumulate(ends),
+            ends_s=np.maximum.accumulate(ends),  # a later launch of another group may end sooner
         )
 
     def by(self, ends_s: Floats) -> Counts:
-        """How many launches have ended by each of some times [times]."""
-        found: Counts = np.searchsorted(self.ends_s, ends_s * (1 + ROUNDING), side="right")
-        return found
+        """How many launches of the queue have ended by each of the times ``ends_s`` [times]."""
+        ended: Counts = np.searchsorted(self.ends_s, ends_s * (1 + ROUNDING), side="right")
+        return ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _EpochOrder:
-    """What an epoch draws: for every bucket the order of its samples, as positions in it, and the
-    part of a group after which its first one is due."""
+    """The random order of an epoch: for every bucket the order of its samples, as indices into the
+    bucket's arrays, and a random part of a group, 0 to 1, that decides when its first group is
+    due."""
 
     epoch: int
     samples: Sequence[Counts]
@@ -262,10 +270,10 @@ class _EpochOrder:
 
 
 class IterationDrawer:
-    """Draws iterations for ever, every sample once per epoch.
+    """Draws iterations without end, every sample once per epoch.
 
-    What an iteration holds follows from ranks and costs; what is left of an epoch does not, so a
-    drawer for other ranks or costs takes over at any position.
+    The samples of an iteration depend on ranks and costs. A position, which says what is left of an
+    epoch, does not, so a drawer for other ranks or costs can take over at any position.
 
     Args:
         problem: Devices, costs, and which choices are open.
@@ -273,7 +281,7 @@ class IterationDrawer:
         options: How iterations are drawn.
 
     Attributes:
-        position: Where it stands.
+        position: Which samples of the epoch were drawn so far.
         settings: What the groups of each bucket run, the shortest bucket first.
 
     Raises:
@@ -298,10 +306,10 @@ class IterationDrawer:
             )
         numbers = bucket_numbers(self._lengths, options.bucket_ratio)
         members = [np.flatnonzero(numbers == number) for number in np.unique(numbers)]
-        settings = _settings(problem, [self._lengths[own] for own in members], options)
+        settings = _settings(problem, [self._lengths[samples] for samples in members], options)
         self._buckets = [
-            _Bucket(samples=own, tokens=self._lengths[own], setting=setting)
-            for own, setting in zip(members, settings, strict=True)
+            _Bucket(samples=samples, tokens=self._lengths[samples], setting=setting)
+            for samples, setting in zip(members, settings, strict=True)
         ]
         self.position = DrawPosition(taken=(0,) * len(members))
         self._orders: _EpochOrder | None = None
@@ -344,15 +352,15 @@ class IterationDrawer:
         Returns:
             Its samples and launches.
         """
-        at = self.position
-        groups = self._groups(at)
-        counts = self._counts(at, groups)
-        launches, samples = self._launches(at, groups, counts)
-        after = self._after(at, counts)
+        position = self.position
+        groups = self._groups(position)
+        counts = self._counts(position, groups)
+        launches, samples = self._launches(position, groups, counts)
+        after = self._after(position, counts)
         self.position = after
         return DrawnIteration(
             flow=self._options.flow,
-            epoch=at.epoch,
+            epoch=position.epoch,
             lengths=Lengths.of(self._lengths[samples], samples),
             launches=tuple(launches),
             after=after,
@@ -369,150 +377,165 @@ class IterationDrawer:
             yield self.draw()
 
     def _order(self, epoch: int) -> _EpochOrder:
-        """The order of an epoch."""
+        """The random order of ``epoch``, which follows from it and the seed; kept for the epoch
+        drawn last."""
         if self._orders is None or self._orders.epoch != epoch:
             key = np.array([self._options.seed, epoch], dtype=np.uint64)
-            bits = np.random.Philox(key=key)
-            drawn = bits.random_raw(len(self._lengths))
-            own = [np.argsort(drawn[bucket.samples], kind="stable") for bucket in self._buckets]
-            offsets = np.random.Generator(bits).random(len(own)).tolist()
-            self._orders = _EpochOrder(epoch=epoch, samples=own, offsets=offsets)
+            philox = np.random.Philox(key=key)
+            sort_keys = philox.random_raw(len(self._lengths))
+            orders = [
+                np.argsort(sort_keys[bucket.samples], kind="stable") for bucket in self._buckets
+            ]
+            offsets = np.random.Generator(philox).random(len(orders)).tolist()
+            self._orders = _EpochOrder(epoch=epoch, samples=orders, offsets=offsets)
         return self._orders
 
-    def _groups(self, at: DrawPosition) -> list[int]:
-        """Groups of each bucket, drawn until no further one fits the ranks: each time of the bucket
-        that is behind most."""
-        offsets = self._order(at.epoch).offsets
-        groups, room, longest_s = [0] * len(self._buckets), self._devices, 0.0
+    def _groups(self, position: DrawPosition) -> list[int]:
+        """How many groups each bucket has in the iteration at ``position``. Groups are added one by
+        one, each to the bucket that is behind most, until no further one fits the ranks."""
+        offsets = self._order(position.epoch).offsets
+        groups, free_ranks, longest_s = [0] * len(self._buckets), self._devices, 0.0
         while True:
             due = [
-                (self._due(at, i, groups[i] + offsets[i], longest_s), i)
+                (self._due(position, i, groups[i] + offsets[i], longest_s), i)
                 for i, bucket in enumerate(self._buckets)
-                if bucket.setting.width <= room and groups[i] < bucket.launches(at.taken[i])
+                if bucket.setting.width <= free_ranks
+                and groups[i] < bucket.launches(position.taken[i])
             ]
             if not due:
                 return groups
             _, i = min(due)
             groups[i] += 1
-            room -= self._buckets[i].setting.width
+            free_ranks -= self._buckets[i].setting.width
             longest_s = max(longest_s, self._buckets[i].setting.mean_s)
 
-    def _due(self, at: DrawPosition, i: int, groups: float, longest_s: float) -> float:
-        """The share of a bucket that is drawn after so many groups of an iteration whose launches
-        take up to ``longest_s`` seconds."""
-        bucket, steps = self._buckets[i], 1.0
-        if self._options.flow == "dcp":
+    def _due(self, position: DrawPosition, i: int, groups: float, longest_s: float) -> float:
+        """The share of bucket ``i`` that would be drawn after ``groups`` of its groups in this
+        iteration, where the longest launch takes ``longest_s`` seconds. The bucket with the least
+        share is next."""
+        bucket, launches_each = self._buckets[i], 1.0
+        if self._options.flow == "dcp":  # a group launches until G_max times the longest launch
             mean_s = bucket.setting.mean_s
-            steps = self._options.most_steps * max(longest_s, mean_s) / mean_s
+            launches_each = self._options.most_steps * max(longest_s, mean_s) / mean_s
         count = len(bucket.samples)
-        return (at.taken[i] + groups * min(steps * bucket.setting.batch, count)) / count
+        samples_each = min(launches_each * bucket.setting.batch, count)
+        return (position.taken[i] + groups * samples_each) / count
 
-    def _counts(self, at: DrawPosition, groups: Sequence[int]) -> list[int]:
-        """Launches of each bucket."""
+    def _counts(self, position: DrawPosition, groups: Sequence[int]) -> list[int]:
+        """How many launches each bucket has in the iteration at ``position``, given the ``groups``
+        of each: those that end by the common end with the least idle time."""
         if self._options.flow == "bucket":
             return list(groups)
-        used = [i for i, many in enumerate(groups) if many]
-        first_s = max(float(self._seconds(at, i, groups[i]).max()) for i in used)
-        latest_s = self._options.most_steps * first_s
-        queues = {i: self._queue(at, i, groups[i], latest_s) for i in used}
+        drawn = [i for i, count in enumerate(groups) if count]
+        longest_first_s = max(float(self._seconds(position, i, groups[i]).max()) for i in drawn)
+        latest_s = self._options.most_steps * longest_first_s
+        queues = {i: self._queue(position, i, groups[i], latest_s) for i in drawn}
         end_s = np.array([_least_idle_s(list(queues.values()), latest_s)])
         counts = [int(queues[i].by(end_s)[0]) if i in queues else 0 for i in range(len(groups))]
-        most = max(ceil(counts[i] / groups[i]) for i in used)
-        if most < self._options.least_steps:
-            times = ceil(self._options.least_steps / most)
-            for i in used:
-                counts[i] = min(counts[i] * times, self._buckets[i].launches(at.taken[i]))
+        most_steps = max(ceil(counts[i] / groups[i]) for i in drawn)
+        # Where no group has G_min launches, every bucket gets a multiple of its launches.
+        if most_steps < self._options.least_steps:
+            factor = ceil(self._options.least_steps / most_steps)
+            for i in drawn:
+                counts[i] = min(counts[i] * factor, self._buckets[i].launches(position.taken[i]))
         return counts
 
-    def _seconds(self, at: DrawPosition, i: int, many: int) -> Floats:
-        """Seconds of the next ``many`` launches of a bucket [launches]."""
+    def _seconds(self, position: DrawPosition, i: int, launches: int) -> Floats:
+        """Seconds of each of the next ``launches`` launches of bucket ``i`` [launches]."""
         bucket = self._buckets[i]
-        start, batch = at.taken[i], bucket.setting.batch
-        own = bucket.tokens[self._order(at.epoch).samples[i][start : start + many * batch]]
-        return _launch_s(bucket.setting.scheme.frontier, own, batch)
+        start, batch = position.taken[i], bucket.setting.batch
+        samples = self._order(position.epoch).samples[i][start : start + launches * batch]
+        tokens = bucket.tokens[samples]
+        return _launch_s(bucket.setting.scheme.frontier, tokens, batch)
 
-    def _queue(self, at: DrawPosition, i: int, groups: int, latest_s: float) -> _Queue:
-        """The launches of a bucket that may end by ``latest_s``."""
-        setting, left = self._buckets[i].setting, self._buckets[i].launches(at.taken[i])
-        many = min(left, groups * ceil(1 + latest_s / setting.mean_s))
+    def _queue(self, position: DrawPosition, i: int, groups: int, latest_s: float) -> _Queue:
+        """The next launches of bucket ``i`` on ``groups`` groups: all that may end within
+        ``latest_s`` seconds, and maybe more."""
+        setting, left = self._buckets[i].setting, self._buckets[i].launches(position.taken[i])
+        launches = min(left, groups * ceil(1 + latest_s / setting.mean_s))
+        # The mean seconds are a guess of how many these are: twice as many where it was too low.
         while True:
-            queue = _Queue.of(setting, groups, self._seconds(at, i, many))
-            if many == left or queue.ends_s[-1] > latest_s:
+            queue = _Queue.of(setting, groups, self._seconds(position, i, launches))
+            if launches == left or queue.ends_s[-1] > latest_s:
                 return queue
-            many = min(left, 2 * many)
+            launches = min(left, 2 * launches)
 
     def _launches(
-        self, at: DrawPosition, groups: Sequence[int], counts: Sequence[int]
+        self, position: DrawPosition, groups: Sequence[int], counts: Sequence[int]
     ) -> tuple[list[DrawnLaunch], Counts]:
-        """The launches in order, the first of every group before the second of any, and the numbers
-        of their samples; wide groups have the first ranks. ``groups`` and ``counts`` are the groups
-        and the launches of each bucket."""
+        """(launches in order, numbers of their samples [samples]), given the ``groups`` and
+        launches (``counts``) of each bucket. The first launch of every group comes before the
+        second of any; wide groups get the first ranks."""
         widest = sorted(range(len(groups)), key=lambda i: -self._buckets[i].setting.width)
         in_round, samples = list[tuple[int, DrawnLaunch]](), list[Counts]()
         first_rank = samples_before = 0  # of the buckets so far
         for i in widest:
             bucket, batch = self._buckets[i], self._buckets[i].setting.batch
-            width, start = bucket.setting.width, at.taken[i]
-            own = self._order(at.epoch).samples[i][start : start + counts[i] * batch]
-            samples.append(bucket.samples[own])
-            for n in range(counts[i]):
-                ranks = tuple(first_rank + rank for rank in block(width, n % groups[i]))
-                some = range(n * batch, min((n + 1) * batch, len(own)))
-                sequences = tuple(samples_before + member for member in some)
+            width, start = bucket.setting.width, position.taken[i]
+            order = self._order(position.epoch).samples[i][start : start + counts[i] * batch]
+            samples.append(bucket.samples[order])
+            for number in range(counts[i]):
+                ranks = tuple(first_rank + rank for rank in block(width, number % groups[i]))
+                in_launch = range(number * batch, min((number + 1) * batch, len(order)))
+                sequences = tuple(samples_before + member for member in in_launch)
                 launch = DrawnLaunch(ranks=ranks, sequences=sequences)
-                in_round.append((n // groups[i], launch))
+                in_round.append((number // groups[i], launch))
             first_rank += groups[i] * width
-            samples_before += len(own)
+            samples_before += len(order)
         in_round.sort(key=lambda item: item[0])  # stable: wide groups stay in front
         return [launch for _, launch in in_round], np.concatenate(samples)
 
-    def _after(self, at: DrawPosition, counts: Sequence[int]) -> DrawPosition:
-        """Where it stands after so many launches of each bucket."""
+    def _after(self, position: DrawPosition, counts: Sequence[int]) -> DrawPosition:
+        """The position after ``counts`` launches of each bucket; the begin of the next epoch once
+        all samples were drawn."""
         taken = tuple(
-            min(taken + many * bucket.setting.batch, len(bucket.samples))
-            for taken, many, bucket in zip(at.taken, counts, self._buckets, strict=True)
+            min(taken + launches * bucket.setting.batch, len(bucket.samples))
+            for taken, launches, bucket in zip(position.taken, counts, self._buckets, strict=True)
         )
         if sum(taken) == len(self._lengths):
-            return DrawPosition(epoch=at.epoch + 1, taken=(0,) * len(taken))
-        return DrawPosition(epoch=at.epoch, iteration=at.iteration + 1, taken=taken)
+            return DrawPosition(epoch=position.epoch + 1, taken=(0,) * len(taken))
+        return DrawPosition(epoch=position.epoch, iteration=position.iteration + 1, taken=taken)
 
 
 def _least_idle_s(queues: Sequence[_Queue], latest_s: float) -> float:
-    """The end in seconds, up to ``latest_s``, with the least idle share of the ranks' time; every
-    group has a launch, and of equal shares the latest end is taken."""
+    """The common end of all groups, in seconds, that leaves the least share of the ranks' time
+    idle. It is at most ``latest_s``, unless the first launch of some group ends later; of equal
+    shares the latest end is taken."""
+    # Every group has a launch, so the end is not before the first launches have ended.
     soonest_s = max(float(queue.ends_s[queue.groups - 1]) for queue in queues)
     ends_s = np.unique(np.concatenate([queue.ends_s for queue in queues]))
     ends_s = ends_s[(ends_s >= soonest_s) & (ends_s <= max(latest_s, soonest_s))]
     busy_s = sum(queue.width * queue.seconds[queue.by(ends_s)] for queue in queues)
-    share = busy_s / ends_s
-    return float(ends_s[np.flatnonzero(share >= share.max() * (1 - ROUNDING))[-1]])
+    busy_share = busy_s / ends_s  # up to the number of ranks, which is the same for all ends
+    return float(ends_s[np.flatnonzero(busy_share >= busy_share.max() * (1 - ROUNDING))[-1]])
 
 
 def _launch_s(frontier: Frontier, tokens: Counts, batch: int) -> Floats:
-    """Seconds of launches of ``batch`` samples each of ``tokens`` [samples], in this order, by the
-    quickest layer plan that holds each [launches]."""
+    """Seconds of each launch [launches] where ``tokens`` [samples] are cut, in this order, into
+    launches of ``batch`` samples; each takes the quickest layer plan that holds it."""
     starts = np.arange(0, len(tokens), batch)
     sums = np.add.reduceat(tokens, starts).astype(np.float64)
     squares = np.add.reduceat(tokens.astype(np.float64) ** 2, starts)
     a, b, c, _, caps = frontier.columns(0)
-    seconds = a * squares + b * sums + c
+    seconds = a * squares + b * sums + c  # [layer plans, launches]
     seconds[caps < sums] = np.inf
-    least: Floats = seconds.min(axis=0)
-    return least
+    quickest_s: Floats = seconds.min(axis=0)
+    return quickest_s
 
 
 def _settings(problem: Problem, buckets: Sequence[Counts], options: DrawOptions) -> list[Setting]:
-    """What the groups of each bucket run, given the lengths of its samples; with weights held in
-    the way that takes the fewest device-seconds of the epoch."""
+    """What the groups of each bucket run, given the tokens of each bucket's samples. Of the ways to
+    hold weights, the one that takes the fewest device-seconds for an epoch is chosen."""
     choose = _throughput if options.flow == "dcp" else _one_width
     tried = [choose(problem, schemes, buckets, options) for schemes in _offers(problem)]
-    found = [settings for settings in tried if settings]
-    if not found:
-        longest, ranks = max(int(own.max()) for own in buckets), counted(problem.devices, "rank")
+    candidates = [settings for settings in tried if settings]
+    if not candidates:
+        longest = max(int(tokens.max()) for tokens in buckets)
+        ranks = counted(problem.devices, "rank")
         got = f"no group of {ranks} or fewer that holds it"
         if options.width is not None:
-            beyond = options.width > problem.devices
-            why = f"of {ranks}" if beyond else "that do not hold it, or without costs"
+            too_wide = options.width > problem.devices
+            why = f"of {ranks}" if too_wide else "that do not hold it, or without costs"
             got = f"groups of {options.width} {why}"
         raise InfeasiblePlan(
             f"the longest sample of {longest:,} tokens",
@@ -522,14 +545,16 @@ def _settings(problem: Problem, buckets: Sequence[Counts], options: DrawOptions)
         )
 
     def device_s(settings: Sequence[Setting]) -> float:
+        """Device-seconds of all launches of an epoch."""
         pairs = zip(settings, buckets, strict=True)
-        return sum(s.width * s.mean_s * len(own) / s.batch for s, own in pairs)
+        return sum(s.width * s.mean_s * len(tokens) / s.batch for s, tokens in pairs)
 
-    return min(found, key=device_s)
+    return min(candidates, key=device_s)
 
 
 def _offers(problem: Problem) -> list[list[PricedScheme]]:
-    """Groups of every size, for each way to hold weights. Raises SpecError where there are none."""
+    """The schemes of groups of every size, one list for each way to hold weights. Raises SpecError
+    where there are none."""
     if problem.semantics != "free":
         raise SpecError(
             "semantics of drawn iterations",
@@ -553,22 +578,23 @@ def _throughput(
     buckets: Sequence[Counts],
     options: DrawOptions,
 ) -> list[Setting]:
-    """For each bucket the size and batch of the most tokens per device-second for its longest
-    sample (equation 1); nothing where one fits no group."""
+    """For each bucket the scheme and batch of the most tokens per device-second for its longest
+    sample (equation 1), given the tokens of each bucket's samples; an empty list where a sample
+    fits no group."""
     settings = list[Setting]()
-    for own in buckets:
-        longest, best = int(own.max()), (inf, 0, 0)
+    for tokens in buckets:
+        longest, best = int(tokens.max()), (inf, 0, 0)  # (device-seconds a sample, scheme, batch)
         for k, scheme in enumerate(schemes):
             if scheme.devices <= problem.devices:
-                batches = np.minimum(scheme.frontier.limits // longest, len(own))
+                batches = np.minimum(scheme.frontier.limits // longest, len(tokens))
                 seconds = _equal_s(scheme.frontier, longest, batches)
                 per_sample = np.where(batches > 0, seconds / np.maximum(batches, 1), inf)
                 row = int(per_sample.argmin())
-                priced = scheme.devices * float(per_sample[row])
-                best = min(best, (priced, k, int(batches[row])))
+                device_s = scheme.devices * float(per_sample[row])
+                best = min(best, (device_s, k, int(batches[row])))
         if best[0] == inf:
             return []
-        settings.append(_setting(schemes[best[1]], best[2], own))
+        settings.append(_setting(schemes[best[1]], best[2], tokens))
     return settings
 
 
@@ -578,9 +604,10 @@ def _one_width(
     buckets: Sequence[Counts],
     options: DrawOptions,
 ) -> list[Setting]:
-    """For each bucket the batch that memory allows and that takes no longer than one sample of the
-    longest bucket, on groups of one size; nothing where that does not hold the longest sample."""
-    longest = max(int(own.max()) for own in buckets)
+    """The settings of bucket parallel, on groups of one size: for each bucket the batch that memory
+    allows and that takes no longer than one sample of the longest bucket. ``buckets`` are the
+    tokens of the samples of each; an empty list where no size holds the longest sample."""
+    longest = max(int(tokens.max()) for tokens in buckets)
     holding = [
         s
         for s in schemes
@@ -591,27 +618,29 @@ def _one_width(
     if not holding:
         return []
     scheme = min(holding, key=lambda s: s.devices)
-    found = scheme.frontier.best(float(longest) ** 2, longest)
-    assert found is not None, "it holds the longest sample"
-    slowest_s, settings = found[0], list[Setting]()
-    for own in buckets:
-        length, frontier = int(own.max()), scheme.frontier
-        each_s = (frontier.a * length + frontier.b) * length
-        even = np.floor((slowest_s - frontier.c) / each_s * (1 + ROUNDING))
-        batches = np.minimum(frontier.limits // length, even)
-        settings.append(_setting(scheme, min(max(1, floor(batches.max())), len(own)), own))
+    quickest = scheme.frontier.best(float(longest) ** 2, longest)
+    assert quickest is not None, "it holds the longest sample"
+    longest_s, settings = quickest[0], list[Setting]()
+    for tokens in buckets:
+        length, frontier = int(tokens.max()), scheme.frontier
+        sample_s = (frontier.a * length + frontier.b) * length
+        within_time = np.floor((longest_s - frontier.c) / sample_s * (1 + ROUNDING))
+        batches = np.minimum(frontier.limits // length, within_time)
+        settings.append(_setting(scheme, min(max(1, floor(batches.max())), len(tokens)), tokens))
     return settings
 
 
 def _equal_s(frontier: Frontier, length: int, batches: Floats) -> Floats:
-    """Seconds of launches of samples of one length, by layer plan and its batch [rows]."""
+    """Seconds of launches of equal samples of ``length`` tokens, for each layer plan and its number
+    of samples in ``batches`` [layer plans]."""
     return (frontier.a * length + frontier.b) * length * batches + frontier.c
 
 
-def _setting(scheme: PricedScheme, batch: int, own: Counts) -> Setting:
-    """Groups of a scheme that launch ``batch`` of a bucket's samples, of lengths ``own``."""
-    values = own.astype(np.float64)
-    tokens = floor(batch * float(values.mean()))
-    found = scheme.frontier.best(batch * float((values**2).mean()), max(1, tokens))
-    assert found is not None, "it holds a batch of the longest samples"
-    return Setting(scheme=scheme, batch=batch, mean_s=found[0])
+def _setting(scheme: PricedScheme, batch: int, lengths: Counts) -> Setting:
+    """The setting of groups of ``scheme`` that launch ``batch`` samples at a time of a bucket whose
+    samples have ``lengths`` tokens."""
+    values = lengths.astype(np.float64)
+    batch_tokens = floor(batch * float(values.mean()))
+    quickest = scheme.frontier.best(batch * float((values**2).mean()), max(1, batch_tokens))
+    assert quickest is not None, "it holds a batch of the longest samples"
+    return Setting(scheme=scheme, batch=batch, mean_s=quickest[0])

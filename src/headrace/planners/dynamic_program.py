@@ -46,22 +46,26 @@ def proposed(
     bins: int = _BINS,
     units: int = _UNITS,
 ) -> list[Counts]:
-    """The different strategies S[N][l] of a table's schemes for all l of a data set, in the order
-    of l; ``bins`` ranges of lengths, devices in at most ``units`` steps, relaxed ones of at least a
-    quarter of a device. ``amortized`` spreads constants over the tokens of full micro-batches."""
+    """The different strategies that the dynamic program finds on all devices, S[N][l], for every
+    range of the ``lengths`` of a data set, in rising order of l. Lengths are cut into ``bins``
+    ranges, and devices counted in at most ``units`` steps, if ``relaxed`` of at least a quarter of
+    a device. ``amortized`` spreads constants over the tokens of full micro-batches."""
     program = _Program(table, lengths, relaxed, amortized, bins, units)
-    found: dict[Counts, None] = {}
-    for at in range(1, len(program.edges)):
+    strategies: dict[Counts, None] = {}
+    for edge in range(1, len(program.edges)):
         amounts = [0.0] * len(table)
-        for k, d in program.parts(at):
-            amounts[k] += d
-        found.update(dict.fromkeys(_rounded(table, amounts)))
-    return list(found)
+        for k, number in program.parts(edge):
+            amounts[k] += number
+        strategies.update(dict.fromkeys(_rounded(table, amounts)))
+    return list(strategies)
 
 
 class _Program:
-    """The dynamic program: ``best[s][u]`` are the least seconds of all sequences up to edge s on u
-    steps of devices."""
+    """The dynamic program over edges s of the ranges of lengths and steps u of devices.
+
+    ``best[s][u]`` are the least seconds of all sequences up to edge s on u steps of devices;
+    ``choice[s, u]`` is how they are reached: (edge before, steps of devices for the range in
+    between, (scheme, number of pipelines) that serves it)."""
 
     def __init__(
         self,
@@ -74,19 +78,21 @@ class _Program:
     ) -> None:
         self.table, self.relaxed, self.kinds = table, relaxed, roomiest_first(table)
         values = np.sort(np.array(lengths, dtype=np.float64))
-        top = float(values[-1])
-        edges = np.unique(np.ceil(np.linspace(0, top, bins + 1)))
+        longest = float(values[-1])
+        edges = np.unique(np.ceil(np.linspace(0, longest, bins + 1)))
         # Ranges without sequences are joined to the next.
         filled = np.diff(np.searchsorted(values, edges, side="right")) > 0
         self.edges = np.concatenate([[0.0], edges[1:][filled]])
-        at = np.searchsorted(values, self.edges, side="right")
+        sequences_below = np.searchsorted(values, self.edges, side="right")
         # Work of scheme k, by its usual row, on everything up to an edge: [schemes, edges].
         rows = [
             scheme.frontier.rows[row] for scheme, row in zip(table.schemes, table.rows, strict=True)
         ]
         self.work = np.stack(
             [
-                np.concatenate([[0.0], np.cumsum((a * values + b) * values + constants)])[at]
+                np.concatenate([[0.0], np.cumsum((a * values + b) * values + constants)])[
+                    sequences_below
+                ]
                 for (a, b, _), constants in zip(
                     rows, self._constants(values, amortized), strict=True
                 )
@@ -99,83 +105,95 @@ class _Program:
         self.best: Floats = np.full(shape, np.inf)
         self.best[0] = 0.0
         self.choice: dict[tuple[int, int], tuple[int, int, Part]] = {}
-        for s in range(1, len(self.edges)):
-            self._row(s)
+        for edge in range(1, len(self.edges)):
+            self._row(edge)
 
     def _constants(self, values: Floats, amortized: bool) -> Iterator[Floats]:
-        """Seconds of constants that sequences of ``values`` tokens pay on each scheme."""
+        """For each scheme the seconds of constants that sequences of ``values`` tokens pay
+        [sequences]."""
         for c, share in zip(self.table.c, self.table.share, strict=True):
             yield share * values if amortized else np.full(len(values), c)
 
     def _row(self, s: int) -> None:
-        """Fill the row of the table whose micro-batches begin at edge s."""
+        """Fill ``best[s]``: the range of lengths that ends at edge s begins at some edge before,
+        and some scheme serves it on some steps of devices."""
         row = np.full(self.units + 1, np.inf)
-        came = np.full((self.units + 1, 3), -1, dtype=np.int64)
-        none = np.full(self.units, np.inf)
+        # (edge before, scheme, steps taken) of each number of steps.
+        way_of = np.full((self.units + 1, 3), -1, dtype=np.int64)
+        impossible = np.full(self.units, np.inf)
         for before in range(s):
-            kinds, taken = self._ways(before, s)
-            if not len(kinds):
+            schemes, taken = self._ways(before, s)
+            if not len(schemes):
                 continue
-            seconds = (self.work[kinds, s] - self.work[kinds, before]) / self._number(kinds, taken)
-            # The row of the edge before, that many steps later, for every way.
-            rows = sliding_window_view(np.concatenate([none, self.best[before]]), self.units + 1)
-            tried = np.maximum(rows[self.units - taken], seconds[:, None])
-            first = tried.argmin(axis=0)
-            least = np.take_along_axis(tried, first[None], axis=0)[0]
-            better = least < row
-            row[better] = least[better]
-            came[better] = np.stack(
-                [np.full(len(first), before), kinds[first], taken[first]], axis=1
+            seconds = (self.work[schemes, s] - self.work[schemes, before]) / self._number(
+                schemes, taken
+            )
+            # For every way the row of the edge before, shifted by the steps that the way takes:
+            # [ways, units + 1].
+            before_s = sliding_window_view(
+                np.concatenate([impossible, self.best[before]]), self.units + 1
+            )
+            ways_s = np.maximum(before_s[self.units - taken], seconds[:, None])
+            best_way = ways_s.argmin(axis=0)
+            least_s = np.take_along_axis(ways_s, best_way[None], axis=0)[0]
+            better = least_s < row
+            row[better] = least_s[better]
+            way_of[better] = np.stack(
+                [np.full(len(best_way), before), schemes[best_way], taken[best_way]], axis=1
             )[better]
-        for u in range(1, self.units + 1):
-            if row[u - 1] <= row[u]:
-                row[u], came[u] = row[u - 1], came[u - 1]
+        # More devices are never worse.
+        for units in range(1, self.units + 1):
+            if row[units - 1] <= row[units]:
+                row[units], way_of[units] = row[units - 1], way_of[units - 1]
         self.best[s] = row
-        for u, (before, k, taken) in enumerate(came.tolist()):
+        for units, (before, k, taken) in enumerate(way_of.tolist()):
             if k >= 0:
                 number = float(self._number(np.array([k]), np.array([taken]))[0])
-                self.choice[s, u] = before, taken, (k, number)
+                self.choice[s, units] = before, taken, (k, number)
 
-    def _number(self, kinds: Whole, taken: Whole) -> Floats:
-        """How many pipelines of each scheme the ``taken`` steps of devices are."""
-        number = taken * self.step / self.widths[kinds]
+    def _number(self, schemes: Whole, taken: Whole) -> Floats:
+        """How many pipelines of each of ``schemes`` the ``taken`` steps of devices make: whole
+        ones, or fractions if relaxed."""
+        number = taken * self.step / self.widths[schemes]
         return number if self.relaxed else np.floor(number)
 
     def _ways(self, before: int, s: int) -> tuple[Whole, Whole]:
-        """Schemes that may serve the range of lengths between two edges, each with a number of
-        steps of devices."""
+        """Ways to serve the range of lengths from edge ``before`` to edge ``s``: two arrays [ways],
+        the scheme and the steps of devices that it takes."""
         table = self.table
         fitting = [k for k in self.kinds if table.schemes[k].most_tokens >= self.edges[s]]
         if not fitting:
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-        if self.relaxed:
+        if self.relaxed:  # the scheme of the fewest device-seconds is best on any steps
             work = self.work[:, s] - self.work[:, before]
             k = min(fitting, key=lambda k: table.width[k] * work[k])
             return np.full(self.units, k), np.arange(1, self.units + 1)
         most = [table.devices // table.width[k] for k in fitting]
-        number = np.concatenate([np.arange(1, n + 1) for n in most])
-        kinds = np.repeat(fitting, most)
-        return kinds, np.ceil(number * self.widths[kinds] / self.step).astype(np.int64)
+        pipelines = np.concatenate([np.arange(1, count + 1) for count in most])
+        schemes = np.repeat(fitting, most)
+        return schemes, np.ceil(pipelines * self.widths[schemes] / self.step).astype(np.int64)
 
     def parts(self, s: int) -> list[Part]:
-        """The schemes and their numbers that serve everything up to edge s on all devices."""
-        found, u = list[Part](), self.units
+        """(scheme, number of pipelines) of every range of lengths up to edge s, if all devices
+        serve them; empty where they cannot."""
+        parts, steps = list[Part](), self.units
         while s > 0:
             # Where a row stops getting better the smaller number of steps is meant.
-            if (s, u) not in self.choice:
+            if (s, steps) not in self.choice:
                 return []
-            before, taken, part = self.choice[s, u]
-            found.append(part)
-            while u > taken and self.best[s, u - 1] <= self.best[s, u]:
-                u -= 1
-            s, u = before, u - taken
-        return found
+            before, taken, part = self.choice[s, steps]
+            parts.append(part)
+            while steps > taken and self.best[s, steps - 1] <= self.best[s, steps]:
+                steps -= 1
+            s, steps = before, steps - taken
+        return parts
 
 
 def _rounded(table: PriceTable, amounts: Sequence[float]) -> Iterator[Counts]:
-    """All ways to round to whole pipelines that fit the devices, at least one pipeline."""
-    ways = [sorted({int(n + 1e-9), -int(-(n - 1e-9) // 1)}) for n in amounts]
-    for counts in product(*ways):
-        used = sum(n * width for n, width in zip(counts, table.width, strict=True))
+    """All strategies of whole pipelines that round the ``amounts`` of each scheme up or down, fit
+    the devices and have at least one pipeline."""
+    roundings = [sorted({int(number + 1e-9), -int(-(number - 1e-9) // 1)}) for number in amounts]
+    for counts in product(*roundings):
+        used = sum(number * width for number, width in zip(counts, table.width, strict=True))
         if any(counts) and used <= table.devices:
             yield counts

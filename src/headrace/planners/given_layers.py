@@ -56,63 +56,69 @@ class SizesOnly:
     role: Role = _FLEXSP
 
     def drafts(self, table: PriceTable, known: Known) -> Iterator[Draft | Assignment]:
-        """Groups with one layer option after the other by rising lower bound, up to the first whose
-        bound is not below the best draft so far."""
+        """Drafts of groups with one layer option for all layers, option by option by rising lower
+        bound, until a bound is not below the best draft so far."""
         best_s = inf
-        for bound_s, own in sorted(_bounded(table, known.problem), key=lambda item: item[0]):
+        for bound_s, uniform_table in sorted(
+            _bounded(table, known.problem), key=lambda item: item[0]
+        ):
             if bound_s >= best_s:
                 return
             # FlexSP does not know what other planners drafted, so nothing is cut short by it.
-            for made in _groups(own, replace(known, bound_s=bound_s, best_s=inf, packed_s=inf)):
-                best_s = min(best_s, made.seconds)
-                yield made
+            for draft in _groups(
+                uniform_table, replace(known, bound_s=bound_s, best_s=inf, packed_s=inf)
+            ):
+                best_s = min(best_s, draft.seconds)
+                yield draft
 
 
 def _bounded(table: PriceTable, problem: Problem) -> Iterator[tuple[float, PriceTable]]:
-    """(bound in seconds, table) of groups, for each option that all layers may take."""
+    """(lower bound in seconds, table of groups) for each option that all layers may take."""
     if problem.is_published:
         tables = [groups_only(table)]
     else:
         tables = [PriceTable.like(table, schemes) for schemes in _uniform(table, problem)]
-    for own in tables:
-        if len(own) and np.isfinite(own.alone[:, 0]).any():
-            yield lower_bound(BoundRows.of(own), own.devices).seconds, own
+    for each in tables:
+        if len(each) and np.isfinite(each.alone[:, 0]).any():
+            yield lower_bound(BoundRows.of(each), each.devices).seconds, each
 
 
 def _uniform(table: PriceTable, problem: Problem) -> Iterator[list[PricedScheme]]:
-    """Groups of all sizes on which all layers take one option; on a single rank, which spreads
-    nothing, its recompute level alone."""
+    """For each label, methods and recompute level, the groups of all sizes on which all layers take
+    that option; a single rank, which spreads nothing, only has the recompute level in common."""
     sizes = [scheme.devices for scheme in table.schemes]
     weights = table.schemes[0].weights
     plans = {p: problem.uniform_layers(p) for p in sizes}
-    names = dict.fromkeys(_label(p, plan) for p in sizes for plan in plans[p] if p > 1)
-    if not names:
-        names = dict.fromkeys(_label(p, plan) for p in sizes for plan in plans[p])
-    for methods, level in names:
-        found = list[PricedScheme]()
+    labels = dict.fromkeys(_label(p, plan) for p in sizes for plan in plans[p] if p > 1)
+    if not labels:
+        labels = dict.fromkeys(_label(p, plan) for p in sizes for plan in plans[p])
+    for methods, level in labels:
+        schemes = list[PricedScheme]()
         for p in sizes:
             fitting = (
                 plan
                 for plan in plans[p]
                 if _label(p, plan)[1] == level and (p == 1 or _label(p, plan)[0] == methods)
             )
-            found += [
+            schemes += [
                 scheme
                 for plan in fitting
                 if (scheme := _priced(problem, p, plan, weights)) is not None
             ]
-        yield found
+        yield schemes
 
 
 def _label(p: int, plan: LayerPlan) -> tuple[str, str]:
-    """The methods of a plan of uniform layers on ``p`` ranks, as text, and its recompute level."""
+    """(methods as text, recompute level) of a plan of uniform layers on groups of ``p`` ranks; on a
+    single rank, which spreads nothing, all methods are one."""
     first = plan.options[0]
     methods = "" if p == 1 else f"{first.attention}/{first.feed_forward}"
     return methods, first.recompute
 
 
 def _groups(table: PriceTable, known: Known) -> Iterator[Draft | Assignment]:
-    """What our own generators draft of groups."""
+    """Drafts of groups by this library's own generators: waves in lockstep, else nested groups and
+    groups side by side."""
     if known.problem.semantics == "lockstep":
         yield from Waves().drafts(table, known)
         return
@@ -126,7 +132,8 @@ def _groups(table: PriceTable, known: Known) -> Iterator[Draft | Assignment]:
 
 
 def _priced(problem: Problem, p: int, plan: LayerPlan, weights: Working) -> PricedScheme | None:
-    """Groups of ``p`` ranks whose layers are given; None where they hold no token."""
+    """Groups of ``p`` ranks whose layers are those of ``plan``, priced; None where they hold no
+    token."""
     pricing, options = problem.pricing, tuple(option for option, _ in plan.counts)
     if problem.semantics == "lockstep":
         table = pricing.lockstep_table(p, options)
@@ -149,8 +156,8 @@ class Paradyse:
     role: Role = _PARADYSE
 
     def drafts(self, table: PriceTable, known: Known) -> Iterator[Assignment]:
-        """A schedule for each size that holds the batch with the layers that are chosen: scheme
-        ``k`` of the table, of groups of ``p`` ranks."""
+        """A schedule for each group size that holds the batch with the layers that the algorithm
+        chooses."""
         problem = known.problem
         for k, p in enumerate(table.width):
             # One slot for all layers: where the options of each layer are listed, nothing is free.
@@ -161,8 +168,8 @@ class Paradyse:
 
 
 def _with_chosen_layers(static: Assignment, problem: Problem, p: int) -> Assignment | None:
-    """A static schedule with layers by Algorithm 1; None where a micro-batch does not fit with
-    them."""
+    """The static schedule with the layers that Algorithm 1 chooses for each micro-batch, on groups
+    of ``p`` ranks; None where a micro-batch does not fit with them."""
     if problem.semantics == "lockstep":
         static = launched(static)
     table, weights = static.table, static.table.schemes[0].weights
@@ -170,7 +177,7 @@ def _with_chosen_layers(static: Assignment, problem: Problem, p: int) -> Assignm
         costs=problem.pricing.costs, p=p, working=weights, options=problem.options[p]
     )
     priced: dict[LayerPlan, PricedScheme | None] = {}
-    chosen = list[tuple[PricedScheme, tuple[int, ...], list[int]]]()
+    launches_priced = list[tuple[PricedScheme, tuple[int, ...], list[int]]]()
     for (_, ranks, _), packed in zip(static.groups, static.packs, strict=True):
         for members in packed.bins:
             tokens = [table.tokens[i] for i in members]
@@ -180,9 +187,12 @@ def _with_chosen_layers(static: Assignment, problem: Problem, p: int) -> Assignm
             scheme = priced[layers]
             if scheme is None or scheme.most_tokens < sum(tokens):
                 return None
-            chosen.append((scheme, ranks, list(members)))
-    own = PriceTable.like(table, [scheme for scheme in priced.values() if scheme is not None])
+            launches_priced.append((scheme, ranks, list(members)))
+    chosen_table = PriceTable.like(
+        table, [scheme for scheme in priced.values() if scheme is not None]
+    )
     launches: Sequence[Group] = [
-        (own.schemes.index(scheme), ranks, members) for scheme, ranks, members in chosen
+        (chosen_table.schemes.index(scheme), ranks, members)
+        for scheme, ranks, members in launches_priced
     ]
-    return Assignment.of_launches(own, launches, "paradyse", problem.semantics)
+    return Assignment.of_launches(chosen_table, launches, "paradyse", problem.semantics)

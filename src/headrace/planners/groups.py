@@ -9,12 +9,13 @@ __all__ = ["groups_only", "is_groups"]
 
 
 def is_groups(table: PriceTable) -> bool:
-    """Whether all schemes are groups: one stage, and no tensor blocks."""
-    return all(s.depth == 1 and s.scheme.tensor == 1 for s in table.schemes)
+    """Whether all schemes of a table are plain groups: one stage and no tensor blocks."""
+    return all(scheme.depth == 1 and scheme.scheme.tensor == 1 for scheme in table.schemes)
 
 
 def groups_only(table: PriceTable) -> PriceTable:
-    """The schemes of a table that have one stage, the roomiest of each number of devices."""
+    """The table with schemes of one stage only, for each number of devices the one that holds the
+    most tokens; the same table where all are plain groups."""
     if is_groups(table):
         return table
     roomiest: dict[int, PricedScheme] = {}

@@ -39,8 +39,9 @@ Make = Callable[[PriceTable, int], Assignment | None]
 
 
 def static(tables: Sequence[PriceTable]) -> BatchPlanner:
-    """One scheme, sequences dispatched by cost, longest first; of groups the smallest size that
-    holds the longest sequence of all batches."""
+    """Plans all batches on one scheme, with sequences dispatched by cost, longest first. Of groups
+    it is the smallest size that holds the longest sequence of all batches, else the scheme that is
+    best over all batches."""
     if is_groups(tables[0]):
         holding = [fitting(table) for table in tables]
         k = max((k for k in holding if k is not None), default=None)
@@ -50,7 +51,8 @@ def static(tables: Sequence[PriceTable]) -> BatchPlanner:
 
 
 def max_length(tables: Sequence[PriceTable]) -> BatchPlanner:
-    """Packs as long as the longest sequence of all batches, dealt out evenly."""
+    """Plans all batches on the best scheme, with packs as long as the longest sequence of all
+    batches dealt out evenly."""
     context = max(table.tokens[0] for table in tables)
 
     make = partial(by_length, context=context)
@@ -58,18 +60,22 @@ def max_length(tables: Sequence[PriceTable]) -> BatchPlanner:
 
 
 def token_balance(tables: Sequence[PriceTable]) -> BatchPlanner:
-    """The same tokens for every pipeline."""
+    """Plans all batches on the best scheme, with about the same tokens for every pipeline."""
     return _everywhere(_best(tables, by_tokens), by_tokens)
 
 
 def by_length(table: PriceTable, k: int, context: int) -> Assignment | None:
-    """Packs of up to ``context`` tokens on pipelines of scheme k; None where it does not hold
-    them."""
+    """The schedule of packs of up to ``context`` tokens, dealt out in turn to pipelines of scheme
+    k; None where the scheme does not hold so many tokens."""
     if context > table.schemes[k].most_tokens:
         return None
     packs, count = as_they_come(table, table.tokens, context), table.devices // table.width[k]
-    ranks = [own for _, own, _ in placed(table, [(k, []) for _ in range(count)])]
-    bins = [(k, own, packs[q::count]) for q, own in enumerate(ranks)]
+    ranks = [
+        pipeline_ranks for _, pipeline_ranks, _ in placed(table, [(k, []) for _ in range(count)])
+    ]
+    bins = [
+        (k, pipeline_ranks, packs[pipeline::count]) for pipeline, pipeline_ranks in enumerate(ranks)
+    ]
     return Assignment.of_bins(table, bins, "max-length")
 
 
@@ -83,7 +89,8 @@ def roomiest_first(table: PriceTable) -> list[int]:
 
 
 def best_scheme(tables: Sequence[PriceTable], make: Make) -> tuple[float, int | None]:
-    """(seconds over all batches, scheme) of the best; infinite where none holds all of them."""
+    """(seconds over all batches, scheme) of the scheme on which ``make`` takes the least seconds;
+    (infinity, None) where no scheme holds all batches."""
     best_s, best = inf, None
     for k in roomiest_first(tables[0]):
         total = 0.0
@@ -98,8 +105,8 @@ def best_scheme(tables: Sequence[PriceTable], make: Make) -> tuple[float, int | 
 
 
 def _best(tables: Sequence[PriceTable], make: Make) -> int:
-    """The scheme that takes the least seconds over all batches. Raises InfeasiblePlan where none
-    holds all of them."""
+    """The scheme on which ``make`` takes the least seconds over all batches. Raises InfeasiblePlan
+    where none holds all of them."""
     _, best = best_scheme(tables, make)
     if best is None:
         raise InfeasiblePlan("no homogeneous strategy holds every iteration")
@@ -107,7 +114,7 @@ def _best(tables: Sequence[PriceTable], make: Make) -> int:
 
 
 def _everywhere(k: int, make: Make) -> BatchPlanner:
-    """What plans every batch on scheme k, which holds all of them."""
+    """A planner that calls ``make`` with scheme k, which holds all batches, for every batch."""
 
     def planned(_: int, table: PriceTable) -> Assignment:
         schedule = make(table, k)

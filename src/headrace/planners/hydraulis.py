@@ -38,7 +38,8 @@ _MOST_CANDIDATES = 40  # strategies of the dynamic program that are dispatched f
 
 
 def hydraulis(tables: Sequence[PriceTable], seed: int) -> BatchPlanner:
-    """The paper's planner: every candidate is dispatched and packed for every batch."""
+    """The paper's planner: for every batch all candidate strategies are dispatched and packed, and
+    the quickest is taken. Candidates are proposed once, from all batches together."""
     candidates = hydraulis_candidates(tables)
 
     def planned(number: int, table: PriceTable) -> Assignment:
@@ -50,8 +51,8 @@ def hydraulis(tables: Sequence[PriceTable], seed: int) -> BatchPlanner:
 
 
 def hydraulis_tuned(tables: Sequence[PriceTable], seed: int) -> BatchPlanner:
-    """The paper's planner with what this module's docstring says of it; in no batch behind the best
-    schedule of one scheme."""
+    """The paper's planner with the improvements that the head of this module lists; in no batch
+    slower than the best schedule of one scheme."""
     candidates = hydraulis_candidates(tables, tuned=True)
 
     def planned(number: int, table: PriceTable) -> Assignment:
@@ -63,30 +64,33 @@ def hydraulis_tuned(tables: Sequence[PriceTable], seed: int) -> BatchPlanner:
 
 
 def hydraulis_candidates(tables: Sequence[PriceTable], *, tuned: bool = False) -> list[Counts]:
-    """The strategies that are dispatched for every batch; the first holds any sequence."""
+    """The strategies that are dispatched for every batch, proposed from all batches of a data set;
+    the first holds any sequence."""
     table, lengths = tables[0], [tokens for batch in tables for tokens in batch.tokens]
     # The authors' lists begin with pipelines of one scheme that hold any sequence.
-    homogeneous = [_of_one_scheme(table, k) for k in roomiest_first(table)]
-    theirs = _of_program(table, lengths, amortized=False)
+    one_scheme = [_of_one_scheme(table, k) for k in roomiest_first(table)]
+    published = _of_program(table, lengths, amortized=False)
     if not tuned:
-        return list(dict.fromkeys([homogeneous[0], *theirs]))[:_MOST_CANDIDATES]
-    mended = _of_program(table, lengths, amortized=True)
-    found = [*mended[:_MOST_CANDIDATES], *theirs[:_MOST_CANDIDATES]]
-    return list(dict.fromkeys([*homogeneous, *_filled(table, found)]))
+        return list(dict.fromkeys([one_scheme[0], *published]))[:_MOST_CANDIDATES]
+    amortized = _of_program(table, lengths, amortized=True)
+    proposals = [*amortized[:_MOST_CANDIDATES], *published[:_MOST_CANDIDATES]]
+    return list(dict.fromkeys([*one_scheme, *_filled(table, proposals)]))
 
 
 def _of_program(table: PriceTable, lengths: Sequence[int], *, amortized: bool) -> list[Counts]:
-    """The strategies of the dynamic program, whole and relaxed, those for the longest sequences
-    first."""
-    found = list[Counts]()
+    """The strategies that the dynamic program proposes for the ``lengths`` of a data set: first
+    those of whole pipelines, then those rounded from fractions of pipelines, each with the
+    strategies for the longest sequences in front."""
+    strategies = list[Counts]()
     for relaxed in (False, True):
-        found += reversed(proposed(table, lengths, relaxed=relaxed, amortized=amortized))
-    return list(dict.fromkeys(found))
+        strategies += reversed(proposed(table, lengths, relaxed=relaxed, amortized=amortized))
+    return list(dict.fromkeys(strategies))
 
 
 def _filled(table: PriceTable, strategies: Sequence[Counts]) -> Iterator[Counts]:
-    """The strategies, and each that leaves devices idle with more pipelines of its schemes: as many
-    as there is room for of one of them, then of the others, the widest first."""
+    """All ``strategies``, and after each one that leaves devices idle others with more pipelines of
+    its schemes: as many as there is room for of one of them, then of the others, the widest
+    first."""
     for counts in strategies:
         yield counts
         used = [k for k, n in enumerate(counts) if n]
@@ -100,7 +104,9 @@ def _filled(table: PriceTable, strategies: Sequence[Counts]) -> Iterator[Counts]
 
 def _of_one_scheme(table: PriceTable, k: int) -> Counts:
     """The strategy of as many pipelines of scheme k as the devices have room for."""
-    return tuple(table.devices // width if j == k else 0 for j, width in enumerate(table.width))
+    return tuple(
+        table.devices // width if other == k else 0 for other, width in enumerate(table.width)
+    )
 
 
 def _best(
@@ -111,7 +117,8 @@ def _best(
     *,
     tuned: bool,
 ) -> Assignment | None:
-    """The quickest of ``best`` and of the candidates that may be quicker, dispatched and packed."""
+    """The quickest of the schedule ``best`` and of all ``candidates``, dispatched and packed;
+    candidates that cannot be quicker are left out."""
     for counts in candidates:
         if best is not None and _least_s(table, counts) >= best.seconds:
             continue
@@ -122,19 +129,20 @@ def _best(
 
 
 def _least_s(table: PriceTable, counts: Counts) -> float:
-    """Seconds that no dispatch of a strategy beats: all devices busy, and the longest sequence."""
+    """Seconds that no dispatch of a strategy beats: all its devices share all work on the cheapest
+    schemes, or the longest sequence takes longer."""
     used = [k for k, count in enumerate(counts) if count]
     devices = sum(counts[k] * table.width[k] for k in used)
-    area = (table.ranks * table.spread)[used].min(axis=0)
+    device_s = (table.ranks * table.spread)[used].min(axis=0)
     longest_s = float((table.stages * table.alone)[used, 0].min())
-    return max(longest_s, float(area @ table.batch.counts) / devices) * (1 - 1e-9)
+    return max(longest_s, float(device_s @ table.batch.counts) / devices) * (1 - 1e-9)
 
 
 def by_greedy(
     table: PriceTable, counts: Counts, *, seed: int, tuned: bool = False
 ) -> Assignment | None:
-    """What :func:`hydraulis` makes of one batch and strategy, or :func:`hydraulis_tuned`; None
-    where it cannot hold the batch."""
+    """The schedule of one batch by one strategy with the greedy dispatch, plain or ``tuned``; None
+    where the strategy cannot hold the batch."""
     if not any(n and np.isfinite(table.alone[k, 0]) for k, n in enumerate(counts)):
         return None
     name = "hydraulis-tuned" if tuned else "hydraulis"
@@ -145,7 +153,8 @@ def by_greedy(
 def greedy(
     table: PriceTable, counts: Counts, *, seed: int, trials: int = _TRIALS, tuned: bool = False
 ) -> Pipelines:
-    """Algorithm 1 of appendix E.
+    """Deal sequences out to pipelines greedily in many random orders, and keep the best (Algorithm
+    1 of appendix E).
 
     Args:
         table: The prices.
@@ -160,33 +169,40 @@ def greedy(
     """
     pipes = [k for k in roomiest_first(table) for _ in range(counts[k])]
     used, sequences = sorted(set(pipes)), len(table.tokens)
-    column = np.array([used.index(k) for k in pipes])
+    scheme_column = np.array([used.index(k) for k in pipes])
     seconds = np.array([table.seconds(k) for k in used]).T  # [sequences, used schemes]
     bubbles = np.array([table.depth[k] - 1 for k in pipes], dtype=np.float64)
     random = np.random.default_rng(seed)
     orders = np.stack([random.permutation(sequences) for _ in range(trials)])
     if tuned:
         orders[0] = range(sequences)
-    work = np.zeros((trials, len(pipes)))
-    longest = np.zeros((trials, len(pipes)))
-    given = np.zeros((trials, sequences), dtype=np.int64)
-    rows = np.arange(trials)
+    work_s = np.zeros((trials, len(pipes)))
+    longest_s = np.zeros((trials, len(pipes)))
+    pipe_of = np.zeros((trials, sequences), dtype=np.int64)
+    all_trials = np.arange(trials)
+    # All trials place their next sequence at once; arrays are [trials, pipelines].
     for step in range(sequences):
-        which = orders[:, step]
-        own = seconds[which][:, column]
+        sequence = orders[:, step]
+        own_s = seconds[sequence][:, scheme_column]
         with np.errstate(invalid="ignore"):
-            extra = np.where(bubbles > 0, bubbles * np.maximum(longest, own), 0.0)
-            slowest = (work + bubbles * longest).max(axis=1, keepdims=True)
-            ends = work + own + extra
-        after = np.maximum(ends, slowest)
+            # Filling and draining take the longest micro-batch once per further stage.
+            bubbles_s = np.where(bubbles > 0, bubbles * np.maximum(longest_s, own_s), 0.0)
+            slowest_s = (work_s + bubbles * longest_s).max(axis=1, keepdims=True)
+            ends_s = work_s + own_s + bubbles_s
+        # Seconds of the slowest pipeline if the sequence goes to each pipeline.
+        slowest_after = np.maximum(ends_s, slowest_s)
         if tuned:
-            after = np.where(after == after.min(axis=1, keepdims=True), ends, np.inf)
-        chosen = after.argmin(axis=1)
-        work[rows, chosen] += own[rows, chosen]
-        longest[rows, chosen] = np.maximum(longest[rows, chosen], own[rows, chosen])
-        given[rows, which] = chosen
-    best = int((work + bubbles * longest).max(axis=1).argmin())
+            slowest_after = np.where(
+                slowest_after == slowest_after.min(axis=1, keepdims=True), ends_s, np.inf
+            )
+        chosen = slowest_after.argmin(axis=1)
+        work_s[all_trials, chosen] += own_s[all_trials, chosen]
+        longest_s[all_trials, chosen] = np.maximum(
+            longest_s[all_trials, chosen], own_s[all_trials, chosen]
+        )
+        pipe_of[all_trials, sequence] = chosen
+    best = int((work_s + bubbles * longest_s).max(axis=1).argmin())
     members: list[list[int]] = [[] for _ in pipes]
-    for i, q in enumerate(given[best].tolist()):
-        members[q].append(i)
+    for i, pipe in enumerate(pipe_of[best].tolist()):
+        members[pipe].append(i)
     return list(zip(pipes, members, strict=True))

@@ -21,21 +21,25 @@ def fitting(table: PriceTable) -> int | None:
 
 
 def block(width: int, number: int) -> tuple[int, ...]:
-    """The ranks of group ``number`` of ``width``."""
+    """The ranks of group ``number`` where neighbouring groups of ``width`` ranks are counted from
+    rank 0."""
     return tuple(range(number * width, (number + 1) * width))
 
 
 def in_turn(table: PriceTable, k: int, launches: Sequence[list[int]]) -> list[Group]:
-    """Launches dealt out to the groups of scheme k in turn."""
+    """The ``launches`` in order, each with the scheme and ranks of its group: they go to the groups
+    of scheme k in turn."""
     width = table.width[k]
     groups = table.devices // width
-    return [(k, block(width, n % groups), members) for n, members in enumerate(launches)]
+    return [(k, block(width, number % groups), members) for number, members in enumerate(launches)]
 
 
 def interleaved(table: PriceTable, k: int, taken: Sequence[Sequence[list[int]]]) -> list[Group]:
-    """Launches of the groups of scheme k, ``taken`` for each group in its order, the first of
-    every group before the second of any."""
+    """Launches of the groups of scheme k, in order: the first of every group comes before the
+    second of any. ``taken`` has the launches of each group."""
     launches = sorted(
-        (n, group, members) for group, own in enumerate(taken) for n, members in enumerate(own)
+        (number, group, members)
+        for group, of_group in enumerate(taken)
+        for number, members in enumerate(of_group)
     )
     return [(k, block(table.width[k], group), members) for _, group, members in launches]

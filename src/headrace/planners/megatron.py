@@ -29,7 +29,8 @@ _EVEN = 0.05
 
 
 def as_they_come(table: PriceTable, room: list[int], cap: int) -> list[list[int]]:
-    """Packs of up to ``cap`` tokens, filled in the caller's order with ``room`` tokens each."""
+    """Packs of up to ``cap`` tokens, filled one after the other with sequences in the caller's
+    order; ``room`` are the tokens that each position takes."""
     packs, left = list[list[int]](), 0
     for i in sorted(range(len(room)), key=table.batch.order.__getitem__):
         if not packs or room[i] > left:
@@ -41,18 +42,20 @@ def as_they_come(table: PriceTable, room: list[int], cap: int) -> list[list[int]
 
 
 def dp_balanced(table: PriceTable) -> list[Group]:
-    """Launches of the whole batch by dp_balanced; none where no size holds the longest."""
+    """Launches of the whole batch as Megatron's dp_balanced makes them; none where no group size
+    holds the longest sequence."""
     k = fitting(table)
     if k is None:
         return []
     packs = as_they_come(table, table.room(k), table.cap[k])
-    missing, at = -len(packs) % (table.devices // table.width[k]), len(packs) - 1
-    while missing and at >= 0:
-        if len(packs[at]) > 1:
-            packs.append([packs[at].pop()])
-            missing -= 1
+    # Split packs, from the back, until their number is a multiple of the number of groups.
+    packs_missing, last = -len(packs) % (table.devices // table.width[k]), len(packs) - 1
+    while packs_missing and last >= 0:
+        if len(packs[last]) > 1:
+            packs.append([packs[last].pop()])
+            packs_missing -= 1
         else:
-            at -= 1
+            last -= 1
     return in_turn(table, k, [sorted(pack) for pack in packs])
 
 
@@ -72,14 +75,14 @@ class _Lent:
 
 
 def hybrid(table: PriceTable) -> list[Group]:
-    """Launches of the whole batch by hybrid context parallel, one sequence each; none where no
-    size holds the longest."""
+    """Launches of the whole batch as Megatron's hybrid context parallel makes them, one sequence
+    each; none where no group size holds the longest sequence."""
     if fitting(table) is None:
         return []
-    kinds = table.batch.each(np.isfinite(table.alone).argmax(axis=0)).tolist()
+    scheme_of = table.batch.each(np.isfinite(table.alone).argmax(axis=0)).tolist()
     launches, left = list[Group](), list(range(len(table.tokens)))
     while left:
-        groups, left = _round(table, kinds, left)
+        groups, left = _round(table, scheme_of, left)
         for start, group in _placed(table, _grown(table, groups)):
             ranks = tuple(range(start, start + table.width[group.k]))
             launches += [(group.k, ranks, [i]) for i in group.held]
@@ -87,44 +90,50 @@ def hybrid(table: PriceTable) -> list[Group]:
 
 
 def _round(
-    table: PriceTable, kinds: list[int], waiting: list[int]
+    table: PriceTable, scheme_of: list[int], waiting: list[int]
 ) -> tuple[list[_Lent], list[int]]:
-    """The groups of one round, and the positions left for later rounds, given the scheme of every
-    sequence and the positions that are ``waiting``, longest first."""
-    groups, left, idle, first = list[_Lent](), list[int](), table.devices, kinds[waiting[0]]
-    heaps: dict[int, list[tuple[float, int]]] = {k: [] for k in kinds}  # (load, group)
-    for n, i in enumerate(waiting):
-        width, heap = table.width[kinds[i]], heaps[kinds[i]]
+    """The groups of one round, and the positions left for later rounds. ``scheme_of`` has the
+    scheme of every sequence, ``waiting`` the positions to place, longest first."""
+    groups, not_placed, idle, first_scheme = (
+        list[_Lent](),
+        list[int](),
+        table.devices,
+        scheme_of[waiting[0]],
+    )
+    groups_of: dict[int, list[tuple[float, int]]] = {k: [] for k in scheme_of}  # (load, group)
+    for number, i in enumerate(waiting):
+        width, by_load = table.width[scheme_of[i]], groups_of[scheme_of[i]]
         if idle >= width:
-            heappush(heap, (0.0, len(groups)))
-            groups.append(_Lent(kinds[i]))
+            heappush(by_load, (0.0, len(groups)))
+            groups.append(_Lent(scheme_of[i]))
             idle -= width
-        if not heap:
-            left.append(i)
+        if not by_load:
+            not_placed.append(i)
             continue
-        group = groups[heap[0][1]]
+        group = groups[by_load[0][1]]
         group.held.append(i)
         group.load += table.tokens[i] ** 2 / width
-        heapreplace(heap, (group.load, heap[0][1]))
-        if kinds[i] < first and not idle:
+        heapreplace(by_load, (group.load, by_load[0][1]))
+        if scheme_of[i] < first_scheme and not idle:  # a smaller size has begun
             loads = [group.load for group in groups]
             if max(loads) - min(loads) <= _EVEN * max(loads):
-                return groups, left + waiting[n + 1 :]
-    return groups, left
+                return groups, not_placed + waiting[number + 1 :]
+    return groups, not_placed
 
 
 def _grown(table: PriceTable, groups: list[_Lent]) -> list[_Lent]:
-    """The groups after the smallest of them have grown as far as idle ranks allow."""
+    """The groups of a round after the smallest ones have grown to the next size, one after the
+    other, as long as idle ranks suffice."""
     idle = table.devices - sum(table.width[group.k] for group in groups)
     while True:
         group = min(groups, key=lambda group: group.k)
         if group.k + 1 == len(table):
             return groups
-        more = table.width[group.k + 1] - table.width[group.k]
-        if more > idle:
+        extra_ranks = table.width[group.k + 1] - table.width[group.k]
+        if extra_ranks > idle:
             return groups
         group.k += 1
-        idle -= more
+        idle -= extra_ranks
 
 
 def _placed(table: PriceTable, groups: list[_Lent]) -> Iterator[tuple[int, _Lent]]:

@@ -87,19 +87,21 @@ class StrategySelector:
             raise SpecError("gamma", got=self.gamma, wanted=">= 0")
 
     def select(self, lengths: Iterable[int]) -> Selection:
-        """The layers for a micro-batch of ``lengths``."""
+        """The layers for a micro-batch of sequences of ``lengths`` tokens: from the cache where a
+        batch of the same sums had its layers chosen, else searched and smoothed."""
         pack = tuple(lengths)
-        key = sum(n * n for n in pack), sum(pack)
+        key = sum(length * length for length in pack), sum(pack)
         if key not in self._selected:
             self._selected[key] = self._searched(pack)
-            found = self._smoothed(pack, self._selected[key])
+            selection = self._smoothed(pack, self._selected[key])
         else:
-            found = self._selected[key]
-        self._before = found.layers
-        return found
+            selection = self._selected[key]
+        self._before = selection.layers
+        return selection
 
     def strategies(self, lengths: Iterable[int]) -> Strategies:
-        """Line 1: the options that no other beats in time and memory, fastest first."""
+        """Line 1 of the algorithm: the layer options that no other beats in both time and memory,
+        fastest first."""
         pack = tuple(lengths)
         tokens = sum(pack)
         rated = []
@@ -109,33 +111,36 @@ class StrategySelector:
                 continue
             seconds = sum(self.costs.layer_seconds(pack, self.p, option, self.working))
             rated.append((seconds, cost.kept(tokens) + cost.transient(tokens), option))
-        left: Strategies = []
-        least = float("inf")
-        for _, held, option in sorted(rated):
-            if held < least:
-                left.append(option)
-                least = held
-        return left
+        unbeaten: Strategies = []
+        least_bytes = float("inf")
+        for _, bytes_held, option in sorted(rated):
+            if bytes_held < least_bytes:
+                unbeaten.append(option)
+                least_bytes = bytes_held
+        return unbeaten
 
     def _searched(self, pack: tuple[int, ...]) -> Selection:
-        """The quickest choice of layers that fits: lines 5 to 30."""
+        """Lines 5 to 30: the quickest choice of layers that fits; the thriftiest where none
+        does."""
         strategies = self.strategies(pack)
         fastest = self._selection(pack, strategies[:1] * self._layers)
         if fastest.fits:
             return fastest
-        options = [self._selection(pack, chosen) for chosen in self._tried(pack, strategies)]
-        if options:
-            return min(options, key=lambda selection: selection.seconds)
+        selections = [self._selection(pack, chosen) for chosen in self._tried(pack, strategies)]
+        if selections:
+            return min(selections, key=lambda selection: selection.seconds)
         return self._selection(pack, strategies[-1:] * self._layers)
 
     def _tried(self, pack: tuple[int, ...], sorted_strategies: Strategies) -> Iterator[Strategies]:
-        """Lines 6 to 25: the lists that fit."""
+        """Lines 6 to 25: the lists of layer options, one for each layer, that are tried and fit;
+        ``sorted_strategies`` are options, fastest first."""
         for i, first in enumerate(sorted_strategies):
             strategies = [first] * self._layers
             if self._fits(pack, strategies):
                 yield list(strategies)
                 continue
             for other in sorted_strategies[i + 1 :]:
+                # Replace the layers one by one; the list is not set back for the next option.
                 for _ in range(self._layers):
                     strategies.pop(0)
                     strategies.append(other)
@@ -143,12 +148,13 @@ class StrategySelector:
                         yield list(strategies)
 
     def _smoothed(self, pack: tuple[int, ...], best: Selection) -> Selection:
-        """The layers of the step before, where they are nearly as quick: line 33."""
+        """Line 33: the layers of the call before, where they fit and take at most 1 + gamma times
+        the seconds of ``best``; else ``best``."""
         if self._before is None or self.gamma == 0:
             return best
         before = self._selection(pack, list(self._before.options))
-        near = before.seconds <= (1 + self.gamma) * best.seconds
-        return before if before.fits and near else best
+        close_enough = before.seconds <= (1 + self.gamma) * best.seconds
+        return before if before.fits and close_enough else best
 
     @property
     def _layers(self) -> int:
@@ -156,26 +162,28 @@ class StrategySelector:
         return self.costs.shape.layers
 
     def _selection(self, pack: tuple[int, ...], strategies: Strategies) -> Selection:
-        """A layer plan, the strategy of each layer in order, for a micro-batch of these lengths."""
+        """The selection that gives the layers, in order, these ``strategies``: seconds for a
+        micro-batch of sequences of ``pack`` tokens, and whether it fits."""
         layers = LayerPlan(options=tuple(strategies))
         seconds = sum(self.costs.micro_batch_s(pack, self.p, layers, self.working))
         return Selection(layers=layers, seconds=seconds, fits=self._fits(pack, strategies))
 
     def _fits(self, pack: tuple[int, ...], strategies: Strategies) -> bool:
-        """Whether a micro-batch of these lengths fits with the strategy of each layer in order, by
-        the memory rule."""
+        """Whether a micro-batch of sequences of ``pack`` tokens fits into memory, by the selector's
+        memory rule, if the layers in order have these ``strategies``."""
         costs, tokens = self.costs, sum(pack)
         if self.memory == "peak":
             layers = LayerPlan(options=tuple(strategies))
             needed = costs.micro_batch_bytes(tokens, self.p, layers, self.working)
             return needed <= costs.capacity_bytes
+        # The rule ``sum`` adds up what all layers keep and what all need in passing.
         ends = costs.ends[self.p]
         room = costs.capacity_bytes - costs.state_bytes
         room -= costs.held_bytes({self.p}, self.working)
-        left = room - ends.kept(tokens) - ends.transient(tokens)
+        free_bytes = room - ends.kept(tokens) - ends.transient(tokens)
         for option in strategies:
-            if left < -_ROUNDING_BYTES:
+            if free_bytes < -_ROUNDING_BYTES:
                 return False
             cost = costs.option(self.p, option)
-            left -= cost.kept(tokens) + cost.transient(tokens)
-        return left >= -_ROUNDING_BYTES
+            free_bytes -= cost.kept(tokens) + cost.transient(tokens)
+        return free_bytes >= -_ROUNDING_BYTES

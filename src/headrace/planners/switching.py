@@ -31,8 +31,8 @@ Phase = tuple[int, int, int]
 
 
 def switch_s(parameters: int | None) -> float:
-    """Seconds of one change, on the line through what was measured for two models; the smaller's
-    where nothing is known of the model."""
+    """Seconds of one change of strategy, on the line through what was measured for two models;
+    those of the smaller model where the number of parameters is not known."""
     (small, low_s), (large, high_s) = _MEASURED
     if parameters is None:
         return low_s
@@ -40,66 +40,77 @@ def switch_s(parameters: int | None) -> float:
 
 
 def switching(tables: Sequence[PriceTable], parameters: int | None = None) -> BatchPlanner:
-    """Up to three homogeneous strategies in turn, of a model of so many ``parameters``."""
+    """Plans every batch with up to three homogeneous strategies in turn, one for each range of
+    lengths. Ranges and strategies are chosen once, over all batches; the number of ``parameters``
+    of the model gives the seconds of a change."""
     change_s = switch_s(parameters)
     longest = max(table.tokens[0] for table in tables)
     best_s, best = inf, list[Phase]()
     for cuts in _CUTS:
-        total, phases = 0.0, list[Phase]()
+        total_s, phases = 0.0, list[Phase]()
         for low, high in zip((0, *cuts), (*cuts, max((longest, *cuts))), strict=True):
-            parts = [part for table in tables if (part := _part(table, low, high)) is not None]
-            if parts:
-                seconds, k = best_scheme(parts, static_schedule)
-                total += seconds
+            batch_parts = [
+                part for table in tables if (part := _part(table, low, high)) is not None
+            ]
+            if batch_parts:
+                seconds, k = best_scheme(batch_parts, static_schedule)
+                total_s += seconds
                 if k is None:
                     break
                 phases.append((low, high, k))
-        total += change_s * (len(phases) - 1) * len(tables)
-        if total < best_s:
-            best_s, best = total, phases
+        total_s += change_s * (len(phases) - 1) * len(tables)
+        if total_s < best_s:
+            best_s, best = total_s, phases
     if not best:
         raise InfeasiblePlan("no homogeneous strategy holds every iteration")
 
     def planned(_: int, table: PriceTable) -> Assignment:
-        made = list[Assignment]()
+        """The schedule of a batch: ranges of lengths in turn, each with its own strategy."""
+        schedules = list[Assignment]()
         for low, high, k in best:
             part = _part(table, low, high)
             if part is not None:
                 schedule = static_schedule(part, k)
                 assert schedule is not None, "the strategy holds its range"
-                made.append(schedule)
-        return _joined(table, made, change_s)
+                schedules.append(schedule)
+        return _joined(table, schedules, change_s)
 
     return planned
 
 
 def sequences_of(whole: Assignment, phase: Assignment) -> list[int]:
-    """Indices in the caller's batch of the sequences of a phase, in the order of its lengths."""
+    """Indices in the caller's batch of the sequences of a ``phase`` of the schedule ``whole``, in
+    the caller's order."""
     longest, shortest = phase.table.tokens[0], phase.table.tokens[-1]
     tokens = whole.table.batch.lengths.tokens
     return [i for i, length in enumerate(tokens) if shortest <= length <= longest]
 
 
 def _part(table: PriceTable, low: int, high: int) -> PriceTable | None:
-    """The sequences of a range of lengths, in the caller's order; None where there are none."""
+    """The table of those sequences of a batch that have more than ``low`` and at most ``high``
+    tokens, in the caller's order; None where there are none."""
     tokens = tuple(length for length in table.batch.lengths.tokens if low < length <= high)
     if not tokens:
         return None
     return PriceTable(SortedBatch.of(Lengths(tokens=tokens)), table.schemes, table.devices)
 
 
-def _joined(table: PriceTable, made: Sequence[Assignment], change_s: float) -> Assignment:
-    """Schedules of ranges of lengths, the short ones first, as one of the whole batch."""
+def _joined(table: PriceTable, phases: Sequence[Assignment], change_s: float) -> Assignment:
+    """One schedule of the whole batch, made of schedules of its ranges of lengths, short ones
+    first, which run one after the other with changes of ``change_s`` seconds in between."""
     groups, packs, first = list[Group](), list[Packed](), len(table.tokens)
-    for phase in made:
-        first -= len(phase.table.tokens)  # both stand longest first, so a phase is a run
-        groups += [(k, r, [first + i for i in members]) for k, r, members in phase.groups]
+    for phase in phases:
+        first -= len(phase.table.tokens)  # both stand longest first, so a phase's positions follow
+        groups += [(k, ranks, [first + i for i in members]) for k, ranks, members in phase.groups]
         packs += [
-            replace(own, bins=tuple(tuple(first + i for i in held) for held in own.bins))
-            for own in phase.packs
+            replace(
+                packed,
+                bins=tuple(tuple(first + i for i in bin_members) for bin_members in packed.bins),
+            )
+            for packed in phase.packs
         ]
-    changes_s = change_s * (len(made) - 1)
-    seconds = sum(phase.seconds for phase in made) + changes_s
+    changes_s = change_s * (len(phases) - 1)
+    seconds = sum(phase.seconds for phase in phases) + changes_s
     return Assignment(
         table=table,
         groups=tuple(groups),
@@ -107,6 +118,6 @@ def _joined(table: PriceTable, made: Sequence[Assignment], change_s: float) -> A
         source="switching",
         seconds=seconds,
         expected_s=seconds,
-        phases=tuple(made) if len(made) > 1 else (),
+        phases=tuple(phases) if len(phases) > 1 else (),
         switch_s=changes_s,
     )

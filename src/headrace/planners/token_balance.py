@@ -26,7 +26,8 @@ _LINEAR = 24576
 
 
 def by_tokens(table: PriceTable, k: int) -> Assignment | None:
-    """The same tokens for every pipeline of scheme k; None where it does not hold the longest."""
+    """The schedule of pipelines of scheme k that all have about the same tokens; None where the
+    scheme does not hold the longest sequence."""
     if not np.isfinite(table.alone[k, 0]):
         return None
     sets = differenced(table.tokens, table.devices // table.width[k])
@@ -34,13 +35,15 @@ def by_tokens(table: PriceTable, k: int) -> Assignment | None:
 
 
 def by_weight(table: PriceTable) -> list[Group]:
-    """Launches of the whole batch; none where no size holds the longest."""
+    """Launches of the whole batch on groups of one size, balanced by verl's weights; none where no
+    group size holds the longest sequence."""
     k = fitting(table)
     if k is None:
         return []
     room, cap = table.room(k), table.cap[k]
     weights = [_LINEAR * tokens + tokens * tokens for tokens in table.tokens]
     shares = differenced(weights, table.devices // table.width[k])
+    # As many micro-batches as the fullest group needs.
     count = max(-(-sum([room[i] for i in held]) // cap) for held in shares)
     return interleaved(table, k, [_split(held, weights, room, count, cap) for held in shares])
 
@@ -48,10 +51,11 @@ def by_weight(table: PriceTable) -> list[Group]:
 def _split(
     held: list[int], weights: Sequence[int], room: Sequence[int], count: int, cap: int
 ) -> list[list[int]]:
-    """``held`` in ``count`` micro-batches of even weight, or more where some hold too much."""
+    """Split the positions ``held`` into ``count`` micro-batches of about even weight, or into more
+    until none has more than ``cap`` tokens; ``room`` are the tokens of each position."""
     while held:
         parts = differenced([weights[i] for i in held], min(count, len(held)))
-        launches = [[held[x] for x in part] for part in parts if part]
+        launches = [[held[member] for member in part] for part in parts if part]
         if all(sum([room[i] for i in launch]) <= cap for launch in launches):
             return launches
         count += 1

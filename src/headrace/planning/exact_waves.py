@@ -123,11 +123,7 @@ def rejoined(
             before_s = sum(timed_waves[number][0] for number in group)
             exact = exact_waves(table, kinds, members)
             if exact is not None and exact[0] < before_s * (1 - GAIN):
-                others = [
-                    launch_members
-                    for number, launch_members in enumerate(timed_waves)
-                    if number not in group
-                ]
+                others = [own for number, own in enumerate(timed_waves) if number not in group]
                 timed_waves = [*others, *((_wave_s(table, wave), wave) for wave in exact[1])]
                 gained = True
                 break
@@ -164,7 +160,8 @@ def _parts(subset: int) -> Iterator[int]:
 
 
 class _Launches:
-    """What subsets of a few sequences take as one launch each; subsets are bits of a number.
+    """Seconds and ranks of every subset of a few sequences as one launch. Subset n has those
+    sequences whose bits are set in n.
 
     Attributes:
         seconds: Seconds of a launch of each subset on each kind of group [kinds, subsets],

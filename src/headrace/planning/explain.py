@@ -48,7 +48,7 @@ def reasons(
     static: Candidate | None = None,
     flat: Bound | None = None,
 ) -> tuple[str, ...]:
-    """Why a plan is as it is.
+    """Sentences that explain a plan: what limits it, and how far it is above the bounds.
 
     Args:
         problem: What was planned for.

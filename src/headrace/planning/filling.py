@@ -372,9 +372,9 @@ def _needs(table: PriceTable, step: int) -> Floats:
 
 
 def _ranking(table: PriceTable, step: int) -> list[tuple[list[int], int]]:
-    """For each stretch of consecutive runs that rank schemes alike, (schemes, number of runs): the
-    schemes that may end such a sequence within a ``step`` of the time's logarithm, those of which
-    it needs the fewest devices first."""
+    """(schemes, number of runs) for each stretch of consecutive runs that rank schemes alike. The
+    schemes are those on which such a sequence may end within the time of ``step`` (a step of the
+    time's logarithm), ordered by the devices that it needs, the fewest first."""
     if step not in table.rankings:
         needed = _needs(table, step)
         order = needed.argsort(axis=0, kind="stable")

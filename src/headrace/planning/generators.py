@@ -97,7 +97,7 @@ class Role:
 
 
 def cost_kind(problem: Problem) -> CostKind:
-    """Where the seconds of a problem come from."""
+    """Which kind of costs a problem has: a model's, or published ones of groups or pipelines."""
     if isinstance(problem.costs, PipelineCosts):
         return "pipelines"
     return "groups" if isinstance(problem.costs, GroupCosts) else "model"
@@ -200,14 +200,15 @@ class Draft:
 
     @classmethod
     def of(cls, table: PriceTable, seconds: float, groups: list[Group], source: str) -> Draft:
-        """Pipelines that compute for ``seconds``."""
+        """The draft of pipelines, ``groups``, that compute for ``seconds``; when gradients are sent
+        is estimated, without packing."""
         expected_s, ends = seconds, list[int]()
         if table.exchange.push_s:
-            times = [table.times(k, likely(table, k, own)) for k, _, own in groups]
+            times = [table.times(k, likely(table, k, members)) for k, _, members in groups]
             chains = table.chained(ranks for _, ranks, _ in groups)
-            sent = chains.sent_s(times)
-            expected_s = max(seconds, *sent.values())
-            ends = sorted(sent, key=sent.__getitem__, reverse=True)
+            sent_s = chains.sent_s(times)
+            expected_s = max(seconds, *sent_s.values())
+            ends = sorted(sent_s, key=sent_s.__getitem__, reverse=True)
         return cls(
             table=table,
             seconds=seconds,
@@ -218,8 +219,8 @@ class Draft:
         )
 
     def is_late(self, limit_s: float) -> bool:
-        """Whether a pipeline of ``ends``, packed exactly after those that it waits for, has its
-        gradients sent at ``limit_s`` or later: then the rest need no packing."""
+        """Whether some pipeline of ``ends``, packed exactly, has its gradients sent at ``limit_s``
+        seconds or later. Then the draft is of no use and its other pipelines need no packing."""
         if not self.ends:
             return False
         before = self.table.chained(ranks for _, ranks, _ in self.groups).before
@@ -227,16 +228,19 @@ class Draft:
         return any(self._sent_s(g, before, sent)[1] >= limit_s for g in self.ends)
 
     def _sent_s(
-        self, g: int, before: Sequence[Sequence[int]], sent: dict[int, tuple[float, float]]
+        self, g: int, before: Sequence[Sequence[int]], known: dict[int, tuple[float, float]]
     ) -> tuple[float, float]:
-        """Seconds until pipeline ``g``, packed exactly, has computed and has sent its gradients;
-        ``sent`` keeps both for every pipeline that was asked for."""
-        if g not in sent:
+        """(seconds until pipeline ``g`` has computed, seconds until it has sent its gradients),
+        packed exactly. ``before`` has the pipelines that each one waits for; ``known`` keeps the
+        results of all that were asked for."""
+        if g not in known:
             k, _, members = self.groups[g]
-            there_s, seconds, behind_s = self.table.times(k, pack(self.table, k, members))
-            start_s = max([there_s, *(self._sent_s(h, before, sent)[0] for h in before[g])])
-            sent[g] = start_s + seconds, start_s + seconds + behind_s
-        return sent[g]
+            ready_s, compute_s, sending_s = self.table.times(k, pack(self.table, k, members))
+            start_s = max(
+                [ready_s, *(self._sent_s(earlier, before, known)[0] for earlier in before[g])]
+            )
+            known[g] = start_s + compute_s, start_s + compute_s + sending_s
+        return known[g]
 
 
 Result = TypeVar("Result")
@@ -279,15 +283,15 @@ class Fill(Protocol[Result_co]):
     """Places all sequences within a time."""
 
     def __call__(self, tau: float, *, measured: bool = True) -> Result_co | float:
-        """What was placed within ``tau`` seconds; else, as a float, the share of the work that
-        found no place, which is any number unless ``measured``."""
+        """What was placed, where all sequences can be placed within ``tau`` seconds. Otherwise a
+        float: the share of the work that found no place, or any number unless ``measured``."""
         ...
 
 
 def least_time(
     fill: Fill[Result], low_s: float, high_s: float, effort: Effort
 ) -> Searched[Result] | None:
-    """The least time found in which a filling succeeds.
+    """Search the least time in which a filling succeeds.
 
     Args:
         fill: Places all sequences within a time, or fails.
@@ -299,13 +303,14 @@ def least_time(
         What was placed, and in how many seconds; None when nothing below ``high_s`` succeeds.
     """
     best: Searched[Result] | None = None
-    if effort.probe:
+    if effort.probe:  # is there a gain at all?
         tau = high_s * (1 - ENOUGH)
         result = 0.0 if tau < low_s else fill(tau, measured=False)
         if isinstance(result, float):
             return None
         best, high_s = Searched(seconds=tau, result=result), tau
-    tau, lacks = low_s * (1 + ROUNDING), 0.0
+    # From below, the time grows by the share of the work that found no place.
+    tau, shortfall = low_s * (1 + ROUNDING), 0.0
     for step in range(effort.steps):
         tau = min(tau, high_s)
         if best is not None and tau >= high_s:
@@ -317,9 +322,9 @@ def least_time(
         if tau >= high_s:
             return None
         low_s = tau
-        lacks = lacks * _SHORTFALL_LEFT if step % 2 else result
-        reached = tau * (1 + lacks) >= high_s  # even high_s may fail
-        tau = high_s if reached else tau * (1 + max(effort.least, effort.growth * lacks))
+        shortfall = shortfall * _SHORTFALL_LEFT if step % 2 else result
+        at_top = tau * (1 + shortfall) >= high_s  # even high_s may fail
+        tau = high_s if at_top else tau * (1 + max(effort.least, effort.growth * shortfall))
     for _ in range(effort.steps if best is None else 0):  # none of the steps succeeded
         tau = min(high_s, 2 * low_s)
         result = fill(tau, measured=False)
@@ -329,6 +334,7 @@ def least_time(
         if tau >= high_s:
             return None
         low_s = tau
+    # Halve between the longest time that failed and the shortest that succeeded.
     for _ in range(effort.halvings if best is not None else 0):
         if high_s <= low_s * (1 + effort.close):
             break

@@ -55,30 +55,31 @@ def pack(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
 
 
 def _packed(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
-    """:func:`pack` without the cache."""
+    """Pack the sequences of one pipeline, as :func:`pack` does, without its cache."""
     scheme = table.schemes[k]
     frontier, tokens = scheme.frontier, table.tokens
     if not members:
         return Packed(0.0, (), (), (), 0.0, 0.0)
     if scheme.depth > 1:
         return _staged(table, k, members)
-    if len(frontier.caps) == 1:
+    if len(frontier.caps) == 1:  # one row: as few micro-batches as best fit finds
         seconds, cap, c = table.seconds(k), frontier.caps[0], frontier.rows[0][2]
         held = sum([tokens[i] for i in members])
         bins = [members] if held <= cap else best_fit(tokens, members, cap)
         return Packed.of(bins, (0,) * len(bins), [sum([seconds[i] for i in b]) + c for b in bins])
-    own = [tokens[i] for i in members]
-    total, squares = sum(own), sum([n * n for n in own])
+    lengths = [tokens[i] for i in members]
+    total, squares = sum(lengths), sum([n * n for n in lengths])
     if total <= frontier.caps[0] and frontier.rules[0]:
         a, b, c = frontier.rows[0]
         return Packed.of([members], (0,), [a * squares + b * total + c])
     best: tuple[float, Bins, list[int], list[float]] | None = None
     a, b, c = frontier.least
     least_s = a * squares + b * total + sum(table.exposed_s(k, inf, inf))
-    for count, make in _tries(tokens, members, total, squares, frontier):
+    for count, pack_so in _tries(tokens, members, total, squares, frontier):
+        # Not even the least a, b and c of all rows together would make it quicker.
         if best is not None and least_s + c * count >= best[0]:
             continue
-        bins = make()
+        bins = pack_so()
         if bins is None:
             continue
         times, rows = _priced(bins, tokens, frontier)
@@ -94,28 +95,29 @@ def _packed(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
 def _tries(
     tokens: Sequence[int], members: Sequence[int], total: int, squares: float, frontier: Frontier
 ) -> Iterator[tuple[int, Callable[[], Bins | None]]]:
-    """(least number of micro-batches, function that packs) for each way to pack ``members`` that is
-    worth trying; ``total`` is the sum of their tokens, ``squares`` that of squared tokens."""
-    quick, most = frontier.quickest_cap(squares, total), frontier.most_tokens
-    if len(members) == 1 or total <= quick:  # in one micro-batch there is nothing to choose
+    """Ways to pack ``members`` that are worth trying, each as (least number of micro-batches,
+    function that packs). ``total`` is the sum of their tokens, ``squares`` the sum of their squared
+    tokens."""
+    quick_cap, most_cap = frontier.quickest_cap(squares, total), frontier.most_tokens
+    if len(members) == 1 or total <= quick_cap:  # in one micro-batch there is nothing to choose
         yield 1, lambda: [list(members)]
         return
-    yield 1, lambda: best_fit(tokens, members, quick)
-    if total <= most:
+    yield 1, lambda: best_fit(tokens, members, quick_cap)
+    if total <= most_cap:
         yield 1, lambda: [list(members)]
-    elif total <= _FEW_PACKS * quick:
-        yield -(-total // most), lambda: best_fit(tokens, members, most)
-    for count in _counts(len(members), total, squares, quick, frontier):
+    elif total <= _FEW_PACKS * quick_cap:
+        yield -(-total // most_cap), lambda: best_fit(tokens, members, most_cap)
+    for count in _counts(len(members), total, squares, quick_cap, frontier):
         if count > 1:
-            yield count, partial(_fill, tokens, members, count, most)
+            yield count, partial(_fill, tokens, members, count, most_cap)
 
 
 def likely(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
-    """An estimate of the seconds that :func:`pack` gives, without packing: as few micro-batches as
-    the tokens need, by the usual row and equal, but that the longest takes no less than the longest
-    sequence alone. ``members`` are longest first; no micro-batches are listed."""
-    seconds, room = table.seconds(k), table.room(k)
-    count = max(1, -(-sum([room[i] for i in members]) // table.cap[k]))
+    """An estimate of the seconds that :func:`pack` gives for ``members``, longest first, without
+    packing: as few equal micro-batches as the tokens need, by the usual row; only the longest takes
+    no less than the longest sequence alone. Micro-batches are not listed."""
+    seconds, tokens = table.seconds(k), table.room(k)
+    count = max(1, -(-sum([tokens[i] for i in members]) // table.cap[k]))
     total_s = sum([seconds[i] for i in members]) + table.c[k] * count
     longest_s = max(total_s / count, seconds[members[0]] + table.c[k])
     next_s = (total_s - longest_s) / (count - 1) if count > 1 else longest_s
@@ -124,13 +126,14 @@ def likely(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
 
 
 def _priced(bins: Bins, tokens: Sequence[int], frontier: Frontier) -> tuple[list[float], list[int]]:
-    """Two lists: seconds of each micro-batch, and its row of the frontier."""
+    """Two lists: the seconds of each micro-batch by its quickest row of the frontier, and the
+    number of this row."""
     times, rows = list[float](), list[int]()
-    for held in bins:
-        own = [tokens[i] for i in held]
-        found = frontier.nearly_best(sum([n * n for n in own]), sum(own))
-        assert found is not None, "a pack is within the capacity"
-        seconds, row = found
+    for members in bins:
+        lengths = [tokens[i] for i in members]
+        quickest = frontier.nearly_best(sum([n * n for n in lengths]), sum(lengths))
+        assert quickest is not None, "a pack is within the capacity"
+        seconds, row = quickest
         times.append(seconds)
         rows.append(row)
     return times, rows
@@ -139,41 +142,41 @@ def _priced(bins: Bins, tokens: Sequence[int], frontier: Frontier) -> tuple[list
 def _counts(
     sequences: int, total: int, squares: float, quick: int, frontier: Frontier
 ) -> list[int]:
-    """Numbers of micro-batches worth trying for ``sequences`` of ``total`` tokens and ``squares``
-    squared ones, best first by the seconds of an even split; at most one more than the quickest
-    row, of ``quick`` tokens, needs."""
+    """Numbers of micro-batches worth trying for ``sequences`` sequences of ``total`` tokens and
+    ``squares`` squared ones, the best first if split evenly. There are at most as many
+    micro-batches as the quickest row needs, which holds ``quick`` tokens, and one more."""
     least = -(-total // frontier.most_tokens)
     most = min(sequences, max(least, -(-total // quick)) + 1)
     step = (most / least) ** (1 / _COUNTS_RANKED)
-    grid = {round(least * step**k) for k in range(_COUNTS_RANKED + 1)} | {least + 1}
+    counts = {round(least * step**power) for power in range(_COUNTS_RANKED + 1)} | {least + 1}
     ranked = []
-    for count in grid:
-        found = frontier.nearly_best(squares / count, -(-total // count))
-        if found is not None and count <= sequences:
-            each_s, _ = found
+    for count in counts:
+        even_pack = frontier.nearly_best(squares / count, -(-total // count))
+        if even_pack is not None and count <= sequences:
+            each_s, _ = even_pack
             ranked.append((count * each_s, count))
     return [count for _, count in sorted(ranked)[:_COUNTS_TRIED]]
 
 
 def _fill(tokens: Sequence[int], members: Sequence[int], count: int, cap: int) -> Bins | None:
-    """``members``, longest first, each in the emptiest of ``count`` micro-batches of ``cap``
+    """Put ``members``, longest first, each into the emptiest of ``count`` micro-batches of ``cap``
     tokens; None when one overflows."""
     bins: Bins = [[] for _ in range(count)]
     unit = 1 << count.bit_length()
-    heap = list(range(count))  # units filled, and the bin, in one number
+    fullness = list(range(count))  # of each bin: its tokens times ``unit``, plus its number
     full = (cap + 1) * unit
     for i in members:
-        filled = heap[0] + tokens[i] * unit
+        filled = fullness[0] + tokens[i] * unit
         if filled >= full:
             return None
         bins[filled % unit].append(i)
-        heapreplace(heap, filled)
+        heapreplace(fullness, filled)
     return [held for held in bins if held]
 
 
 def _staged(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
-    """Pack a pipeline of scheme k with stages: all micro-batches by one row, the best of those that
-    hold the longest sequence."""
+    """Pack a pipeline of scheme k with stages: all its micro-batches take one row of the frontier,
+    the one by which the pipeline is quickest of those that hold its longest sequence."""
     scheme, tokens = table.schemes[k], table.tokens
     best: Packed | None = None
     for row, ((a, b, c), cap) in enumerate(
@@ -183,8 +186,8 @@ def _staged(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
             continue
         line = Line(stages=scheme.depth, c=c, cap=cap, util=scheme.util)
         seconds = {i: (a * tokens[i] + b) * tokens[i] for i in members}
-        found, bins = pack_stages(line, tokens, seconds, members)
-        if best is None or found < best.seconds:
+        pipeline_s, bins = pack_stages(line, tokens, seconds, members)
+        if best is None or pipeline_s < best.seconds:
             times = [sum([seconds[i] for i in held]) + c for held in bins]
             best = Packed.of(bins, (row,) * len(bins), times, scheme.depth)
     assert best is not None, "the scheme holds every member"

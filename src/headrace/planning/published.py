@@ -22,8 +22,8 @@ __all__ = ["priced", "require_held"]
 
 
 def priced(costs: PipelineCosts | GroupCosts, devices: int) -> tuple[PricedScheme, ...]:
-    """The schemes that fit ``devices``. Raises CostError when the costs say nothing of so few
-    devices, InfeasiblePlan when no scheme fits them."""
+    """The priced schemes of published costs that fit ``devices``. Raises CostError when the costs
+    say nothing of so few devices, InfeasiblePlan when no scheme fits them."""
     if isinstance(costs, GroupCosts):
         return _groups(costs, devices)
     return _pipelines(costs, devices)
@@ -60,27 +60,27 @@ def _pipelines(costs: PipelineCosts, devices: int) -> tuple[PricedScheme, ...]:
             wanted=f"at least {known[0]}",
             hint=f"the costs list what fits memory at {', '.join(map(str, known))} devices",
         )
-    rooms = {cost.name: cost.most_tokens(devices) or 0 for cost in costs.schemes}
-    found = tuple(
+    cap_of = {cost.name: cost.most_tokens(devices) or 0 for cost in costs.schemes}
+    schemes = tuple(
         PricedScheme(
             scheme=cost.scheme,
             name=cost.name,
             util=max(1, cost.util_length),
-            frontier=Frontier.of_rows([(cost.a_s, cost.b_s, cost.c_s)], rooms[cost.name]),
+            frontier=Frontier.of_rows([(cost.a_s, cost.b_s, cost.c_s)], cap_of[cost.name]),
         )
         for cost in costs.schemes
-        if rooms[cost.name] > 0 and cost.scheme.devices <= devices
+        if cap_of[cost.name] > 0 and cost.scheme.devices <= devices
     )
-    if not found:
-        least = min(costs.schemes, key=lambda c: (rooms[c.name] <= 0, c.scheme.devices))
+    if not schemes:
+        closest = min(costs.schemes, key=lambda c: (cap_of[c.name] <= 0, c.scheme.devices))
         raise InfeasiblePlan(
             "no scheme fits the devices",
             got=devices,
             wanted="a scheme with room for tokens",
-            hint=f"{least.name} takes {least.scheme.devices} and holds "
-            f"{max(0, rooms[least.name])} tokens",
+            hint=f"{closest.name} takes {closest.scheme.devices} and holds "
+            f"{max(0, cap_of[closest.name])} tokens",
         )
-    return found
+    return schemes
 
 
 def require_held(
@@ -96,11 +96,11 @@ def require_held(
     if longest <= roomiest.most_tokens:
         return
     if isinstance(costs, GroupCosts):
-        enough = next((p for p in costs.sizes if p * costs.cap_tokens >= longest), None)
-        ranks = -(-longest // costs.cap_tokens)
-        hint = f"{enough} devices would hold it"
-        if enough is None:
-            hint = f"it takes {ranks} devices, and groups of so many have no costs"
+        enough_devices = next((p for p in costs.sizes if p * costs.cap_tokens >= longest), None)
+        needed_devices = -(-longest // costs.cap_tokens)
+        hint = f"{enough_devices} devices would hold it"
+        if enough_devices is None:
+            hint = f"it takes {needed_devices} devices, and groups of so many have no costs"
         raise InfeasiblePlan(
             f"sequence {index} of {longest:,} tokens",
             wanted=f"at most {roomiest.most_tokens:,} tokens on {devices} devices "

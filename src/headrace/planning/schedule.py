@@ -99,8 +99,9 @@ class Assignment:
         source: str,
         semantics: Semantics = "free",
     ) -> Assignment:
-        """The schedule of micro-batches that are issued one by one. Where groups are free, those
-        between which a group did nothing else are one pipeline's.
+        """The schedule of micro-batches that are issued one by one. With free semantics,
+        micro-batches of one group between which its ranks did nothing else are joined to one
+        pipeline.
 
         Args:
             table: The prices.
@@ -108,9 +109,9 @@ class Assignment:
             source: What made them, by name.
             semantics: When they start.
         """
-        alone = ((k, ranks, [members]) for k, ranks, members in launches)
-        given = _joined(alone) if semantics == "free" else alone
-        return cls.of_bins(table, given, source, semantics)
+        one_pack_each = ((k, ranks, [members]) for k, ranks, members in launches)
+        pipelines = _joined(one_pack_each) if semantics == "free" else one_pack_each
+        return cls.of_bins(table, pipelines, source, semantics)
 
     @classmethod
     def of_bins(
@@ -130,7 +131,7 @@ class Assignment:
         if semantics == "free":
             seconds, expected = _ends(table, groups, packs)
         else:
-            seconds = expected = _in_step_s(table.devices, groups, packs)
+            seconds = expected = _lockstep_s(table.devices, groups, packs)
         return cls(
             table=table,
             groups=groups,
@@ -148,7 +149,8 @@ class Assignment:
 
     @property
     def names(self) -> str:
-        """The strategy as the costs write it, ``1*tp16 + 6*tp8``, larger pipelines first."""
+        """The strategy in the scheme names of the costs, like ``1*tp16 + 6*tp8``, larger pipelines
+        first."""
         counts: dict[int, int] = {}
         for k, _, _ in self.groups:
             counts[k] = counts.get(k, 0) + 1
@@ -156,57 +158,59 @@ class Assignment:
         return " + ".join(f"{counts[k]}*{self.table.schemes[k]}" for k in order)
 
 
-def _joined(given: Iterable[_Bins]) -> list[_Bins]:
-    """Pipelines of equal scheme and ranks as one, where none of these ranks did something else
-    between them: the clock of free groups shows no difference."""
-    made, last = list[_Bins](), dict[int, int]()
-    for k, ranks, bins in given:
-        before = {last.get(rank) for rank in ranks}
-        at = before.pop()
-        if at is not None and not before and made[at][:2] == (k, ranks):
-            made[at][2].extend(bins)
+def _joined(pipelines: Iterable[_Bins]) -> list[_Bins]:
+    """Join pipelines of equal scheme and ranks where none of these ranks did something else between
+    them; for groups that start when they are free the clock is the same."""
+    joined, last_of_rank = list[_Bins](), dict[int, int]()
+    for k, ranks, bins in pipelines:
+        previous = {last_of_rank.get(rank) for rank in ranks}
+        pipeline = previous.pop()
+        if pipeline is not None and not previous and joined[pipeline][:2] == (k, ranks):
+            joined[pipeline][2].extend(bins)
             continue
-        last |= dict.fromkeys(ranks, len(made))
-        made.append((k, ranks, list(bins)))
-    return made
+        last_of_rank |= dict.fromkeys(ranks, len(joined))
+        joined.append((k, ranks, list(bins)))
+    return joined
 
 
 def _ends(
     table: PriceTable, groups: Sequence[Group], packs: Sequence[Packed]
 ) -> tuple[float, float]:
-    """Seconds until the last rank has computed, if all weights are there at once; and, estimated,
-    seconds until all ranks have sent their gradients."""
+    """(seconds until the last rank has computed if all weights are there at once, estimated seconds
+    until all ranks have sent their gradients)."""
     chains = table.chained(ranks for _, ranks, _ in groups)
-    free_s = max(chains.free_s((0.0, own.seconds, 0.0) for own in packs), default=0.0)
+    free_s = max(chains.free_s((0.0, packed.seconds, 0.0) for packed in packs), default=0.0)
     if not table.exchange.push_s:
         return free_s, free_s
-    times = [table.times(k, own) for (k, _, _), own in zip(groups, packs, strict=True)]
+    times = [table.times(k, packed) for (k, _, _), packed in zip(groups, packs, strict=True)]
     return free_s, max(chains.sent_s(times).values(), default=0.0)
 
 
 def expected_s(table: PriceTable, groups: Sequence[Group], packs: Sequence[Packed]) -> float:
-    """Estimated seconds until all ranks have sent their gradients, if pipelines run in this
-    order."""
+    """Estimated seconds until all ranks have sent their gradients, if pipelines run in the order of
+    ``groups``, with the micro-batches ``packs``."""
     return _ends(table, groups, packs)[1]
 
 
-def _in_step_s(devices: int, groups: Iterable[Group], packs: Iterable[Packed]) -> float:
-    """Seconds until the last rank is free if the i-th pipelines of all ranks start together."""
-    done, steps = [0] * devices, list[float]()
-    for (_, ranks, _), own in zip(groups, packs, strict=True):
-        seconds = own.seconds
-        step = max([done[rank] for rank in ranks])
-        if step == len(steps):
-            steps.append(seconds)
+def _lockstep_s(devices: int, groups: Iterable[Group], packs: Iterable[Packed]) -> float:
+    """Seconds until the last rank is free in lockstep: the i-th pipelines of all ranks start
+    together, and each such step takes as long as its slowest pipeline."""
+    steps_done, step_s = [0] * devices, list[float]()
+    for (_, ranks, _), packed in zip(groups, packs, strict=True):
+        seconds = packed.seconds
+        step = max([steps_done[rank] for rank in ranks])
+        if step == len(step_s):
+            step_s.append(seconds)
         else:
-            steps[step] = max(steps[step], seconds)
+            step_s[step] = max(step_s[step], seconds)
         for rank in ranks:
-            done[rank] = step + 1
-    return sum(steps)
+            steps_done[rank] = step + 1
+    return sum(step_s)
 
 
 def launch_s(table: PriceTable, k: int, members: Sequence[int]) -> float:
-    """Seconds of one micro-batch on one stage of scheme k, by the quickest row that holds it."""
+    """Seconds of one micro-batch of the sequences ``members`` on one stage of scheme k, by the
+    quickest row that holds it."""
     scheme = table.schemes[k]
     if len(scheme.frontier.caps) == 1:
         seconds = table.seconds(k)
@@ -219,27 +223,28 @@ def launch_s(table: PriceTable, k: int, members: Sequence[int]) -> float:
 
 def _sums(table: PriceTable, members: Sequence[int]) -> tuple[int, int]:
     """(sum of squared tokens, sum of tokens) of the sequences of a micro-batch."""
-    own = [table.tokens[i] for i in members]
-    return sum(map(mul, own, own)), sum(own)
+    tokens = [table.tokens[i] for i in members]
+    return sum(map(mul, tokens, tokens)), sum(tokens)
 
 
 def _timed(table: PriceTable, k: int, bins: Sequence[Sequence[int]]) -> Packed:
-    """The micro-batches of a pipeline of scheme k with their rows: with one stage the quickest row
-    that holds each, with several the quickest that holds all."""
+    """The micro-batches ``bins`` of a pipeline of scheme k with their frontier rows and seconds.
+    With one stage each takes the quickest row that holds it; with several all take one row, the
+    quickest that holds all."""
     scheme, frontier = table.schemes[k], table.schemes[k].frontier
     sums = [_sums(table, members) for members in bins]
-    held = max(tokens for _, tokens in sums)
-    assert held <= frontier.most_tokens, "a scheme holds its micro-batches"
+    largest = max(tokens for _, tokens in sums)
+    assert largest <= frontier.most_tokens, "a scheme holds its micro-batches"
     if scheme.depth == 1:
-        found = [frontier.best(squares, tokens) for squares, tokens in sums]
-        best = [choice for choice in found if choice is not None]
+        choices = [frontier.best(squares, tokens) for squares, tokens in sums]
+        best = [choice for choice in choices if choice is not None]
         return Packed.of(bins, [row for _, row in best], [seconds for seconds, _ in best])
-    made = list[Packed]()
+    by_row = list[Packed]()
     for row, ((a, b, c), cap) in enumerate(zip(frontier.rows, frontier.caps, strict=True)):
-        if cap >= held:
+        if cap >= largest:
             times = [a * squares + b * tokens + c for squares, tokens in sums]
-            made.append(Packed.of(bins, (row,) * len(bins), times, scheme.depth))
-    return min(made, key=lambda packed: packed.seconds)
+            by_row.append(Packed.of(bins, (row,) * len(bins), times, scheme.depth))
+    return min(by_row, key=lambda packed: packed.seconds)
 
 
 def placed(table: PriceTable, pipelines: Iterable[tuple[int, list[int]]]) -> list[Group]:
@@ -268,16 +273,19 @@ def placed(table: PriceTable, pipelines: Iterable[tuple[int, list[int]]]) -> lis
 
 
 def launched(schedule: Assignment) -> Assignment:
-    """A schedule of pipelines side by side without stages in lockstep: its micro-batches are issued
-    one by one, the longest of every pipeline before the second longest of any."""
+    """A schedule in lockstep, made of one of pipelines side by side without stages: micro-batches
+    are issued one by one, the longest of every pipeline before the second longest of any."""
     table = schedule.table
     launches = list[tuple[int, tuple[int, ...], Group]]()
-    for (k, ranks, _), own in zip(schedule.groups, schedule.packs, strict=True):
+    for (k, ranks, _), packed in zip(schedule.groups, schedule.packs, strict=True):
         seconds = table.seconds(k)
-        falling = sorted(
-            map(list, own.bins), key=lambda held: (-sum([seconds[i] for i in held]), held[0])
+        longest_first = sorted(
+            map(list, packed.bins),
+            key=lambda members: (-sum([seconds[i] for i in members]), members[0]),
         )
-        launches += [(n, ranks, (k, ranks, held)) for n, held in enumerate(falling)]
+        launches += [
+            (number, ranks, (k, ranks, members)) for number, members in enumerate(longest_first)
+        ]
     launches.sort(key=lambda item: item[:2])
     return Assignment.of_launches(
         table, [launch for _, _, launch in launches], schedule.source, "lockstep"

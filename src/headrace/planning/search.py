@@ -156,7 +156,8 @@ def plan(
 
 
 def _refuse(problem: Problem, generators: Sequence[Generator]) -> None:
-    """Raise SpecError where no generator is for a problem."""
+    """Raise SpecError: none of the ``generators`` can plan for the costs and semantics of the
+    problem."""
     if not generators:
         raise SpecError(
             "generators",
@@ -202,7 +203,8 @@ class _Search:
     packed: bool = False
 
     def plan(self, batch: SortedBatch, previous: Plan | None) -> Plan:
-        """Plan the batch, as :func:`plan` says."""
+        """Plan the batch: ask the generators, pack and improve their drafts, and time the best
+        schedules."""
         for generator in self.generators:
             if not generator.role.last:
                 self._ask(generator)
@@ -227,22 +229,24 @@ class _Search:
 
     @property
     def _name(self) -> str:
-        """What plans say made them."""
+        """The planner's name, as plans have it in ``planner``."""
         size = self.problem.static_size
         return self.problem.planner if size is None else f"static-cp{size}"
 
     def _packed_s(self) -> float:
-        """The least seconds of computing of packed schedules."""
+        """The least seconds of computing of all packed schedules; infinite without any."""
         return min((schedule.seconds for schedule in self.found), default=inf)
 
     def _best_s(self) -> float:
-        """The least seconds of computing of schedules and drafts."""
+        """The least seconds of computing of all packed schedules and all drafts; infinite without
+        any."""
         drafted_s = min((draft.seconds for draft in self.drafts), default=inf)
         return min(drafted_s, self._packed_s())
 
     def _ask(self, generator: Generator, bound: Bound | None = None) -> None:
-        """Add what a generator drafts from the tables that it is offered, where the best is so far
-        above their bound, or above ``bound``, that it may gain something."""
+        """Collect what a generator makes of each table that it is offered. A table is skipped where
+        the best so far is so close to the table's bound, or to ``bound`` if given, that the
+        generator may gain too little."""
         for offer in self.source.offers(generator.role.tables, self._best_s):
             bound_s = offer.bound_s if bound is None else bound.seconds
             if self._best_s() <= bound_s * (1 + generator.role.beyond):
@@ -272,43 +276,47 @@ class _Search:
         self.unstaged = self.unstaged or generator.role.tables == "groups"
 
     def _pack(self, bound_s: float) -> None:
-        """Pack the best drafts, improve the best schedules, and sort these by time."""
+        """Pack the best drafts, improve the best schedules, and sort all schedules, the quickest
+        first."""
         self.packed = True
-        if all(generator.role.final for generator in self.generators):
+        if all(generator.role.final for generator in self.generators):  # there are no drafts
             self.found.sort(key=lambda schedule: schedule.seconds)
             return
         self.found = self.improvement.scheduled(self.drafts, self.found, bound_s)
         self.drafts = []
 
     def _unsure(self) -> list[Assignment]:
-        """Schedules with stages that may be quicker on the clock than the best one, a strategy
-        each: what their pipelines take is known only when their layers and order are."""
-        best, seen = self.found[0], set[tuple[tuple[int, ...], int]]()
+        """Schedules with stages that may turn out quicker on the clock than the best one, at most
+        one for each strategy: what their pipelines take is known only once their layers and order
+        are chosen."""
+        best, strategies = self.found[0], set[tuple[tuple[int, ...], int]]()
         chosen = list[Assignment]()
         for schedule in self.found:
             if schedule.seconds > best.seconds * (1 + _UNSURE) or not _is_staged(schedule):
                 continue
             strategy = tuple(sorted(k for k, _, _ in schedule.groups)), id(schedule.table)
-            if strategy not in seen and schedule is not best:
+            if strategy not in strategies and schedule is not best:
                 chosen.append(schedule)
-            seen.add(strategy)
+            strategies.add(strategy)
         return chosen[:_CLOCKED]
 
     def _timed(self) -> list[Candidate]:
-        """Schedules on the clock, the quickest first. Where the clock simulates, these are the best
-        schedule and the static ones, without those that cannot be the quickest."""
+        """Schedules with the seconds of their steps, the quickest first. Where timing takes a
+        simulation, only these are timed: the best schedule, those with stages that may be quicker,
+        and static ones that may be the quickest."""
         promising = self.found
         if self.source.simulates and not all(generator.role.final for generator in self.generators):
             statics = (schedule for schedule in self.found[1:] if schedule.source == "static")
             promising = [self.found[0], *self._unsure(), *statics]
         timed = list[Candidate]()
         for schedule in promising:
-            least_s = min((one.seconds for one in timed), default=inf)
-            known = schedule.source != "static" or any(map(_is_static, timed))
-            late = self.source.simulates and self.source.least_s(schedule) > least_s
-            if not (known and late) or _is_staged(schedule):
+            least_s = min((candidate.seconds for candidate in timed), default=inf)
+            # One static schedule is timed in any case, to compare with.
+            needless = schedule.source != "static" or any(map(_is_static, timed))
+            too_slow = self.source.simulates and self.source.least_s(schedule) > least_s
+            if not (needless and too_slow) or _is_staged(schedule):
                 timed.append(self.source.timed(schedule))
-        timed.sort(key=lambda one: (one.seconds, not _is_static(one)))
+        timed.sort(key=lambda candidate: (candidate.seconds, not _is_static(candidate)))
         return timed
 
 

@@ -64,67 +64,76 @@ class SideBySide:
     exchanged: int = 60
 
     def drafts(self, table: PriceTable, known: Known) -> Iterator[Draft]:
-        """Pipelines of all families of schemes, then exchanged ones; of schemes with stages also
-        where each is priced by its usual plan alone."""
+        """Drafts of pipelines of all families of schemes, then with exchanged pipelines. For
+        schemes with stages the same again with each priced by its usual plan alone, where the best
+        is not yet near the bound."""
         best_s = known.best_s
         for draft in self._drafts(table, known):
             best_s = min(best_s, draft.seconds)
             yield draft
-        own = _usual_plans(table)
-        if own is not None and best_s > known.bound_s * (1 + self.role.beyond):
-            anew = replace(known, best_s=inf, packed_s=inf, drafted=False)
-            for draft in self._drafts(own, anew):
+        usual_table = _usual_plans(table)
+        if usual_table is not None and best_s > known.bound_s * (1 + self.role.beyond):
+            fresh = replace(known, best_s=inf, packed_s=inf, drafted=False)
+            for draft in self._drafts(usual_table, fresh):
                 yield Draft.of(table, draft.seconds, draft.groups, draft.source)
 
     def _drafts(self, table: PriceTable, known: Known) -> Iterator[Draft]:
-        """Drafts of one table."""
+        """Drafts of one table: fillings by each family of schemes, dealt out again in several ways,
+        then the best filling after exchanges of pipelines."""
         few, fluid = len(table.tokens) <= FEW, any(table.fluid)
         bound_s, enough_s = known.bound_s, known.bound_s * (1 + self.role.beyond)
         high_s = known.packed_s if few and not fluid else known.best_s
         exchanges = fluid or few or not known.drafted
-        starts, tried = list[Counts](), list[Filler]()
+        strategies, fillers = list[Counts](), list[Filler]()
         for bias in self._biases(table, deeper=known.unstaged):
             filler = Filler(table, most=known.most, bias=bias)
-            if not starts and any(filler.is_like(other, high_s) for other in tried[-1:]):
+            # While nothing was found, a filler like the last one would fail as well.
+            if not strategies and any(filler.is_like(other, high_s) for other in fillers[-1:]):
                 continue
-            tried.append(filler)
-            probed = not few and (starts or (known.drafted and known.most is None))
-            effort = Effort(probe=bool(probed))
+            fillers.append(filler)
+            probes = not few and (strategies or (known.drafted and known.most is None))
+            effort = Effort(probe=bool(probes))
             fill = filler.fill_in_two_orders if few else filler.fill
-            found = least_time(fill, bound_s, high_s, effort)
-            if found is not None:
-                starts.append(counts_of(table, found.result))
-                high_s = min(high_s, found.seconds)
-                reached = not fluid and high_s <= enough_s
-                yield from _dealt(filler, found, self.levels[-1:] if reached else self.levels)
-                if reached:
+            filled = least_time(fill, bound_s, high_s, effort)
+            if filled is not None:
+                strategies.append(counts_of(table, filled.result))
+                high_s = min(high_s, filled.seconds)
+                near_bound = not fluid and high_s <= enough_s
+                yield from _dealt(filler, filled, self.levels[-1:] if near_bound else self.levels)
+                if near_bound:
                     return
-        if known.most is not None or high_s <= enough_s or not (exchanges or starts):
+        if known.most is not None or high_s <= enough_s or not (exchanges or strategies):
             return
-        kinds, starts = worthwhile(table, bound_s * 1.1), starts[::-1] or _homogeneous(table)
-        climbs = [*climbed(table, starts, kinds, high_s, bound_s, self.exchanged)]
+        kinds = worthwhile(table, bound_s * 1.1)
+        strategies = strategies[::-1] or _homogeneous(table)  # the last one found is the quickest
+        climbs = [*climbed(table, strategies, kinds, high_s, bound_s, self.exchanged)]
         if climbs:
             yield from _dealt(*climbs[-1], self.levels)
 
     def _biases(self, table: PriceTable, *, deeper: bool) -> Iterator[list[float]]:
-        """Biases of the table's schemes to fill with, infinite for those that are left out; one
-        list for each family. ``deeper`` leaves out the families without stages."""
-        single = [depth == 1 for depth in table.depth]
-        even = [width & (width - 1) == 0 for width in table.width]
+        """For each family of schemes to fill with, how many times its devices each of the table's
+        schemes is taken to need; infinite for schemes outside the family. ``deeper`` leaves out the
+        families without stages."""
+        single_stage = [depth == 1 for depth in table.depth]
+        is_power_of_two = [width & (width - 1) == 0 for width in table.width]
         families = list[tuple[list[bool], float]]()
-        if any(single) and not deeper:
-            families.append((single, 1.0))
-        if not all(single):
+        if any(single_stage) and not deeper:
+            families.append((single_stage, 1.0))
+        if not all(single_stage):
             families += [([True] * len(table), bias) for bias in self.biases]
-            whole = [scheme.scheme.context == 1 for scheme in table.schemes]
-            if any(whole) and not all(whole):
-                families += [(whole, bias) for bias in self.biases]
+            # Schemes that share no sequence among ranks.
+            unshared = [scheme.scheme.context == 1 for scheme in table.schemes]
+            if any(unshared) and not all(unshared):
+                families += [(unshared, bias) for bias in self.biases]
         for family, bias in families:
-            powers = [a and b for a, b in zip(family, even, strict=True)]
+            powers = [
+                in_family and is_power
+                for in_family, is_power in zip(family, is_power_of_two, strict=True)
+            ]
             for chosen in (powers, family) if any(powers) and powers != family else (family,):
                 yield [
-                    (1.0 if alone else bias) if used else inf
-                    for used, alone in zip(chosen, single, strict=True)
+                    (1.0 if is_single else bias) if used else inf
+                    for used, is_single in zip(chosen, single_stage, strict=True)
                 ]
 
 
@@ -148,20 +157,21 @@ def _usual_plans(table: PriceTable) -> PriceTable | None:
     return PriceTable.like(table, schemes)
 
 
-def _dealt(filler: Filler, found: Searched[Pipelines], levels: Sequence[float]) -> Iterator[Draft]:
-    """Drafts of a filling: as it is, and with the sequences dealt out again that take up to each of
-    ``levels``, a share of its seconds; infinite for all of them."""
+def _dealt(filler: Filler, filled: Searched[Pipelines], levels: Sequence[float]) -> Iterator[Draft]:
+    """Drafts of one filling: as it is, and for each of ``levels`` with its shorter sequences dealt
+    out again, those that take up to this share of its seconds; infinite deals all out."""
     table = filler.table
-    yield Draft.of(table, found.seconds, placed(table, found.result), "filled")
+    yield Draft.of(table, filled.seconds, placed(table, filled.result), "filled")
     for level in levels:
-        limit_s = inf if isinf(level) else found.seconds * level  # 0 s times inf is no number
-        seconds, dealt = filler.levelled(found.result, limit_s)
-        if dealt:
-            yield Draft.of(table, seconds, placed(table, dealt), f"dealt {level}")
+        limit_s = inf if isinf(level) else filled.seconds * level  # 0 s times inf is no number
+        seconds, pipelines = filler.levelled(filled.result, limit_s)
+        if pipelines:
+            yield Draft.of(table, seconds, placed(table, pipelines), f"dealt {level}")
 
 
 def _homogeneous(table: PriceTable) -> list[Counts]:
-    """Strategies of one scheme that hold the longest sequence, those that need the least first."""
+    """Strategies of pipelines of one scheme that holds the longest sequence, as many as the devices
+    allow; those that need the fewest device-seconds first."""
     fits = [
         k
         for k in range(len(table))
@@ -169,13 +179,13 @@ def _homogeneous(table: PriceTable) -> list[Counts]:
     ]
     fits.sort(key=lambda k: float(table.ranks[k, 0] * (table.spread[k] @ table.batch.counts)))
     return [
-        tuple(table.devices // table.width[k] if j == k else 0 for j in range(len(table)))
+        tuple(table.devices // table.width[k] if other == k else 0 for other in range(len(table)))
         for k in fits
     ]
 
 
 def counts_of(table: PriceTable, pipelines: Pipelines) -> Counts:
-    """The strategy of some pipelines."""
+    """The strategy of some pipelines: how many there are of each scheme."""
     counts = [0] * len(table)
     for k, _ in pipelines:
         counts[k] += 1
@@ -188,10 +198,10 @@ def worthwhile(table: PriceTable, tau: float) -> list[int]:
     shares = BoundRows.of(table).shares(tau)
     least, chosen = shares.min(axis=0), shares.argmin(axis=0)
     finite = np.where(np.isfinite(least), least, 0.0) * table.batch.counts
-    weight = np.bincount(chosen, weights=finite, minlength=len(table))
-    near = (shares <= least * 1.1) @ table.batch.counts
-    order = sorted(range(len(table)), key=lambda k: (-weight[k], -int(near[k]), k))
-    return sorted(k for k in order[:_KINDS] if near[k])
+    devices = np.bincount(chosen, weights=finite, minlength=len(table))
+    close_count = (shares <= least * 1.1) @ table.batch.counts
+    order = sorted(range(len(table)), key=lambda k: (-devices[k], -int(close_count[k]), k))
+    return sorted(k for k in order[:_KINDS] if close_count[k])
 
 
 def climbed(
@@ -219,17 +229,18 @@ def climbed(
     needs = _Needs(table)
     while waiting and work > 0 and best_s > bound_s * (1 + CLOSE):
         start = waiting.pop(0)
-        for counts in _neighbours(table, start, kinds):
-            if counts in seen:
+        for strategy in _neighbours(table, start, kinds):
+            if strategy in seen:
                 continue
             if work <= 0:
                 return
-            seen.add(counts)
+            seen.add(strategy)
+            # Once a time succeeds, try gains twice as large, and after a failure the least gain.
             gain, tau, found = CLOSE, best_s * (1 - CLOSE), None
-            held = tuple(k for k, number in enumerate(counts) if number)
-            if needs.devices(tau, held) > sum(counts[k] * table.width[k] for k in held):
+            used = tuple(k for k, count in enumerate(strategy) if count)
+            if needs.devices(tau, used) > sum(strategy[k] * table.width[k] for k in used):
                 continue
-            filler = Filler(table, most=counts)
+            filler = Filler(table, most=strategy)
             while True:
                 filled = filler.fill(tau, measured=False)
                 work -= 1
@@ -245,12 +256,13 @@ def climbed(
             if found is not None:
                 best_s = found.seconds
                 yield filler, found
-                waiting.insert(0, counts)
+                waiting.insert(0, strategy)
                 break
 
 
 class _Needs:
-    """Devices that all sequences take, worked out once for each time and set of schemes."""
+    """Devices that all sequences of a batch take at least, worked out once for each time and set of
+    schemes."""
 
     def __init__(self, table: PriceTable) -> None:
         self.counts = table.batch.counts
@@ -259,8 +271,8 @@ class _Needs:
         self._devices: dict[tuple[float, tuple[int, ...]], float] = {}
 
     def devices(self, tau: float, schemes: tuple[int, ...]) -> float:
-        """Devices that sequences take of the cheapest of some schemes to end within ``tau``
-        seconds, as if it did not matter how many pipelines there are of each."""
+        """Devices that all sequences take at least to end within ``tau`` seconds, each on the
+        cheapest of ``schemes``, whatever the number of pipelines of each."""
         key = tau, schemes
         if key not in self._devices:
             if tau not in self._shares:
@@ -271,24 +283,25 @@ class _Needs:
 
 
 def _neighbours(table: PriceTable, counts: Counts, kinds: Sequence[int]) -> Iterator[Counts]:
-    """Strategies with 1, 2, 4, ... pipelines of one of ``kinds`` more in place of another's in
-    ``counts``; devices that are left over get pipelines of ``kinds``, the largest first."""
+    """Strategies that differ from ``counts`` by one exchange: 1, 2, 4, ... pipelines of one of the
+    schemes ``kinds`` take the place of as many of another scheme as they need devices. Devices that
+    are left over get pipelines of ``kinds``, the largest first."""
     widths = table.width
-    idle = table.devices - sum([n * width for n, width in zip(counts, widths, strict=True)])
+    idle = table.devices - sum([count * width for count, width in zip(counts, widths, strict=True)])
     held = [k for k in range(len(counts)) if counts[k]]
     largest = max((counts[k] * widths[k] for k in held), default=0)
-    falling, amount = sorted(kinds, key=lambda k: (-widths[k], k)), 1
+    widest_first, amount = sorted(kinds, key=lambda k: (-widths[k], k)), 1
     while amount <= max(1, largest):
-        for j in held:
-            for k in kinds:
-                taken = max(0, -(-(amount * widths[k] - idle) // widths[j]))
-                if k == j or taken > counts[j]:
+        for replaced in held:
+            for added in kinds:
+                removed = max(0, -(-(amount * widths[added] - idle) // widths[replaced]))
+                if added == replaced or removed > counts[replaced]:
                     continue
                 changed = list(counts)
-                changed[j] -= taken
-                changed[k] += amount
-                left = idle + taken * widths[j] - amount * widths[k]
-                for other in falling if left else ():
+                changed[replaced] -= removed
+                changed[added] += amount
+                left = idle + removed * widths[replaced] - amount * widths[added]
+                for other in widest_first if left else ():
                     if left >= widths[other]:
                         changed[other] += left // widths[other]
                         left %= widths[other]

@@ -46,44 +46,47 @@ def pack_stages(
     Returns:
         Seconds of the pipeline, and the positions of each micro-batch.
     """
-    held = sum([tokens[i] for i in members])
-    work, longest = sum([seconds[i] for i in members]), seconds[members[0]]
+    tokens_held = sum([tokens[i] for i in members])
+    work_s, longest_s = sum([seconds[i] for i in members]), seconds[members[0]]
     bubbles = line.stages - 1
-    least = -(-held // line.cap)
-    most = min(len(members), max(least, held // line.util))
-    middle = line.count(work, held, longest)
-    near = range(max(least, middle - _COUNTS_TRIED), min(most, middle + _COUNTS_TRIED) + 1)
-    sums = list(accumulate([seconds[i] for i in members], initial=0.0))
-    order = []
-    for v in near or [least]:
-        level_s = max(longest, work / v, _pigeons_s(sums, v))
-        order.append((work + line.c * v + bubbles * (level_s + line.c), v, level_s))
-    order.sort()
+    fewest = -(-tokens_held // line.cap)
+    most = min(len(members), max(fewest, tokens_held // line.util))
+    expected = line.count(work_s, tokens_held, longest_s)
+    counts = range(max(fewest, expected - _COUNTS_TRIED), min(most, expected + _COUNTS_TRIED) + 1)
+    prefix_s = list(accumulate([seconds[i] for i in members], initial=0.0))
+    # (bound of the pipeline's seconds, count, bound of the longest micro-batch) of each count V.
+    candidates = []
+    for count in counts or [fewest]:
+        level_s = max(longest_s, work_s / count, _pigeons_s(prefix_s, count))
+        candidates.append((work_s + line.c * count + bubbles * (level_s + line.c), count, level_s))
+    candidates.sort()
     best: tuple[float, list[list[int]]] | None = None
     tried = 0
-    for bound_s, v, level_s in order:
+    for bound_s, count, level_s in candidates:
         if best is not None and (bound_s >= best[0] or tried >= _COUNTS_TRIED):
             break
-        filled = _longest_first(tokens, seconds, line.cap, members, v)
+        filled = _longest_first(tokens, seconds, line.cap, members, count)
         if filled is not None:
             tried += 1
-            found = _improved(line, tokens, seconds, filled, level_s * _LEVEL)
-            if best is None or found < best[0]:
-                best = found, filled.members
+            seconds_found = _improved(line, tokens, seconds, filled, level_s * _LEVEL)
+            if best is None or seconds_found < best[0]:
+                best = seconds_found, filled.members
     if best is None:
         filled = _first_fit(tokens, seconds, line.cap, members)
-        best = _improved(line, tokens, seconds, filled, longest), filled.members
+        best = _improved(line, tokens, seconds, filled, longest_s), filled.members
     return best
 
 
-def _pigeons_s(sums: Sequence[float], v: int) -> float:
-    """Least seconds of the fullest of ``v`` micro-batches: of m v + 1 sequences some one holds m +
-    1. ``sums`` are prefix sums of their seconds, longest first."""
-    most = (len(sums) - 2) // v
-    if most < 1:
+def _pigeons_s(prefix_s: Sequence[float], count: int) -> float:
+    """Least seconds of the fullest of ``count`` micro-batches by the pigeonhole principle: of the m
+    ``count`` + 1 longest sequences some m + 1 share one, and take at least what the shortest m + 1
+    of them take. ``prefix_s`` are prefix sums of the seconds of the sequences, longest first."""
+    m = (len(prefix_s) - 2) // count
+    if m < 1:
         return 0.0
-    last = most * v + 1
-    return max(sums[last] - sums[last - most - 1], sums[v + 1] - sums[v - 1])
+    end = m * count + 1
+    # The largest m, and m = 1.
+    return max(prefix_s[end] - prefix_s[end - m - 1], prefix_s[count + 1] - prefix_s[count - 1])
 
 
 @dataclass(slots=True)
@@ -102,34 +105,36 @@ class _Bins:
 
 
 def _longest_first(
-    tokens: Sequence[int], seconds: Seconds, cap: int, members: Sequence[int], v: int
+    tokens: Sequence[int], seconds: Seconds, cap: int, members: Sequence[int], count: int
 ) -> _Bins | None:
-    """``members``, longest first, each in the one of ``v`` micro-batches with the least seconds
-    that has room; None when a sequence finds none. ``v`` is at most the number of sequences."""
-    bins: list[list[int]] = [[] for _ in range(v)]
-    held = [0] * v
-    heap = [(0.0, b) for b in range(v)]
+    """Put ``members``, longest first, each into the one of ``count`` micro-batches that has the
+    least seconds and room within ``cap`` tokens; None when a sequence finds no room. ``count`` is
+    at most the number of sequences."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    tokens_held = [0] * count
+    by_load = [(0.0, b) for b in range(count)]
     for i in members:
-        length = tokens[i]
-        full = []
-        while heap and held[heap[0][1]] + length > cap:
-            full.append(heappop(heap))
-        if not heap:
+        need = tokens[i]
+        without_room = []
+        while by_load and tokens_held[by_load[0][1]] + need > cap:
+            without_room.append(heappop(by_load))
+        if not by_load:
             return None
-        at, b = heap[0]
-        heapreplace(heap, (at + seconds[i], b))
-        for entry in full:
-            heappush(heap, entry)
-        held[b] += length
+        load_s, b = by_load[0]
+        heapreplace(by_load, (load_s + seconds[i], b))
+        for entry in without_room:
+            heappush(by_load, entry)
+        tokens_held[b] += need
         bins[b].append(i)
-    times = [0.0] * v
-    for at, b in heap:
-        times[b] = at
-    return _Bins(members=bins, times=times, held=held)
+    times = [0.0] * count
+    for load_s, b in by_load:
+        times[b] = load_s
+    return _Bins(members=bins, times=times, held=tokens_held)
 
 
 def _first_fit(tokens: Sequence[int], seconds: Seconds, cap: int, members: Sequence[int]) -> _Bins:
-    """Micro-batches filled longest sequence first, each into the fullest with room."""
+    """Micro-batches of up to ``cap`` tokens, as few as best fit finds: each sequence, longest
+    first, goes into the fullest with room."""
     bins = best_fit(tokens, members, cap)
     return _Bins(
         members=bins,
@@ -141,18 +146,18 @@ def _first_fit(tokens: Sequence[int], seconds: Seconds, cap: int, members: Seque
 def _improved(
     line: Line, tokens: Sequence[int], seconds: Seconds, filled: _Bins, enough_s: float
 ) -> float:
-    """Move and swap sequences out of the longest micro-batch, in place, until that takes
-    ``enough_s`` on one stage; returns the seconds of the pipeline."""
+    """Move and swap sequences out of the longest micro-batch, in place, until it takes at most
+    ``enough_s`` seconds on one stage or nothing helps. Returns the seconds of the pipeline."""
     bins, times, held = filled.members, filled.times, filled.held
     for _ in range(_STEPS if len(bins) > 1 else 0):
-        top = times.index(max(times))
-        if times[top] <= enough_s:
+        longest = times.index(max(times))
+        if times[longest] <= enough_s:
             break
-        change = _change(line.cap, tokens, seconds, filled, top)
+        change = _change(line.cap, tokens, seconds, filled, longest)
         if change is None:
             break
-        b, i, r = change
-        for source, target, moved in ((top, b, i), (b, top, r)):
+        other, given, back = change  # -1 stands for no sequence back
+        for source, target, moved in ((longest, other, given), (other, longest, back)):
             if moved >= 0:
                 bins[source].remove(moved)
                 bins[target].append(moved)
@@ -164,30 +169,39 @@ def _improved(
 
 
 def _change(
-    cap: int, tokens: Sequence[int], seconds: Seconds, filled: _Bins, top: int
+    cap: int, tokens: Sequence[int], seconds: Seconds, filled: _Bins, longest: int
 ) -> tuple[int, int, int] | None:
-    """The change that lowers the seconds of micro-batch ``top``, the longest, the most, without
-    making another as long: (other micro-batch, sequence to it, sequence back or -1); None when
-    nothing does."""
+    """The move or swap that lowers the seconds of micro-batch ``longest`` the most, without making
+    another one as long, as (other micro-batch, sequence that goes there, sequence that comes back
+    or -1); None where nothing helps."""
     bins, times, held = filled.members, filled.times, filled.held
-    best_s, found = times[top] * (1 - 1e-6), None
-    here_s, here = times[top], held[top]
-    for b in sorted(range(len(bins)), key=times.__getitem__)[:_OTHERS]:
-        there_s, there = times[b], held[b]
-        if b == top:
+    best_s, best = times[longest] * (1 - 1e-6), None
+    longest_s, longest_tokens = times[longest], held[longest]
+    for other in sorted(range(len(bins)), key=times.__getitem__)[:_OTHERS]:
+        other_s, other_tokens = times[other], held[other]
+        if other == longest:
             break
-        for i in bins[top]:
-            out_s, out = seconds[i], tokens[i]
-            if max(here_s - out_s, there_s + out_s) < best_s and there + out <= cap:
-                best_s, found = max(here_s - out_s, there_s + out_s), (b, i, -1)
+        for i in bins[longest]:
+            moved_s, moved_tokens = seconds[i], tokens[i]
+            if (
+                max(longest_s - moved_s, other_s + moved_s) < best_s
+                and other_tokens + moved_tokens <= cap
+            ):
+                best_s, best = max(longest_s - moved_s, other_s + moved_s), (other, i, -1)
             # A sequence back must bring both below the best, so its seconds lie in between.
-            least_s, most_s = there_s + out_s - best_s, best_s - here_s + out_s
-            for r in bins[b] if least_s < most_s else ():
-                if least_s < seconds[r] < most_s:
-                    step = out - tokens[r]
-                    larger = max(here_s - out_s + seconds[r], there_s + out_s - seconds[r])
-                    if larger < best_s and there + step <= cap and here - step <= cap:
-                        best_s, found = larger, (b, i, r)
-        if found:
+            least_s, most_s = other_s + moved_s - best_s, best_s - longest_s + moved_s
+            for back in bins[other] if least_s < most_s else ():
+                if least_s < seconds[back] < most_s:
+                    more_tokens = moved_tokens - tokens[back]
+                    larger_s = max(
+                        longest_s - moved_s + seconds[back], other_s + moved_s - seconds[back]
+                    )
+                    if (
+                        larger_s < best_s
+                        and other_tokens + more_tokens <= cap
+                        and longest_tokens - more_tokens <= cap
+                    ):
+                        best_s, best = larger_s, (other, i, back)
+        if best:
             break
-    return found
+    return best

@@ -88,10 +88,10 @@ def static_schedule(
         return None if found is None else Assignment.of(table, placed(table, found), "static")
     pipelines: Pipelines = [(k, []) for _ in range(count)]
     deal(table, pipelines, range(len(table.tokens)))
-    if late is not None:  # before all of them are packed, the one that seems to end last
+    if late is not None:  # pack first the pipeline that seems to end last: it may be too late
         seconds = table.seconds(k)
-        _, last = max(pipelines, key=lambda item: sum([seconds[i] for i in item[1]]))
-        if late(pack(table, k, last).seconds):
+        _, busiest = max(pipelines, key=lambda item: sum([seconds[i] for i in item[1]]))
+        if late(pack(table, k, busiest).seconds):
             return None
     return Assignment.of(table, placed(table, pipelines), "static")
 
@@ -129,7 +129,7 @@ def best_statics(
 
 
 class _Statics:
-    """The static schedules made so far, as (seconds, scheme, schedule)."""
+    """The static schedules made so far, and which further ones may be of use."""
 
     def __init__(self, latest_s: Callable[[Assignment | None], float] | None) -> None:
         self.latest_s = latest_s
@@ -137,16 +137,18 @@ class _Statics:
         self.best_s = inf
 
     def add(self, k: int, schedule: Assignment) -> None:
-        """Keep the schedule of scheme k."""
+        """Keep ``schedule``, the static schedule of scheme k."""
         self.made.append((schedule.seconds, k, schedule))
         self.best_s = min(self.best_s, schedule.seconds)
 
     def sorted(self) -> list[tuple[float, int, Assignment]]:
-        """All of them, the quickest first, of equal ones that of the fewest devices."""
+        """(seconds, scheme, schedule) of all schedules, the quickest first; of equal ones that of
+        the fewest devices first."""
         return sorted(self.made, key=lambda item: item[:2])
 
     def is_late(self, seconds: float) -> bool:
-        """Whether a schedule that computes for so many seconds is of no use."""
+        """Whether a static schedule that computes for ``seconds`` is of no use beside those made so
+        far."""
         if self.made and seconds < self.best_s:
             return False
         if self.latest_s is None:
@@ -156,43 +158,45 @@ class _Statics:
 
 
 def static_in_lockstep(table: PriceTable) -> Assignment | None:
-    """The best static schedule whose micro-batches all ranks start together; None where no scheme
-    holds the longest sequence."""
+    """The best static schedule in lockstep, where the i-th micro-batches of all ranks start
+    together; None where no scheme holds the longest sequence."""
     best, best_s, bounds = None, inf, list(static_bounds(table))
     equal_s = min((bound_s for bound_s, _ in bounds), default=0.0) * (1 + NEAR)
     # Of equal bounds the widest groups come first: fewer launches wait for each other.
     for bound_s, k in sorted(bounds, key=lambda item: (max(item[0], equal_s), -item[1])):
         if bound_s <= best_s:
             late = ((1 + NEAR) * best_s).__lt__  # launches may be priced by slower rows
-            made = _in_lockstep(table, static_schedule(table, k, late=late), late)
-            if made is not None and made.seconds <= best_s:
-                best, best_s = made, made.seconds
+            schedule = _in_lockstep(table, static_schedule(table, k, late=late), late)
+            if schedule is not None and schedule.seconds <= best_s:
+                best, best_s = schedule, schedule.seconds
     return best
 
 
 def _in_lockstep(
-    table: PriceTable, found: Assignment | None, late: Callable[[float], bool]
+    table: PriceTable, schedule: Assignment | None, late: Callable[[float], bool]
 ) -> Assignment | None:
-    """A static schedule issued launch by launch; None where it takes so long that it is late."""
-    if found is None:
+    """The static ``schedule`` issued launch by launch, in lockstep; None where there is none or its
+    steps take so long that it is ``late``."""
+    if schedule is None:
         return None
-    longest = [sorted(own.times, reverse=True) for own in found.packs]
-    if late(sum(map(max, zip_longest(*longest, fillvalue=0.0)))):
+    falling_times = [sorted(packed.times, reverse=True) for packed in schedule.packs]
+    # The n-th longest micro-batches of all pipelines run together; each step takes its longest.
+    if late(sum(map(max, zip_longest(*falling_times, fillvalue=0.0)))):
         return None
-    return launched(found)
+    return launched(schedule)
 
 
 def static_bounds(table: PriceTable) -> Iterator[tuple[float, int]]:
-    """(seconds that its static schedule cannot beat, scheme) for each scheme that holds the longest
-    sequence and fits the devices."""
+    """(seconds, scheme) for each scheme that holds the longest sequence and fits the devices: its
+    static schedule is not quicker than so many seconds."""
     for k in range(len(table)):
         if table.width[k] <= table.devices and np.isfinite(table.alone[k, 0]):
             yield static_s(table, k), k
 
 
 def static_s(table: PriceTable, k: int) -> float:
-    """Seconds that the static schedule of scheme k cannot beat: an even share of the work, or the
-    longest sequence."""
+    """Seconds that the static schedule of scheme k cannot beat: each pipeline's even share of the
+    work, or the longest sequence through all stages."""
     count = table.devices // table.width[k]
     work_s = float(table.work[k] @ table.batch.counts) / count + float(table.least_c[k, 0])
     busy_s = max(float(table.spread[k] @ table.batch.counts) / count, work_s)
@@ -200,10 +204,11 @@ def static_s(table: PriceTable, k: int) -> float:
 
 
 def _staged(table: PriceTable, k: int, count: int, below_s: float) -> Pipelines | None:
-    """``count`` pipelines of scheme k with stages, which are filled as they hold sequences of like
-    length; None where they seem to take ``below_s`` seconds or more."""
-    most = [count if other == k else 0 for other in range(len(table))]
-    filler, low_s = Filler(table, most=most), static_s(table, k)
+    """Fill ``count`` pipelines of scheme k, which has stages, in about the least time, so that each
+    gets sequences of like length; None where that seems to take ``below_s`` seconds or more."""
+    counts = [count if other == k else 0 for other in range(len(table))]
+    filler, low_s = Filler(table, most=counts), static_s(table, k)
+    # All sequences on one pipeline, each in a micro-batch of its own, certainly end by then.
     high_s = table.depth[k] * (table.sum_s(k) + table.c[k] * len(table.tokens)) + low_s
     if below_s < high_s:
         if isinstance(filler.fill(below_s, measured=False), float):

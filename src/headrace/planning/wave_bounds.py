@@ -60,7 +60,7 @@ _PARTS = np.linspace(0.0, 1.0, 5)  # Values of a_k / p that are tried.
 
 
 def wave_bound_s(table: PriceTable, known_s: float, most_s: float) -> float:
-    """Seconds that no waves beat.
+    """A lower bound of the seconds of all plans in waves.
 
     Args:
         table: The prices; all schemes have one stage.

@@ -381,16 +381,16 @@ class Estimates:
         return left
 
     def launches_s(self, part: Floats, heads: int) -> Floats:
-        """Seconds that a next wave of a part [samples] may last, rising: those of a launch of one
-        of its ``heads`` longest samples alone, on any kind, that leave time for the longest of
-        all."""
+        """Candidates for the seconds of the next wave of a part [samples], rising: the seconds of a
+        launch that has one of its ``heads`` longest samples alone, on any kind of group, where the
+        longest of all could end as well."""
         times = self._times[:, part.nonzero()[0][:heads]]
         candidates = set(times[(times >= times[:, 0].min()) & (times < NEVER)].tolist())
         return np.array(sorted(candidates))
 
     def after(self, part: Floats, times_s: Floats) -> Floats:
-        """About what is left of a part [samples] after one wave that takes the longest sequences
-        first, for each of ``times_s`` as the wave's seconds [times, samples]."""
+        """An estimate of what is left of a part [samples] after one wave that takes the longest
+        sequences first and lasts each of ``times_s`` seconds [times, samples]."""
         ranks_wanted = np.maximum(self._needs(times_s[:, None]), self._part).min(axis=1) * part
         ranks_over = np.maximum(np.cumsum(ranks_wanted, axis=1) - self.devices, 0.0)
         # A sample is left by the share of its ranks that exceeds the devices.

@@ -22,26 +22,27 @@ __all__ = [
 
 
 def without_waits(rows: Iterable[Row]) -> list[Row]:
-    """The rows, with forwards and backwards cut where they wait for weights: the waits have rows
-    of their own."""
+    """The rows of a timeline, with forwards and backwards cut where they wait for weights: the
+    waits (pulls) have rows of their own."""
     rows = tuple(rows)
-    pulls: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    waits_of: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         if row.kind == "pull" and row.end_s > row.start_s:
-            pulls[row.rank].append((row.start_s, row.end_s))
-    for waits in pulls.values():
+            waits_of[row.rank].append((row.start_s, row.end_s))
+    for waits in waits_of.values():
         waits.sort()
-    found: list[Row] = []
+    cut_rows: list[Row] = []
     for row in rows:
-        found += _cut(row, pulls[row.rank]) if row.waited_s > 0 else (row,)
-    return found
+        cut_rows += _cut(row, waits_of[row.rank]) if row.waited_s > 0 else (row,)
+    return cut_rows
 
 
 def _cut(row: Row, waits: list[tuple[float, float]]) -> list[Row]:
-    """A row without the ``waits`` of its rank, (begin, end) in seconds, as rows for what is
-    left."""
+    """Cut the ``waits`` of its rank, (begin, end) in seconds and sorted, out of a row. Gives a row
+    for each part that is left."""
     first = bisect_left(waits, (row.start_s, 0.0))
     inside = [(start, end) for start, end in waits[first:] if end <= row.end_s]
+    # What is left lies between the end of each wait and the begin of the next.
     edges = [(row.start_s, row.start_s), *inside, (row.end_s, row.end_s)]
     return [
         replace(row, start_s=end, end_s=start, waited_s=0.0)
@@ -51,8 +52,8 @@ def _cut(row: Row, waits: list[tuple[float, float]]) -> list[Row]:
 
 
 def exposed_exchange_s(timeline: Timeline) -> float:
-    """Seconds of pulls and pushes that no computation hides: of the rank that waits for them the
-    least, as others also wait for the last one to compute."""
+    """Seconds of pulls and pushes that no computation hides, on the rank that waits for them the
+    least: the others also wait for the slowest rank to compute."""
     waited = [0.0] * timeline.devices
     for row in timeline.rows:
         if row.kind in ("pull", "push"):
@@ -74,14 +75,14 @@ def draw(timeline: Timeline, width: int = 80) -> str:
     """
     if width < 10:
         raise SpecError("columns of a chart", got=width, wanted=">= 10")
-    ranks = len(str(timeline.devices - 1))
-    columns = max(1, width - ranks - 2)
+    rank_digits = len(str(timeline.devices - 1))
+    columns = max(1, width - rank_digits - 2)
     total_s = timeline.seconds
     rows: list[list[Row]] = [[] for _ in range(timeline.devices)]
     for row in without_waits(timeline.rows):
         rows[row.rank].append(row)
     lines = [
-        f"{rank:>{ranks}} |" + _line(rows[rank], columns, total_s)
+        f"{rank:>{rank_digits}} |" + _line(rows[rank], columns, total_s)
         for rank in range(timeline.devices)
     ]
     lines.append(f"{seconds_text(total_s)}, idle {percent_text(timeline.idle)}")
@@ -89,8 +90,9 @@ def draw(timeline: Timeline, width: int = 80) -> str:
 
 
 def _line(rows: list[Row], columns: int, total_s: float) -> str:
-    """The line of a rank with these rows: for every column the mark that covers most of it."""
-    covered: list[dict[str, float]] = [{} for _ in range(columns)]
+    """The line of a rank that did ``rows``: for each of ``columns`` columns the mark with the most
+    of its seconds. All columns together are ``total_s`` seconds."""
+    covered: list[dict[str, float]] = [{} for _ in range(columns)]  # by column, seconds of a mark
     column_s = total_s / columns
     for row in rows:
         if row.seconds <= 0 or column_s <= 0:
@@ -98,26 +100,26 @@ def _line(rows: list[Row], columns: int, total_s: float) -> str:
         first = min(columns - 1, int(row.start_s / column_s))
         last = min(columns - 1, int(row.end_s / column_s))
         for column in range(first, last + 1):
-            begins, ends = column * column_s, (column + 1) * column_s
-            shared = min(row.end_s, ends) - max(row.start_s, begins)
-            if shared > 0:
-                marks = covered[column]
-                marks[_mark(row)] = marks.get(_mark(row), 0.0) + shared
-    return "".join(_most(marks, column_s) for marks in covered)
+            begin_s, end_s = column * column_s, (column + 1) * column_s
+            overlap_s = min(row.end_s, end_s) - max(row.start_s, begin_s)
+            if overlap_s > 0:
+                seconds_of = covered[column]
+                seconds_of[_mark(row)] = seconds_of.get(_mark(row), 0.0) + overlap_s
+    return "".join(_most(seconds_of, column_s) for seconds_of in covered)
 
 
-def _most(marks: dict[str, float], column_s: float) -> str:
-    """The mark with the most seconds in a column of ``column_s``; a dot where less than half of it
-    is covered."""
-    if not marks or sum(marks.values()) < column_s / 2:
+def _most(seconds_of: dict[str, float], column_s: float) -> str:
+    """The mark with the most seconds in a column of ``column_s`` seconds, given the seconds of each
+    mark; a dot (idle) where less than half of the column is covered."""
+    if not seconds_of or sum(seconds_of.values()) < column_s / 2:
         return "."
-    return max(marks, key=lambda mark: marks[mark])
+    return max(seconds_of, key=lambda mark: seconds_of[mark])
 
 
 def _mark(row: Row) -> str:
     """The character for a row: a letter for its micro-batch, or a sign for its kind."""
-    found = _MICRO_BATCH.match(row.action)
-    if not found:
+    micro_batch = _MICRO_BATCH.match(row.action)
+    if not micro_batch:
         return _MARKS.get(row.kind, "?")
-    letter = ascii_lowercase[int(found[1]) % 26]
+    letter = ascii_lowercase[int(micro_batch[1]) % 26]
     return letter if row.kind == "forward" else letter.upper()

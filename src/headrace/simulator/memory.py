@@ -36,35 +36,37 @@ def peak_bytes(plan: Plan, costs: CostModel) -> tuple[int, ...]:
         CostError: For a scheme or a layer option without costs.
     """
     check_costs(plan, costs)
-    used: list[set[int]] = [set() for _ in range(plan.devices)]
+    pipelines_of: list[set[int]] = [set() for _ in range(plan.devices)]
     for index in {micro.pipeline for micro in plan.micro_batches}:
         for rank in plan.pipelines[index].ranks:
-            used[rank].add(index)
+            pipelines_of[rank].add(index)
     peaks = [costs.state_bytes] * plan.devices
-    flat: dict[tuple[int, ...], list[int]] = {}
-    alike: dict[tuple[tuple[int, ...], int], int] = {}
+    ranks_of_sizes: dict[tuple[int, ...], list[int]] = {}
+    staged_bytes: dict[tuple[tuple[int, ...], int], int] = {}
     activations = _Activations(plan, costs)
-    for rank, indices in enumerate(used):
-        mine = tuple(sorted(indices))
-        pipelines = [plan.pipelines[index] for index in mine]
+    for rank, indices in enumerate(pipelines_of):
+        numbers = tuple(sorted(indices))
+        pipelines = [plan.pipelines[index] for index in numbers]
+        # Neither stages nor tensor parallel: ranks with groups of the same sizes hold the same.
         if all(pipeline.scheme.context == len(pipeline.ranks) for pipeline in pipelines):
             sizes = tuple(sorted({len(pipeline.ranks) for pipeline in pipelines}))
-            flat.setdefault(sizes, []).append(rank)
+            ranks_of_sizes.setdefault(sizes, []).append(rank)
         else:
-            # Members of a stage run the same micro-batches; a staged pipeline shares no rank.
-            kind = mine, pipelines[0].stage_of(rank, costs.shape.layers).index
-            if kind not in alike:
-                passing = math.ceil(activations.peak(rank) - _ROUNDING_BYTES)
-                alike[kind] = _held(plan, costs, rank, pipelines) + passing
-            peaks[rank] += alike[kind]
-    for sizes, ranks in flat.items():
+            # Ranks of a stage run the same micro-batches, so they hold the same bytes; pipelines
+            # with stages share no rank.
+            stage_key = numbers, pipelines[0].stage_of(rank, costs.shape.layers).index
+            if stage_key not in staged_bytes:
+                activation_bytes = math.ceil(activations.peak(rank) - _ROUNDING_BYTES)
+                staged_bytes[stage_key] = _held(plan, costs, rank, pipelines) + activation_bytes
+            peaks[rank] += staged_bytes[stage_key]
+    for sizes, ranks in ranks_of_sizes.items():
         _flat(plan, costs, sizes, ranks, peaks)
     return tuple(peaks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakParts:
-    """What fills the rank that holds the most.
+    """What fills the memory of the rank that holds the most.
 
     Attributes:
         rank: The rank.
@@ -95,19 +97,21 @@ class PeakParts:
 
 
 def peak_parts(plan: Plan, costs: CostModel, peaks: Sequence[int]) -> PeakParts:
-    """What fills the rank that holds the most, of ranks with these ``peaks`` in bytes."""
+    """What fills the memory of the rank that holds the most; ``peaks`` are the predicted peak bytes
+    of each rank, as :func:`peak_bytes` gives them."""
     rank = max(range(len(peaks)), key=lambda r: peaks[r])
     used = {m.pipeline for m in plan.micro_batches if rank in plan.pipelines[m.pipeline].ranks}
     pipelines = [plan.pipelines[index] for index in sorted(used)]
     if all(pipeline.scheme.context == len(pipeline.ranks) for pipeline in pipelines):
-        held = costs.held_bytes({len(p.ranks) for p in pipelines}, plan.working) if used else 0
+        sizes = {len(pipeline.ranks) for pipeline in pipelines}
+        weight_bytes = costs.held_bytes(sizes, plan.working) if used else 0
     else:
-        held = _held(plan, costs, rank, pipelines)
+        weight_bytes = _held(plan, costs, rank, pipelines)
     return PeakParts(
         rank=rank,
         states_bytes=costs.state_bytes,
-        working_bytes=held,
-        activations_bytes=peaks[rank] - costs.state_bytes - held,
+        working_bytes=weight_bytes,
+        activations_bytes=peaks[rank] - costs.state_bytes - weight_bytes,
         free_bytes=costs.capacity_bytes - peaks[rank],
         kept_free_bytes=costs.cluster.memory_bytes - costs.capacity_bytes,
     )
@@ -116,55 +120,59 @@ def peak_parts(plan: Plan, costs: CostModel, peaks: Sequence[int]) -> PeakParts:
 def _flat(
     plan: Plan, costs: CostModel, sizes: tuple[int, ...], ranks: Sequence[int], peaks: list[int]
 ) -> None:
-    """Raise ``peaks``, bytes by rank, for ``ranks`` that work in groups of all ``sizes``, neither
-    in tensor blocks nor in stages: by weights and the largest micro-batch."""
+    """Raise ``peaks``, the bytes of each rank, in place, for ``ranks`` that work in groups of all
+    ``sizes`` without tensor parallel or stages: first by their working weights, then to the peak of
+    their largest micro-batch."""
     for rank in ranks:
         peaks[rank] += costs.held_bytes(sizes, plan.working)
     for micro in plan.micro_batches:
-        members = plan.pipelines[micro.pipeline].ranks
-        here = [rank for rank in ranks if rank in members]
-        if here:
+        group = plan.pipelines[micro.pipeline].ranks
+        working = [rank for rank in ranks if rank in group]
+        if working:
             tokens = sum(plan.tokens_of(micro))
-            peak = costs.micro_batch_bytes(tokens, len(members), micro.layers, plan.working, sizes)
-            for rank in here:
+            peak = costs.micro_batch_bytes(tokens, len(group), micro.layers, plan.working, sizes)
+            for rank in working:
                 peaks[rank] = max(peaks[rank], peak)
 
 
 def _held(plan: Plan, costs: CostModel, rank: int, pipelines: Sequence[Pipeline]) -> int:
-    """Bytes of the working weights of a rank that works in ``pipelines``: shards of several kinds
-    add up, to at most all the weights."""
-    found: dict[tuple[int, int], int] = {}
+    """Bytes of the working weights of a rank that works in ``pipelines``. Different shards of the
+    weights add up, to at most the bytes of all the weights."""
+    bytes_of: dict[tuple[int, int], int] = {}
     for pipeline in pipelines:
         stage = pipeline.stage_of(rank, costs.shape.layers)
-        kind = len(stage.ranks), pipeline.scheme.parts(sharded=plan.working == "sharded")
-        found[kind] = held_bytes(costs, pipeline, plan.working)[stage.index]
-    replicated = max(costs.working_bytes[width]["replicated"] for width, _ in found)
-    return max(*found.values(), min(sum(found.values()), replicated))
+        # Pipelines with equal stages and parts share the rank's shard of the weights.
+        shard = len(stage.ranks), pipeline.scheme.parts(sharded=plan.working == "sharded")
+        bytes_of[shard] = held_bytes(costs, pipeline, plan.working)[stage.index]
+    replicated = max(costs.working_bytes[width]["replicated"] for width, _ in bytes_of)
+    return max(*bytes_of.values(), min(sum(bytes_of.values()), replicated))
 
 
 class _Activations:
-    """Bytes of activations, worked out once for every micro-batch and stage."""
+    """Bytes of activations of a plan, worked out once for every micro-batch and stage."""
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
         self._plan, self._costs = plan, costs
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def peak(self, rank: int) -> float:
-        """The most that a rank holds at once, walking its program: every micro-batch in flight
-        keeps something, the running one needs more in passing, forward and backward alike."""
-        kept: dict[int, float] = {}
-        most = 0.0
+        """The most bytes of activations that a rank holds at once. Its program is walked: every
+        micro-batch in flight keeps some bytes, and the one that runs, forward or backward, needs
+        more in passing."""
+        in_flight: dict[int, float] = {}
+        most_bytes = 0.0
         for action in compile_rank(self._plan, rank, self._costs.shape.bucket_count).actions:
             if isinstance(action, Forward | Backward):
-                own, passing = self._of(action)
-                kept.pop(action.micro_batch, None)
-                most = max(most, sum(kept.values()) + passing)
+                kept_bytes, own_peak_bytes = self._of(action)
+                in_flight.pop(action.micro_batch, None)
+                most_bytes = max(most_bytes, sum(in_flight.values()) + own_peak_bytes)
                 if isinstance(action, Forward):
-                    kept[action.micro_batch] = own
-        return most
+                    in_flight[action.micro_batch] = kept_bytes
+        return most_bytes
 
     def _of(self, action: Forward | Backward) -> tuple[float, float]:
-        """(bytes that a micro-batch keeps in a stage, bytes at its own peak there)."""
+        """(bytes that the micro-batch of an action keeps in the action's stage until its backward,
+        bytes at its own peak there)."""
         key = action.micro_batch, action.stage
         if key not in self._known:
             plan, costs = self._plan, self._costs
@@ -172,5 +180,6 @@ class _Activations:
             stages = plan.pipelines[micro.pipeline].stages(costs.shape.layers)
             stage, tokens = stages[action.stage], sum(plan.tokens_of(micro))
             kept = kept_line(costs, stage, micro.layers)(tokens)
-            self._known[key] = kept, max(m(tokens) for m in moments(costs, stage, micro.layers))
+            lines = moments(costs, stage, micro.layers)
+            self._known[key] = kept, max(bytes_of(tokens) for bytes_of in lines)
         return self._known[key]

@@ -73,8 +73,10 @@ class StagedPipeline:
     end_s: float = field(default=0.0, init=False)
 
     def run(self) -> None:
-        """Follow all stages to their end."""
+        """Follow all stages to their end, and set ``issued`` and ``end_s``. A stage goes on until a
+        message is missing, and again once that is sent. Raises ProgramError for a deadlock."""
         stages = [_StageClock(self, stage) for stage in self.stages]
+        # A message is (receiving stage, kind, micro-batch), with seconds until it has arrived.
         arrived: dict[tuple[int, str, int], float] = {}
         ready = stages[::-1]
         waiting: dict[tuple[int, str, int], _StageClock] = {}
@@ -96,19 +98,22 @@ class _StageClock:
 
     def __init__(self, line: StagedPipeline, stage: Stage) -> None:
         self.line, self.stage = line, stage
-        own = list(stage.buckets)
+        own = list(stage.buckets)  # of weights
         self.own_forward, self.own_backward = line.forward[:, own], line.backward[:, own]
         self.forward_s = self.own_forward.sum(axis=1).tolist()
         self.backward_s = self.own_backward.sum(axis=1).tolist()
         self.own_there = line.there_s[own].tolist()
         self.all_there_s = float(line.there_s[-1])
         self.acts = _acts(stage.index, stage.count, len(line.message_s))
-        self.at, self.now_s = 0, 0.0
-        self.leaves = {"a": 0.0, "g": 0.0}  # when the last message to either side has left
+        self.at, self.now_s = 0, 0.0  # index of the current act, seconds that the stage has come to
+        # When the newest message has left: activations to the next stage, gradients to the one
+        # before.
+        self.leaves = {"a": 0.0, "g": 0.0}
         self.sent = False  # whether the current act's message is under way already
+        # The message that it waits for, (receiving stage, kind, micro-batch); None at its end.
         self.wants: tuple[int, str, int] | None = None
         self.issued = np.zeros(len(line.there_s))
-        self.before_last_s = 0.0
+        self.before_last_s = 0.0  # when the stage came to its last backward, before any wait
 
     @property
     def end_s(self) -> float:
@@ -116,8 +121,9 @@ class _StageClock:
         return max(self.now_s, *self.leaves.values())
 
     def go_on(self, arrived: dict[tuple[int, str, int], float]) -> Iterator[tuple[int, str, int]]:
-        """Go on until a message is missing, which ``wants`` names, or to the end; gives the keys
-        of messages that are sent, (receiving stage, what, micro-batch)."""
+        """Go on until a message is missing, which ``wants`` then names, or to the end. Messages
+        that the stage sends are noted in ``arrived`` (seconds until they arrive), and their keys
+        are given, (receiving stage, kind, micro-batch)."""
         self.wants = None
         last = len(self.line.message_s) - 1
         while self.at < len(self.acts):
@@ -125,6 +131,7 @@ class _StageClock:
             if work == ("b", last):
                 self.before_last_s = self.now_s
             if out is not None and not self.sent:
+                # One message to a neighbour is under way at a time.
                 posted_s = max(self.now_s, self.leaves[out[0]])
                 self.leaves[out[0]] = posted_s + self.line.message_s[out[1]]
                 key = (self.stage.index + (1 if out[0] == "a" else -1), *out)
@@ -134,7 +141,7 @@ class _StageClock:
             if back is not None and (self.stage.index, *back) not in arrived:
                 self.wants = (self.stage.index, *back)
                 return
-            if self.sent:
+            if self.sent:  # sending keeps the stage until the message is posted, not until it left
                 self.now_s, self.sent = self.posted_s, False
             if back is not None:
                 self.now_s = max(self.now_s, arrived.pop((self.stage.index, *back)))
@@ -143,51 +150,58 @@ class _StageClock:
             self.at += 1
         self._end()
 
-    def _work(self, what: str, i: int, *, last: bool) -> None:
-        """Compute the forward (``f``) or backward (``b``) of micro-batch ``i``, the ``last``
-        backward or not."""
-        if what == "f":
+    def _work(self, kind: str, i: int, *, last: bool) -> None:
+        """Compute the forward (``f``) or backward (``b``) of micro-batch ``i``; the ``last``
+        backward completes the gradients of the stage's buckets."""
+        if kind == "f":
             if self.now_s >= self.all_there_s:
                 self.now_s += self.forward_s[i]
                 return
+            # Until all weights are there, each bucket's part waits for its own.
             for there_s, seconds in zip(self.own_there, self.own_forward[i].tolist(), strict=True):
                 self.now_s = max(self.now_s, there_s) + seconds
             return
         self.now_s = max(self.now_s, self.all_there_s)
         if last:
-            own = list(self.stage.buckets)
-            complete = np.cumsum(self.own_backward[i][::-1])[::-1]
-            self.issued[own] = self.now_s + complete
+            buckets = list(self.stage.buckets)
+            # The backward goes through the buckets from the last to the first.
+            complete_s = np.cumsum(self.own_backward[i][::-1])[::-1]
+            self.issued[buckets] = self.now_s + complete_s
         self.now_s += self.backward_s[i]
 
     def _end(self) -> None:
-        """Note when the gradients of other stages' buckets are pushed: those behind before the last
-        backward's message is waited for, those before at the end."""
+        """Set when the stage issues the pushes of other stages' buckets, to which it adds nothing:
+        for buckets of later stages when it came to its last backward, for those of earlier ones at
+        its end."""
         own = self.stage.buckets
         self.issued[own[-1] + 1 :] = self.before_last_s
         self.issued[: own[0]] = self.now_s
 
 
 @lru_cache(maxsize=256)
-def _acts(index: int, stages: int, count: int) -> tuple[_Act, ...]:
-    """The acts of stage ``index`` of ``stages`` for ``count`` micro-batches, in order."""
-    before, behind = index > 0, index < stages - 1
-    ahead = min(stages - 1 - index, count)
-    found = list[_Act]()
+def _acts(index: int, stages: int, micro_batches: int) -> tuple[_Act, ...]:
+    """The acts of stage ``index`` of ``stages`` stages in order, for ``micro_batches``
+    micro-batches: one forward, one backward (1F1B)."""
+    has_previous, has_next = index > 0, index < stages - 1
+    ahead = min(stages - 1 - index, micro_batches)
+    acts = list[_Act]()
+    # Warm-up: as many forwards as stages follow.
     for i in range(ahead):
-        found.append(_Act(back=("a", i) if before else None, work=("f", i)))
-        found.append(_Act(out=("a", i) if behind else None))
-    if ahead < count and before:
-        found.append(_Act(back=("a", ahead)))
-    for i in range(ahead, count):
-        j, more = i - ahead, i + 1 < count
-        found.append(_Act(work=("f", i)))
-        if behind:
-            found.append(_Act(out=("a", i), back=("g", j)))
-        found.append(_Act(work=("b", j)))
-        if before:
-            found.append(_Act(out=("g", j), back=("a", i + 1) if more else None))
-    for i in range(count - ahead, count):
-        found.append(_Act(back=("g", i) if behind else None, work=("b", i)))
-        found.append(_Act(out=("g", i) if before else None))
-    return tuple(found)
+        acts.append(_Act(back=("a", i) if has_previous else None, work=("f", i)))
+        acts.append(_Act(out=("a", i) if has_next else None))
+    if ahead < micro_batches and has_previous:
+        acts.append(_Act(back=("a", ahead)))
+    # Steady state: a forward of micro-batch i, then the backward of the oldest one in flight.
+    for i in range(ahead, micro_batches):
+        oldest, has_more = i - ahead, i + 1 < micro_batches
+        acts.append(_Act(work=("f", i)))
+        if has_next:
+            acts.append(_Act(out=("a", i), back=("g", oldest)))
+        acts.append(_Act(work=("b", oldest)))
+        if has_previous:
+            acts.append(_Act(out=("g", oldest), back=("a", i + 1) if has_more else None))
+    # Cool-down: the backwards that are left.
+    for i in range(micro_batches - ahead, micro_batches):
+        acts.append(_Act(back=("g", i) if has_next else None, work=("b", i)))
+        acts.append(_Act(out=("g", i) if has_previous else None))
+    return tuple(acts)

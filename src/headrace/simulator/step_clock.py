@@ -106,8 +106,9 @@ def arrivals(costs: CostModel, exchange: ExchangeCost) -> tuple[float, ...]:
 def push_ends(
     costs: CostModel, exchange: ExchangeCost, issued: Iterable[tuple[int, float]]
 ) -> list[float]:
-    """Seconds until the push of each bucket ends, given (bucket, seconds until the last rank issued
-    it) in the order of the pushes, and the plan's ``exchange``."""
+    """Seconds until the push of each bucket ends. ``issued`` has (bucket, seconds until the last
+    rank issued its push) in the order of the pushes, which run one after the other; ``exchange`` is
+    what the plan's step pays once."""
     shares, push_s = costs.shape.bucket_shares, exchange.push_s * costs.scale
     ends, end_s = list[float](), 0.0
     for bucket, ready_s in issued:
@@ -117,22 +118,22 @@ def push_ends(
 
 
 def exposed_s(costs: CostModel) -> float:
-    """Seconds of pull and push, without the costs' scale, that no computation hides where all of
-    both moves.
+    """Seconds of pull and push that no computation hides where all weights and gradients move,
+    without the costs' scale.
 
-    Before the first layer all ranks wait for its weights and the embedding's; the gradients of
-    both are complete when the last rank has nothing left to compute.
+    Before the first layer all ranks wait for its weights and the embedding's (the first two
+    buckets); the gradients of both are complete when the last rank has nothing left to compute.
     """
-    first = sum(costs.shape.bucket_shares[:2])
-    return first * (costs.exchange_s.pull_s + costs.exchange_s.push_s)
+    first_share = sum(costs.shape.bucket_shares[:2])
+    return first_share * (costs.exchange_s.pull_s + costs.exchange_s.push_s)
 
 
 Key = tuple[int, int, str, int]
-"""A message by what both of its ranks know of it."""
+"""(sender, receiver, what it carries, micro-batch) of a message."""
 
 
 class Walk:
-    """Ranks on their way through their programs.
+    """Follows all ranks through their programs with predicted seconds.
 
     Args:
         programs: The program of every rank.
@@ -154,17 +155,18 @@ class Walk:
         self._stages: dict[int, tuple[Stage, ...]] = {}
         self._segments: dict[tuple[int, int], tuple[Stage, Segments]] = {}
         self._tokens = [sum(plan.tokens_of(micro)) for micro in plan.micro_batches]
-        self._places = dict.fromkeys(self._world, 0)
+        self._places = dict.fromkeys(self._world, 0)  # index of each rank's next action
         self.clock = dict.fromkeys(self._world, 0.0)
         self.rows: dict[int, list[Row]] = {rank: [] for rank in self._world}
+        # By rank, the buckets whose pull it has not waited for, and when it issued each push.
         self._pulls: dict[int, list[int]] = {rank: [] for rank in self._world}
         self._pushes: dict[int, dict[int, float]] = {rank: {} for rank in self._world}
-        self._come: dict[tuple[Any, ...], set[int]] = {}
+        self._come: dict[tuple[Any, ...], set[int]] = {}  # ranks that are at a joint action
         self._there: dict[Key, float] = {}  # when each message arrives
         # By rank and neighbour, when the last message to it arrives.
         self._under_way: dict[int, dict[int, float]] = {rank: {} for rank in self._world}
         self._posted: dict[int, float] = {}  # when ranks at an exchange have sent their part
-        self._ready = list(reversed(self._world))
+        self._ready = list(reversed(self._world))  # ranks that may go on, a stack
 
     def run(self) -> float:
         """Walk to the end, and return the seconds until the last rank is done. Raises ProgramError
@@ -184,7 +186,8 @@ class Walk:
         return actions[place] if place < len(actions) else None
 
     def _move(self, action: Action, rank: int) -> bool:
-        """Do an action of ``rank``, with those who meet in it; False when it must wait."""
+        """Do an action of ``rank``, together with the other ranks that take part in it. Returns
+        False where the rank must wait."""
         match action:
             case Pull(bucket=bucket):
                 self._check_bucket(action, bucket)
@@ -209,12 +212,13 @@ class Walk:
         self._pushes[rank][bucket] = now_s
 
     def _meet(self, action: Forward | Backward | Update, rank: int) -> bool:
-        """Wait for the others of the group; the last one to come does the action for all."""
+        """Do an action that all ranks of a group do together, once the last of them has come to it.
+        Returns False where ``rank`` has to wait for the others."""
         group = [*meeting(action, rank, self._world)]
         key = meeting_key(action)
-        come = self._come.setdefault(key, set())
-        come.add(rank)
-        if not come.issuperset(group):
+        arrived = self._come.setdefault(key, set())
+        arrived.add(rank)
+        if not arrived.issuperset(group):
             return False
         del self._come[key]
         match action:
@@ -234,11 +238,11 @@ class Walk:
         stage, segments = self._work(action)
         start_s = now_s = max(self.clock[rank] for rank in group)
         waited_s = 0.0
-        if not any(self._pulls[rank] for rank in group):
+        if not any(self._pulls[rank] for rank in group):  # all weights are there
             self._done(action, group, start_s, start_s + sum(pair[0] for pair in segments))
             return
         for bucket, (seconds, _) in zip(stage.buckets, segments, strict=True):
-            # The end may work with a tied embedding.
+            # The buckets after the last layer may work with a tied embedding, bucket 0.
             for needed in (0, bucket) if bucket > stage.stop else (bucket,):
                 there_s = self._wait(needed, group, now_s)
                 waited_s += there_s - now_s
@@ -247,7 +251,8 @@ class Walk:
         self._done(action, group, start_s, now_s, waited_s)
 
     def _wait(self, bucket: int, ranks: Sequence[int], now_s: float) -> float:
-        """Seconds until the weights of a bucket are there for ranks that want them at ``now_s``."""
+        """The time at which ``ranks``, at ``now_s``, have the weights of a bucket, in seconds; each
+        of them for which that is the first use gets a row for its wait."""
         there_s = max(now_s, self._arrivals[bucket])
         for rank in ranks:
             if bucket in self._pulls[rank]:
@@ -266,19 +271,25 @@ class Walk:
         for rank in group:
             self._wait_for_all(rank)
         start_s = now_s = max(self.clock[rank] for rank in group)
-        pushing = {rank: mine for rank in group if pushes_of(mine := self._head(rank) or action)}
+        # Each rank's own action names the pushes that it issues: its last backward has some.
+        pushing = {
+            rank: own_action
+            for rank in group
+            if pushes_of(own_action := self._head(rank) or action)
+        }
         if not pushing:
             self._done(action, group, start_s, start_s + sum(pair[1] for pair in segments))
             return
         for bucket, (_, seconds) in zip(reversed(stage.buckets), reversed(segments), strict=True):
             now_s += seconds
-            for rank, mine in pushing.items():
-                if bucket in pushes_of(mine):
-                    self._issue(mine, rank, bucket, now_s)
+            for rank, own_action in pushing.items():
+                if bucket in pushes_of(own_action):
+                    self._issue(own_action, rank, bucket, now_s)
         self._done(action, group, start_s, now_s)
 
     def _work(self, action: Forward | Backward) -> tuple[Stage, Segments]:
-        """The stage of a forward or backward and the seconds of its segments."""
+        """(stage, seconds of its segments) for a forward or backward. Raises ProgramError for a
+        micro-batch or stage that does not exist."""
         index, plan = action.micro_batch, self._plan
         key = index, action.stage
         if key not in self._segments:
@@ -310,7 +321,8 @@ class Walk:
         end_s: float,
         waited_s: float = 0.0,
     ) -> None:
-        """Record a forward or backward of a group, which waited ``waited_s`` of its seconds."""
+        """Record a forward or backward of a group from ``start_s`` to ``end_s``, of which it waited
+        ``waited_s`` seconds for weights, and move the clocks of its ranks to the end."""
         tokens, ranks = self._tokens[action.micro_batch], len(action.group)
         for rank in group:
             text = str(self._head(rank))
@@ -318,27 +330,28 @@ class Walk:
             self.clock[rank] = end_s
 
     def _traffic(self, action: Send | Recv | Exchange, rank: int) -> bool:
-        """Post the message that an action sends when the rank first comes to it, and end the action
-        once the message that it receives is there. Returns False where the rank has to wait, and is
-        asked again."""
-        posted = {message.sends: message for message in messages_of(action)}
-        out, back, start_s = posted.get(True), posted.get(False), self.clock[rank]
-        if out is not None and rank not in self._posted:
-            self._posted[rank] = self._send(out, rank)
-        if back is not None and back.key(rank) not in self._there:
+        """Post the message that an action sends, when the rank first comes to it, and end the
+        action once the message that it receives is there. Returns False where the rank has to wait;
+        the action is then tried again."""
+        messages = {message.sends: message for message in messages_of(action)}
+        # An action has at most one message that it sends and one that it receives.
+        outgoing, incoming, start_s = messages.get(True), messages.get(False), self.clock[rank]
+        if outgoing is not None and rank not in self._posted:
+            self._posted[rank] = self._send(outgoing, rank)
+        if incoming is not None and incoming.key(rank) not in self._there:
             return False
         end_s = self._posted.pop(rank, start_s)
-        if back is not None:
-            end_s = max(end_s, self._there.pop(back.key(rank)))
-        rows = sum(message.rows for message in posted.values())
+        if incoming is not None:
+            end_s = max(end_s, self._there.pop(incoming.key(rank)))
+        rows = sum(message.rows for message in messages.values())
         self._record(rank, str(action), action.kind, start_s, end_s, rows, 2)
         self.clock[rank] = end_s
         self._places[rank] += 1
         return True
 
     def _send(self, message: Posted, rank: int) -> float:
-        """Post a message of a rank, and return when: as soon as the rank is here and its last one
-        to that neighbour has arrived, as one is in flight at a time."""
+        """Post a message of a rank and return when, in seconds: once the rank is here and its
+        newest message to that neighbour has arrived, as one is in flight at a time."""
         under_way = self._under_way[rank]
         posted_s = max(self.clock[rank], under_way.get(message.peer, 0.0))
         there_s = posted_s + message_s(self._costs, message.rows)
@@ -348,7 +361,8 @@ class Walk:
         return posted_s
 
     def _update(self, group: list[int]) -> None:
-        """Do the update of all ranks, after all pushes."""
+        """Do the update of all ranks, once all weights, messages and pushes have arrived. Waits for
+        pushes have rows of their own."""
         for rank in group:
             self._wait_for_all(rank)
             self.clock[rank] = max(self.clock[rank], *self._under_way[rank].values(), 0.0)
@@ -365,8 +379,8 @@ class Walk:
             self.clock[rank] = end_s
 
     def _pushed(self, group: list[int]) -> list[tuple[int, float]]:
-        """(bucket, seconds until its push ends) in the order of the pushes, which all ranks of the
-        group share."""
+        """(bucket, seconds until its push ends) in the order of the pushes. Raises ProgramError
+        where the ranks of the group do not have the same order."""
         order = list(self._pushes[group[0]])
         for rank in group:
             if list(self._pushes[rank]) != order:
@@ -375,6 +389,7 @@ class Walk:
                     got=list(self._pushes[rank]),
                     wanted=f"{order} as on rank {group[0]}",
                 )
+        # A push is a collective: it starts when the last rank has issued it.
         issued = [(bucket, max(self._pushes[rank][bucket] for rank in group)) for bucket in order]
         return list(zip(order, push_ends(self._costs, self._exchange, issued), strict=True))
 
@@ -423,26 +438,28 @@ def step_s(plan: Plan, costs: CostModel) -> float:
     check_costs(plan, costs)
     forward, backward = _segments(plan, costs)
     exchange = exchange_of(costs, plan)
-    there = np.array(arrivals(costs, exchange))
-    issued, last_s = np.zeros(len(there)), float(there[-1])
+    there_s = np.array(arrivals(costs, exchange))
+    # When the last rank issues the push of each bucket, and when all ranks have computed.
+    issued_s, computed_s = np.zeros(len(there_s)), float(there_s[-1])
     staged = [n for n, pipeline in enumerate(plan.pipelines) if pipeline.scheme.pipeline > 1]
-    deep = set(staged)
-    plain = [n for n, micro in enumerate(plan.micro_batches) if micro.pipeline not in deep]
-    if plain:
-        begins, ends = _runs(plan, plain, forward, backward.sum(axis=1), there)
-        last_s = max(last_s, *ends.values())
-        for n in _last_of_ranks(plan, plain):
-            complete = np.cumsum(backward[n][::-1])[::-1]
-            np.maximum(issued, begins[n] + complete, out=issued)
+    staged_set = set(staged)
+    unstaged = [n for n, micro in enumerate(plan.micro_batches) if micro.pipeline not in staged_set]
+    if unstaged:
+        begins, ends = _runs(plan, unstaged, forward, backward.sum(axis=1), there_s)
+        computed_s = max(computed_s, *ends.values())
+        for n in _last_of_ranks(plan, unstaged):
+            # The backward completes the gradients of the buckets from the last to the first.
+            complete_s = np.cumsum(backward[n][::-1])[::-1]
+            np.maximum(issued_s, begins[n] + complete_s, out=issued_s)
     for number in staged:
-        own = [n for n, micro in enumerate(plan.micro_batches) if micro.pipeline == number]
-        if own:
-            line = _staged_pipeline(plan, costs, number, own, forward, backward, there)
-            np.maximum(issued, line.issued, out=issued)
-            last_s = max(last_s, line.end_s)
-    order = [(bucket, float(issued[bucket])) for bucket in reversed(range(len(there)))]
-    pushed = push_ends(costs, exchange, order)
-    return max(pushed[-1], last_s, 0.0) + exchange.update_s * costs.scale
+        micros = [n for n, micro in enumerate(plan.micro_batches) if micro.pipeline == number]
+        if micros:
+            clock = _staged_pipeline(plan, costs, number, micros, forward, backward, there_s)
+            np.maximum(issued_s, clock.issued, out=issued_s)
+            computed_s = max(computed_s, clock.end_s)
+    pushes = [(bucket, float(issued_s[bucket])) for bucket in reversed(range(len(there_s)))]
+    push_ends_s = push_ends(costs, exchange, pushes)
+    return max(push_ends_s[-1], computed_s, 0.0) + exchange.update_s * costs.scale
 
 
 def micro_batch_seconds(plan: Plan, costs: CostModel) -> tuple[float, ...]:
@@ -459,53 +476,64 @@ def _segments(plan: Plan, costs: CostModel) -> tuple[Floats, Floats]:
     """Seconds of the forward, and of the backward, of each segment of each micro-batch, both
     [micro-batches, buckets]."""
     tokens = np.array(plan.lengths.tokens, dtype=np.float64)
-    counts = [len(micro.sequences) for micro in plan.micro_batches]
-    held = tokens[[i for micro in plan.micro_batches for i in micro.sequences]]
-    first = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
+    sizes = [len(micro.sequences) for micro in plan.micro_batches]
+    tokens_in_order = tokens[[i for micro in plan.micro_batches for i in micro.sequences]]
+    first_of = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+    # Of each micro-batch the sums that segments are priced by: squares of tokens, tokens, and one.
     sums = np.stack(
-        [np.add.reduceat(held**2, first), np.add.reduceat(held, first), np.ones(len(counts))]
+        [
+            np.add.reduceat(tokens_in_order**2, first_of),
+            np.add.reduceat(tokens_in_order, first_of),
+            np.ones(len(sizes)),
+        ]
     )
     schemes: dict[Scheme, int] = {}
-    kinds = [schemes.setdefault(pipeline.scheme, len(schemes)) for pipeline in plan.pipelines]
+    scheme_numbers = [
+        schemes.setdefault(pipeline.scheme, len(schemes)) for pipeline in plan.pipelines
+    ]
     # By identity: hashing all layers of all micro-batches takes longer than the few repetitions.
     alike: dict[tuple[int, int], list[int]] = {}
     for number, micro in enumerate(plan.micro_batches):
-        alike.setdefault((id(micro.layers), kinds[micro.pipeline]), []).append(number)
-    forward = np.zeros((len(counts), costs.shape.bucket_count))
+        alike.setdefault((id(micro.layers), scheme_numbers[micro.pipeline]), []).append(number)
+    forward = np.zeros((len(sizes), costs.shape.bucket_count))
     backward = np.zeros_like(forward)
     for numbers in alike.values():
         micro = plan.micro_batches[numbers[0]]
         scheme = plan.pipelines[micro.pipeline].scheme
-        rows, own = segment_rows(costs, scheme, micro.layers, plan.working), sums[:, numbers]
-        forward[numbers], backward[numbers] = (rows[0] @ own).T, (rows[1] @ own).T
+        forward_rows, backward_rows = segment_rows(costs, scheme, micro.layers, plan.working)
+        own_sums = sums[:, numbers]
+        forward[numbers] = (forward_rows @ own_sums).T
+        backward[numbers] = (backward_rows @ own_sums).T
     return forward, backward
 
 
 def _runs(
-    plan: Plan, plain: Sequence[int], forward: Floats, backward_s: Floats, there: Floats
+    plan: Plan, plain: Sequence[int], forward: Floats, backward_s: Floats, there_s: Floats
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Seconds until the backward of each micro-batch without stages starts, and until it ends, both
-    by its number. ``plain`` are these micro-batches, ``forward`` the seconds of their forwards
-    [micro-batches, buckets], ``backward_s`` those of their backwards [micro-batches], ``there`` the
-    seconds until the weights of each bucket are there [buckets]."""
-    rest = np.cumsum(forward[plain][:, ::-1], axis=1)[:, ::-1]
-    waited = (there + rest).max(axis=1).tolist()
-    free, all_there = [0.0] * plan.devices, float(there[-1])
+    """(start of the backward, end of the backward) in seconds by number, for ``plain``, the
+    micro-batches without stages. ``forward`` has the seconds of the forward's segments
+    [micro-batches, buckets], ``backward_s`` of whole backwards [micro-batches], ``there_s`` those
+    until each bucket's weights are there [buckets]."""
+    # From each segment on, the seconds of the forward that remain. No forward ends before the
+    # weights of a segment are there and what remains from it on is computed.
+    remaining_s = np.cumsum(forward[plain][:, ::-1], axis=1)[:, ::-1]
+    earliest_s = (there_s + remaining_s).max(axis=1).tolist()
+    free_at_s, all_there_s = [0.0] * plan.devices, float(there_s[-1])
     begins, ends = dict[int, float](), dict[int, float]()
-    for n, forward_s, back_s, least_s in zip(
-        plain, rest[:, 0].tolist(), backward_s[plain].tolist(), waited, strict=True
+    for n, forward_s, back_s, first_end_s in zip(
+        plain, remaining_s[:, 0].tolist(), backward_s[plain].tolist(), earliest_s, strict=True
     ):
         ranks = plan.pipelines[plan.micro_batches[n].pipeline].ranks
-        now_s = max([free[rank] for rank in ranks])
-        now_s = max(now_s + forward_s, least_s) if now_s < all_there else now_s + forward_s
+        now_s = max([free_at_s[rank] for rank in ranks])
+        now_s = max(now_s + forward_s, first_end_s) if now_s < all_there_s else now_s + forward_s
         begins[n], ends[n] = now_s, now_s + back_s
         for rank in ranks:
-            free[rank] = ends[n]
+            free_at_s[rank] = ends[n]
     return begins, ends
 
 
 def _last_of_ranks(plan: Plan, plain: Sequence[int]) -> list[int]:
-    """Numbers of those micro-batches of ``plain`` that are the last of some rank, rising."""
+    """The micro-batches among ``plain`` that are the last one of some rank, as rising numbers."""
     last_of = {plan.micro_batches[n].pipeline: n for n in plain}
     last: dict[int, int] = {}
     for pipeline, n in last_of.items():
@@ -521,24 +549,25 @@ def _staged_pipeline(
     micros: Sequence[int],
     forward: Floats,
     backward: Floats,
-    there: Floats,
+    there_s: Floats,
 ) -> StagedPipeline:
-    """The clock of pipeline ``number``, which has stages, at the end of its micro-batches
-    ``micros``; the other arguments as for :func:`_runs`."""
+    """The clock of pipeline ``number``, which has stages, after it has run its micro-batches
+    ``micros``. ``forward`` and ``backward`` are seconds of segments [micro-batches, buckets],
+    ``there_s`` the seconds until each bucket's weights are there [buckets]."""
     pipeline = plan.pipelines[number]
     tokens = [sum(plan.tokens_of(plan.micro_batches[n])) for n in micros]
     width = pipeline.scheme.width
     # The first rank of a stage has the most rows of every message, so none of the others is later.
-    message = [message_s(costs, rows_of(held, width, 0)) for held in tokens]
-    line = StagedPipeline(
+    message_seconds = [message_s(costs, rows_of(micro_tokens, width, 0)) for micro_tokens in tokens]
+    clock = StagedPipeline(
         stages=pipeline.stages(costs.shape.layers),
         forward=forward[micros],
         backward=backward[micros],
-        message_s=message,
-        there_s=there,
+        message_s=message_seconds,
+        there_s=there_s,
     )
-    line.run()
-    return line
+    clock.run()
+    return clock
 
 
 def simulate(programs: Sequence[Program], plan: Plan, costs: CostModel) -> Timeline:
