@@ -116,10 +116,14 @@ _HOMES = {
     "headrace.engine.training": ("profile", "train"),
     "headrace.trainers.planned_trainer": ("trainer",),
 }
+"""Public names by the module that defines them."""
+
 _MODULES = ("costs", "errors", "lengths")
+"""Modules that are public names themselves."""
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for."""
     if name in _MODULES:
         return importlib.import_module(f"headrace.{name}")
     for module, names in _HOMES.items():
@@ -133,11 +137,14 @@ def __dir__() -> list[str]:
 
 
 def _imported(module: str, name: str) -> Any:
+    """Import the module of the public ``name``. Where a package of the extra ``train`` is missing,
+    such as torch, MissingExtra says how to install it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in ("torch", "psutil", "safetensors"):
             raise
+        # Imported here, as importing headrace imports none of its modules.
         missing = importlib.import_module("headrace.errors").MissingExtra
         raise missing(package, extra="train", needed_for=f"headrace.{name}") from None

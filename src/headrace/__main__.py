@@ -7,12 +7,12 @@ __all__ = ["run"]
 
 def run() -> None:
     """Run the command line and end the process."""
-    at_home = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if at_home:  # Ctrl-C while modules are read: end, without a traceback of whatever was read
+    usual_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if usual_handler:  # Ctrl-C while modules are imported ends the process without a traceback
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from headrace import cli
 
-    if at_home:
+    if usual_handler:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     cli.run()
 

@@ -159,8 +159,9 @@ def shortened(value: object, longest: int = 80) -> str:
     text = str(value)
     if len(text) <= longest:
         return text
-    left = f" ...{len(text) - longest:,} characters... "
-    return text[: longest * 2 // 3] + left + text[-(longest // 3) :]
+    left_out = f" ...{len(text) - longest:,} characters... "
+    # Two thirds of what is shown are the beginning, one third the end.
+    return text[: longest * 2 // 3] + left_out + text[-(longest // 3) :]
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str | None:

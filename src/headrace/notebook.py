@@ -23,11 +23,12 @@ def table_html(text: str) -> str:
 
 
 def curve_html(values: Sequence[float], title: str, *, width: int = 480, height: int = 80) -> str:
-    """A curve over its index as an inline picture; nothing for fewer than two values."""
+    """A curve of values over their index as an inline SVG of ``width`` x ``height`` pixels, with
+    its title and its first and last value below; empty for fewer than two values."""
     if len(values) < 2:
         return ""
     low, high = min(values), max(values)
-    scale = (height - 2) / (high - low or 1.0)
+    scale = (height - 2) / (high - low or 1.0)  # a pixel is free at either edge for the line
     points = " ".join(
         f"{i * width / (len(values) - 1):.1f},{1 + (high - value) * scale:.1f}"
         for i, value in enumerate(values)

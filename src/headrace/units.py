@@ -24,12 +24,14 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 _BYTES = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40}
 _BYTES |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": KIB, "mi": MIB, "gi": GIB}
-_DIGITS = 30
+_DIGITS = 30  # the most characters of a number
 _NUMBER = re.compile(r"^\s*([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
 _THOUSANDS = re.compile(r"[0-9]{1,3}(,[0-9]{3})*(\.[0-9]+)?|[0-9_]+(\.[0-9]+)?")
 
 
 def _parse(text: str, table: dict[str, int], what: str) -> int:
+    """Read a number with a unit of ``table``, which has the factor of each unit in small letters.
+    Raises SpecError, naming ``what``, for other text."""
     found = _NUMBER.match(text)
     if not found or found[2].lower() not in table:
         units = ", ".join(unit for unit in table if unit)
@@ -47,12 +49,14 @@ def _parse(text: str, table: dict[str, int], what: str) -> int:
             wanted="one number: commas part groups of three digits, as in 1,234,567",
             hint="numbers of a list are parted by '/'",
         )
-    number, unit = found[1].replace(",", "").replace("_", ""), table[found[2].lower()]
-    return round(float(number) * unit) if "." in number else int(number) * unit
+    number, factor = found[1].replace(",", "").replace("_", ""), table[found[2].lower()]
+    # Whole numbers are never made floats, which hold large ones inexactly.
+    return round(float(number) * factor) if "." in number else int(number) * factor
 
 
 def _three(value: float) -> str:
-    """Three significant digits without an exponent."""
+    """A number with three significant digits, or all digits before the point, and no exponent."""
+    # From 999.5 on, three digits would be written 1e+03.
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
 
 

@@ -67,6 +67,7 @@ class ClipsDataConfig(Section):
     @field_validator("shapes")
     @classmethod
     def _read(cls, value: dict[str, float]) -> dict[str, float]:
+        """Refuse names of shapes that are not FRAMESxPATCHES."""
         for text in value:
             if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,6}", text):
                 raise ValueError(f"{text!r}: wanted FRAMESxPATCHES, such as '16x256'")
@@ -74,6 +75,7 @@ class ClipsDataConfig(Section):
 
     @model_validator(mode="after")
     def _one_budget(self) -> ClipsDataConfig:
+        """Refuse both sizes of a batch at once, or none."""
         if (self.batch_tokens is None) == (self.batch_sequences is None):
             raise ValueError("give either batch_tokens or batch_sequences")
         return self
@@ -102,6 +104,7 @@ class ClipsModelConfig(Section):
 
     @model_validator(mode="after")
     def _whole(self) -> ClipsModelConfig:
+        """Refuse a model without a preset that lacks a part of its shape."""
         wanted = [n for n in ("layers", "hidden", "heads") if getattr(self, n) is None]
         if self.preset is None and wanted:
             raise ValueError(f"{wanted[0]}: wanted a value, or a preset")

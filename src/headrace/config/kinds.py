@@ -13,8 +13,9 @@ __all__ = ["read_any"]
 
 
 def read_any(path: Path, changes: Sequence[str] = ()) -> Config | ClipsConfig:
-    """The configuration in a file, with changes: over clips where its data are. Raises ConfigError
-    that lists every wrong key or value."""
+    """Read the configuration in a file, with ``a.b=c`` changes: a ClipsConfig where ``data.kind``
+    is ``synthetic-clips``, else a Config. Raises ConfigError that lists every wrong key or
+    value."""
     data = read_toml(path, changes).get("data")
     clips = isinstance(data, dict) and data.get("kind") == "synthetic-clips"
     return (ClipsConfig if clips else Config).load(path, *changes)

@@ -18,7 +18,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_config(model: type[Model], path: Path, overrides: Sequence[str] = ()) -> Model:
-    """The ``model`` in the TOML file ``path`` with ``a.b=c`` changes applied.
+    """Read the TOML file ``path``, with ``a.b=c`` changes applied, as the pydantic class ``model``.
 
     Relative ``data.paths``, ``data.tokenizer`` and ``model.from`` are taken from the file's folder.
     Raises ConfigError that lists every wrong key or value.
@@ -34,7 +34,7 @@ def read_config(model: type[Model], path: Path, overrides: Sequence[str] = ()) -
 
 def read_toml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The tables of a TOML file with ``a.b=c`` changes applied. Raises ConfigError for a file that
-    is none."""
+    cannot be read or is no TOML."""
     try:
         value = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -46,8 +46,9 @@ def read_toml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def apply_overrides(value: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Set ``a.b=c`` in place; ``c`` is read as TOML, else as a plain string. ``a.b=`` takes the
-    key away, so that its default holds."""
+    """Apply ``a.b=c`` changes to the tables ``value``, in place. ``c`` is read as TOML, or as a
+    plain string where it is no TOML; ``a.b=`` removes the key, so that its default holds. Raises
+    ConfigError for a malformed change."""
     for override in overrides:
         key, equals, text = override.partition("=")
         what = f"--set {shortened(override)}"
@@ -103,10 +104,11 @@ def _resolve(path: str, folder: Path) -> str:
 
 
 def _problems(model: type[BaseModel], errors: list[dict[str, Any]]) -> list[str]:
-    """One line per mistake: a list is not called empty because one of its items is wrong."""
-    inner = {tuple(e["loc"][:-1]) for e in errors if len(e["loc"]) > 1}
-    told = [e for e in errors if e["type"] != "too_short" or tuple(e["loc"]) not in inner]
-    return [_problem(model, e) for e in told]
+    """One line for each of pydantic's errors. An error that a list is too short is left out where
+    one of its items is wrong: only that item made it so."""
+    parents = {tuple(e["loc"][:-1]) for e in errors if len(e["loc"]) > 1}
+    shown = [e for e in errors if e["type"] != "too_short" or tuple(e["loc"]) not in parents]
+    return [_problem(model, e) for e in shown]
 
 
 def _problem(model: type[BaseModel], error: dict[str, Any]) -> str:
@@ -132,7 +134,7 @@ def _keys(model: type[BaseModel], loc: Sequence[str | int]) -> list[str]:
         annotation = field.annotation if field else None
         sections = [
             kind
-            for kind in get_args(annotation) or (annotation,)  # one may be left out
+            for kind in get_args(annotation) or (annotation,)  # the section in ``Section | None``
             if isinstance(kind, type) and issubclass(kind, BaseModel)
         ]
         if not sections:

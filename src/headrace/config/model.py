@@ -42,11 +42,11 @@ __all__ = [
 
 
 def cache_folder(given: str | Path | None = None) -> Path:
-    """The folder of caches: the one that is given, or the user's."""
+    """The folder of caches: ``given``, or else ``headrace`` in the user's cache folder."""
     if given is not None:
         return Path(given).expanduser()
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # A relative one counts as not set, says its specification.
+    # The XDG specification says that a relative path counts as not set.
     return (named if named.is_absolute() else Path.home() / ".cache") / "headrace"
 
 
@@ -101,7 +101,7 @@ class IterationsConfig(Section):
 
     @model_validator(mode="after")
     def _known(self) -> IterationsConfig:
-        """Refuse what no iteration can be drawn by."""
+        """Refuse options that contradict each other, as :class:`DrawOptions` checks."""
         try:
             self.options(0)
         except SpecError as error:
@@ -114,7 +114,8 @@ class IterationsConfig(Section):
 
 
 def _flow(value: Any) -> Any:
-    """The table of iterations that the name of a flow stands for; other values as they are."""
+    """``"dcp"`` as ``{"flow": "dcp"}``: a text stands for a table of iterations with this flow.
+    Other values are returned as they are."""
     return {"flow": value} if isinstance(value, str) else value
 
 
@@ -191,8 +192,8 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _one_budget(self) -> DataConfig:
-        """Refuse two sizes of a batch or none, what iterations that choose their samples cannot
-        keep to, and half a curriculum."""
+        """Refuse two sizes of a batch or none, a size or a curriculum beside iterations that choose
+        their own samples, and only one of ``curriculum`` and ``curriculum_steps``."""
         if self.iterations is not None:
             for name in ("batch_tokens", "batch_sequences"):
                 if getattr(self, name) is not None:
@@ -305,6 +306,7 @@ class DevicesConfig(Section):
     @field_validator("memory")
     @classmethod
     def _memory(cls, value: str) -> str:
+        """Refuse a memory that is neither ``auto`` nor a number of bytes above zero."""
         if value != "auto" and number(parse_bytes)(value) < 1:
             raise ValueError("wanted at least one byte")
         return value
@@ -312,22 +314,26 @@ class DevicesConfig(Section):
     @field_validator("hardware")
     @classmethod
     def _hardware(cls, value: str | None) -> str | None:
+        """The hardware with its usual links written out; refuse unknown names."""
         return None if value is None else str(number(Hardware.parse)(value))
 
     @field_validator("implementation")
     @classmethod
     def _implementation(cls, value: str) -> str:
+        """Refuse an implementation that is not known."""
         return str(number(Implementation.named)(value))
 
     def dtype_on(self, *, gpu: bool) -> str:
-        """``dtype``, of such devices where it is ``auto``."""
+        """``dtype`` by torch's name; where it is ``auto``, bfloat16 on a GPU and float32 on a
+        CPU."""
         if self.dtype != "auto":
             return self.dtype
         return "bfloat16" if gpu else "float32"
 
     @property
     def planned_dtype(self) -> str:
-        """``dtype`` where no device is at hand: on those of ``hardware``, else on a CPU."""
+        """The dtype that plans made without devices assume: ``dtype``, or where it is ``auto`` what
+        is usual on ``hardware``, and on a CPU where that is not set."""
         if self.hardware is None:
             return self.dtype_on(gpu=False)
         device = Hardware.parse(self.hardware).device
@@ -433,6 +439,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _refuse_clips(cls, value: Any) -> Any:
+        """Refuse a configuration of a run over clips, which :class:`ClipsConfig` reads."""
         data = value.get("data") if isinstance(value, dict) else None
         if isinstance(data, dict) and data.get("kind") == "synthetic-clips":
             raise ValueError("data.kind: a run over clips, which only headrace train takes")
@@ -440,8 +447,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _tokenizer_of_the_model(self) -> Config:
+        """Take the tokenizer of the model's folder where no tokenizer is named."""
         if self.model.from_ is not None and "tokenizer" not in self.data.model_fields_set:
-            # Written out, so that what is saved of a configuration says what was meant.
+            # Set in the data section, so that a saved configuration names the tokenizer. Sections
+            # are frozen, so it is set past pydantic.
             self.__dict__["data"] = self.data.model_copy(update={"tokenizer": self.model.from_})
         return self
 
@@ -459,7 +468,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _groups_of_iterations(self) -> Config:
-        """Refuse iterations that are filled with groups which no plan would have."""
+        """Refuse iterations that choose their own samples for the planner ``strategies``: they are
+        filled with groups, and it has pipelines."""
         if self.data.iterations is not None and self.planner.name == "strategies":
             raise ValueError(
                 "data.iterations are filled with groups: planner 'strategies' has pipelines"

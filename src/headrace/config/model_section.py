@@ -65,7 +65,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _of_one_origin(self) -> ModelConfig:
-        """Refuse keys of a shape beside ``from``, which brings one."""
+        """Refuse keys of a shape beside ``from``, whose folder has a shape of its own."""
         names = set(type(self).model_fields) - {"from_", "dropout"}
         given = sorted(name for name in names if getattr(self, name) is not None)
         if self.from_ is not None and given:
@@ -73,8 +73,9 @@ class ModelConfig(Section):
         return self
 
     def fitted(self, folder: Architecture, vocabulary: int, context: int) -> Architecture:
-        """``folder``, the architecture of :attr:`from_`, for a tokenizer of ``vocabulary`` ids and
-        sequences of ``context``. Raises SpecError when it has too few rows or positions."""
+        """Return ``folder``, the architecture of the model in :attr:`from_`, after a check that it
+        fits a tokenizer of ``vocabulary`` ids and sequences of ``context`` tokens. Raises SpecError
+        when it has too few rows in its embedding or too few positions."""
         if vocabulary > folder.vocabulary:
             raise SpecError(
                 f"vocabulary of {self.from_}",
@@ -90,11 +91,12 @@ class ModelConfig(Section):
     def architecture(
         self, vocabulary: int, context: int, mask_id: int | None = None
     ) -> Architecture:
-        """The architecture for a tokenizer of ``vocabulary`` ids and sequences of ``context``.
+        """The architecture that these keys describe, for a tokenizer of ``vocabulary`` ids and
+        sequences of ``context`` tokens.
 
-        ``mask_id`` is the tokenizer's mask token; a model that needs one where there is none has
-        an id of its own for it, the first that the tokenizer does not use. Raises SpecError when
-        the shape contradicts itself, is incomplete, or the vocabulary is too small.
+        ``mask_id`` is the tokenizer's mask token. Where it is None, BERT takes the first id that
+        the tokenizer does not use. Raises SpecError when the shape contradicts itself, is
+        incomplete, or its vocabulary is too small.
         """
         given = {
             k: v for k, v in self.model_dump(exclude={"preset", "from_"}).items() if v is not None
@@ -120,6 +122,7 @@ class ModelConfig(Section):
             )
         given.setdefault("kv_heads", given["heads"])
         hidden = given["hidden"]
-        wide = 4 * hidden if kind in ("gpt", "bert") else -(-8 * hidden // 3 // 64) * 64
-        given.setdefault("ffn", wide)
+        # Llama's three matrices of 8/3 h have the elements of two of 4 h; in multiples of 64.
+        ffn = 4 * hidden if kind in ("gpt", "bert") else -(-8 * hidden // 3 // 64) * 64
+        given.setdefault("ffn", ffn)
         return Architecture(**given)

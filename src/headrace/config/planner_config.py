@@ -13,7 +13,8 @@ __all__ = ["PlannerConfig"]
 
 
 def _strategy(value: Any) -> Any:
-    """A strategy as it writes itself."""
+    """The text of a strategy in its usual form, largest scheme first; values that are no text are
+    left to pydantic. Raises ValueError for a malformed text."""
     return str(number(Strategy.parse)(value)) if isinstance(value, str) else value
 
 

@@ -17,9 +17,11 @@ _MOST = 2**63 - 1  # what arrays and files hold
 
 
 def number(parse: Callable[[str], object]) -> Callable[[Any], Any]:
-    """Reads a text by ``parse``, its error as pydantic wants it; leaves other values alone."""
+    """A pydantic validator that reads a text by ``parse`` and leaves other values alone. Errors of
+    ``parse`` become ValueErrors, as pydantic wants them."""
 
     def read(value: Any) -> Any:
+        """``value``, parsed if it is a text."""
         try:
             return parse(value) if isinstance(value, str) else value
         except HeadraceError as error:

@@ -49,16 +49,17 @@ class Residual:
 
     @property
     def log(self) -> float:
-        """The logarithm of measured over predicted."""
+        """The natural logarithm of measured over predicted seconds: 0 where they agree."""
         return math.log(self.measured_s / self.predicted_s)
 
 
 def micro_batch_residuals(
     plan: Plan, predicted: Sequence[float], measured: Mapping[int, float], costs: CostModel
 ) -> tuple[Residual, ...]:
-    """The residuals of a step's micro-batches, in the plan's order: seconds of their forwards and
-    backwards without waiting, ``predicted`` for each and ``measured`` for those that ran. One that
-    took no time is left out.
+    """The residuals of a step's micro-batches, in the plan's order.
+
+    ``predicted`` and ``measured`` are seconds of forward and backward together, without waiting, by
+    the index of the micro-batch. A micro-batch without measured or predicted seconds is left out.
     """
     shares = _Shares(plan, costs)
     return tuple(
@@ -74,15 +75,16 @@ def micro_batch_residuals(
 
 
 class _Shares:
-    """The parts of options in predicted layer seconds: the coefficients of each once for every
-    layer plan and width."""
+    """The fraction of a micro-batch's predicted layer seconds that each of its layer options takes.
+    Coefficients of the seconds are kept for each pair of a group width and a layer plan."""
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
         self._plan, self._costs = plan, costs
         self._known: dict[tuple[int, int], dict[str, tuple[float, float, float]]] = {}
 
     def of(self, micro: MicroBatch) -> dict[str, float]:
-        """The shares of a micro-batch by option key; they sum to one."""
+        """The shares of a micro-batch by option key (``cp2 megatron_cz+full``); they sum to one.
+        Seconds of an option are a sum_i l_i^2 + b sum_i l_i + c over lengths l_i."""
         width = self._plan.pipelines[micro.pipeline].scheme.width
         lengths = self._plan.tokens_of(micro)
         squares, tokens = sum(n * n for n in lengths), sum(lengths)
@@ -94,8 +96,9 @@ class _Shares:
         return {key: s / total if total > 0 else 1 / len(seconds) for key, s in seconds.items()}
 
     def _rows(self, width: int, layers: LayerPlan) -> dict[str, tuple[float, float, float]]:
-        """Coefficients of the seconds of all layers of each option. By the identity of their plan:
-        hashing all layers of all micro-batches takes longer."""
+        """Coefficients (a, b, c) of the seconds of all layers of each option, by option key. They
+        are found again by the identity of the layer plan, as hashing one for every micro-batch
+        would be slow."""
         known = self._known.get((width, id(layers)))
         if known is None:
             known = dict[str, tuple[float, float, float]]()
@@ -113,36 +116,39 @@ class _Shares:
 
 
 def rank_differences(residuals: Sequence[Residual]) -> dict[int, float]:
-    """How much slower each rank was than the others: the difference of logarithms between its
-    measured over predicted seconds and the (lower) median of the other ranks'.
+    """How much slower each rank was than the others, by rank: the logarithm of its measured over
+    predicted seconds minus the (lower) median of those of the other ranks.
 
     Each rank is judged by its micro-batches in the smallest groups it worked in, and against others
     in groups of that size, so that a group size which is predicted badly says nothing about a rank.
     Ranks of one group cannot be told apart: a slow one makes all of them slow. A rank without work,
     or alone in groups of its size, is left out.
     """
-    by_size: dict[int, list[tuple[int, float]]] = defaultdict(list)
-    smallest: dict[int, int] = {}
+    by_size: dict[int, list[tuple[int, float]]] = defaultdict(list)  # (rank, log) by group size
+    smallest: dict[int, int] = {}  # the smallest group size of each rank
     for (rank, size), value in _by_rank(residuals).items():
         by_size[size].append((rank, value))
         smallest[rank] = min(size, smallest.get(rank, size))
-    found = {}
+    differences = {}
     for size, values in by_size.items():
         ordered = sorted(value for _, value in values)
         for rank, value in values:
             if smallest[rank] == size and len(ordered) > 1:
-                found[rank] = value - _median_of_others(ordered, value)
-    return found
+                differences[rank] = value - _median_of_others(ordered, value)
+    return differences
 
 
 def _median_of_others(ordered: Sequence[float], value: float) -> float:
-    """The lower median of ``ordered`` without one ``value``."""
-    middle = (len(ordered) - 2) // 2
-    return ordered[middle if middle < bisect_left(ordered, value) else middle + 1]
+    """The lower median of the ascending ``ordered`` after one ``value`` in it is taken out."""
+    middle = (len(ordered) - 2) // 2  # the index of the lower median among the others
+    removed = bisect_left(ordered, value)
+    # From the removed value on, the others stand one place further in ``ordered``.
+    return ordered[middle if middle < removed else middle + 1]
 
 
 def _by_rank(residuals: Sequence[Residual]) -> dict[tuple[int, int], float]:
-    """The logarithm of measured over predicted of each rank and group size it worked in."""
+    """The logarithm of measured over predicted seconds by (rank, size of its groups), over all
+    micro-batches of the rank in groups of that size."""
     sums: dict[tuple[int, int], tuple[float, float]] = {}
     for residual in residuals:
         for rank in residual.ranks:
@@ -153,8 +159,9 @@ def _by_rank(residuals: Sequence[Residual]) -> dict[tuple[int, int], float]:
 
 
 def common_factor(residuals: Sequence[Residual]) -> float:
-    """The logarithm of measured over predicted of the whole step: the lower median over its ranks,
-    so that one slow rank of two does not look like a slow machine. 0 without residuals."""
+    """The logarithm of measured over predicted seconds of the whole step: the lower median of its
+    ranks' values, so that one slow rank of two does not look like a slow machine. 0 without
+    residuals."""
     sums: dict[int, tuple[float, float]] = {}
     for residual in residuals:
         for rank in residual.ranks:
@@ -166,19 +173,20 @@ def common_factor(residuals: Sequence[Residual]) -> float:
 
 LEAST_MARGIN, MOST_MARGIN = 0.05, 0.6
 
-_SAFETY = 1.1  # what peaks may exceed the largest that was learnt by
-_SPREADS = 3.0  # that a peak may lie above the mean
-_ENOUGH = 20  # steps with peaks worth learning from, before less than the prior is believed
+_SAFETY = 1.1  # the factor by which peaks may exceed the largest ratio that was learnt
+_SPREADS = 3.0  # standard deviations that a ratio of peaks may lie above the mean
+_ENOUGH = 20  # steps with peaks worth learning from, before a margin below the prior is believed
 _NOTICEABLE = 0.25  # of the memory: smaller peaks count as this much
 _GRID = 20  # margins are multiples of 1 / _GRID, so that runs alike start with the same one
 
 KEEP = 0.98
-"""Of what was known, at each value: one counts half after 34 others."""
+"""The weight of the mean so far when a value is added: a value counts half after 34 others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean and a variance that forget: of ``count`` values, the last some fifty matter."""
+    """An exponentially weighted mean and variance of ``count`` values, of which about the last
+    fifty matter."""
 
     count: int = 0
     mean: float = 0.0
@@ -201,7 +209,8 @@ class Estimate:
         return math.sqrt(self.variance)
 
     def after(self, value: float, within: float = 0.0) -> Estimate:
-        """With one more ``value``, itself a mean of values of variance ``within``.
+        """The estimate with one more ``value``, which is itself a mean of values whose variance is
+        ``within``. The first values count alike, so that the mean starts as their plain mean.
 
         a         = max(1 - keep, 1 / count)
         mean'     = mean + a (value - mean)
@@ -218,9 +227,9 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """Measured over predicted peak bytes, of the worst rank of each step that says something:
-    what is ``usual``, and the ``largest``, whose distance to the usual is forgotten at the same
-    pace."""
+    """Ratios of measured over predicted peak bytes, of the worst rank of each step with a peak
+    worth learning from: their mean and variance are ``usual``, the ``largest`` fades towards the
+    mean at the same pace."""
 
     usual: Estimate = field(default_factory=Estimate)
     largest: float = 0.0
@@ -232,7 +241,8 @@ class Peaks:
             raise CostError("largest ratio of peaks", got=self.largest, wanted="finite, >= 0")
 
     def after(self, predicted: Sequence[int], measured: Sequence[int], memory_bytes: int) -> Peaks:
-        """With the peak bytes of all ranks of one more step; the worst rank counts."""
+        """The ratios with one more step, given its peak bytes by rank: the rank with the largest
+        ratio counts. Unchanged where all peaks are below a quarter of the memory."""
         ratios = [
             _ratio(p, m, memory_bytes)
             for p, m in zip(predicted, measured, strict=True)
@@ -284,13 +294,18 @@ def raised_margin(
 
 
 def _ratio(predicted: int, measured: int, memory_bytes: int) -> float:
+    """Measured over predicted peak bytes, where peaks below a quarter of the memory count as a
+    quarter: small ones say little about large ones."""
     least = _NOTICEABLE * memory_bytes
     return max(measured, least) / max(predicted, least)
 
 
 def _margin_for(ratio: float) -> float:
-    margin = min(MOST_MARGIN, max(LEAST_MARGIN, 1 - 1 / (_SAFETY * max(ratio, 1 / _SAFETY))))
-    return math.ceil(margin * _GRID - 1e-9) / _GRID
+    """The fraction of the memory to leave free where measured peaks are ``ratio`` times the
+    predicted ones: 1 - 1 / (1.1 ratio), within the limits, rounded up to the grid."""
+    free = 1 - 1 / (_SAFETY * max(ratio, 1 / _SAFETY))
+    margin = min(MOST_MARGIN, max(LEAST_MARGIN, free))
+    return math.ceil(margin * _GRID - 1e-9) / _GRID  # 1e-9 forgives rounding at a grid point
 
 
 FORMAT = 1

@@ -92,7 +92,8 @@ class OptionCost:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> OptionCost:
-        """Read what :meth:`to_json` gave; files of old have one token order and always fetch.
+        """Read what :meth:`to_json` gave. Objects of older files lack ``order`` (natural) and
+        ``fetched`` (all weights).
 
         Args:
             value: The JSON object.
@@ -101,12 +102,13 @@ class OptionCost:
             The costs.
         """
         (fa, fb, fc), (ba, bb, bc) = value["forward"], value["backward"]
-        (kept, kept_constant), (transient, transient_constant) = value["kept"], value["transient"]
+        kept_slope, kept_constant = value["kept"]
+        transient_slope, transient_constant = value["transient"]
         return cls(
             forward=Quadratic(a=fa, b=fb, c=fc),
             backward=Quadratic(a=ba, b=bb, c=bc),
-            kept=Linear(slope=kept, constant=kept_constant),
-            transient=Linear(slope=transient, constant=transient_constant),
+            kept=Linear(slope=kept_slope, constant=kept_constant),
+            transient=Linear(slope=transient_slope, constant=transient_constant),
             order=value.get("order", "natural"),
             fetched=value.get("fetched", 1.0),
         )
@@ -143,7 +145,7 @@ class ExchangeCost:
         return self.pull_s + self.push_s + self.update_s
 
     def of_share(self, share: float) -> ExchangeCost:
-        """What is paid where only a share of the weights moves.
+        """The costs where only a share of the weights is pulled and pushed.
 
         Args:
             share: The share of pull and push, from 0 to 1.
@@ -276,10 +278,10 @@ class CostModel:
         Returns:
             The option of equal costs that is listed.
         """
-        own = self.feed_forwards
-        owner = own.get(option.feed_forward, option.feed_forward)
-        same = own.get(option.attention, option.attention) == owner
-        return replace(option, feed_forward=option.attention if same else owner)
+        owners = self.feed_forwards
+        owner = owners.get(option.feed_forward, option.feed_forward)
+        shared = owners.get(option.attention, option.attention) == owner
+        return replace(option, feed_forward=option.attention if shared else owner)
 
     def order_of(self, p: int, layers: LayerPlan) -> TokenOrder:
         """The token order of a micro-batch: zigzag when any of its layers is fastest in it, as the
@@ -301,7 +303,7 @@ class CostModel:
         return "zigzag" if "zigzag" in orders else "natural"
 
     def gather_seconds(self, p: int, option: LayerOption, working: Working) -> tuple[float, float]:
-        """What holding weights sharded adds to one layer; one that is computed again in the
+        """Seconds that sharded weights add to one layer. A layer that is computed again in the
         backward gathers its weights once more.
 
         Args:
@@ -394,6 +396,7 @@ class CostModel:
         if working == "replicated":
             return replicated
         shards = [self.working_bytes[p]["sharded"] for p in sizes]
+        # At most all the weights, but never less than the largest shard.
         return max(max(shards, default=0), min(sum(shards), replicated))
 
     def micro_batch_bytes(
@@ -459,12 +462,17 @@ class CostModel:
             if line.slope > 0:
                 most = min(most, free / line.slope)
         tokens = math.floor(most)
-        if tokens < MOST_TOKENS and max(x(tokens + 1) for x in self._moments(p, layers)) <= room:
-            return tokens + 1
+        # The division may have been rounded down below a whole number that fits.
+        if tokens < MOST_TOKENS:
+            peak = max(line(tokens + 1) for line in self._moments(p, layers))
+            if peak <= room:
+                return tokens + 1
         return tokens
 
     def _moments(self, p: int, layers: LayerPlan) -> list[Linear]:
-        """Bytes of activations at every moment that can be the peak, as lines over tokens."""
+        """Bytes of activations at every moment that can be the peak, as lines over the tokens of a
+        pack: what is kept up to the last layer of each run of equal options, plus what this layer
+        needs in passing; then the same of the ends."""
         self._check_layers(layers)
         ends = self.ends[p]
         slope, constant, lines = ends.kept.slope, ends.kept.constant, list[Linear]()
@@ -624,6 +632,7 @@ class CostModel:
 
 
 def _plus(slope: float, constant: float, line: Linear) -> Linear:
+    """The sum of the line ``slope`` x tokens + ``constant`` and another one."""
     return Linear(slope=slope + line.slope, constant=constant + line.constant)
 
 
@@ -633,15 +642,17 @@ Floats = NDArray[np.float64]
 def stage_gather(
     costs: CostModel, scheme: Scheme, option: LayerOption, working: Working
 ) -> tuple[float, float]:
-    """What fetching weights adds to one layer's (forward, backward).
+    """Seconds (forward, backward) that fetching weights adds to one layer of a stage.
 
-    A tensor block that holds a layer together lacks nothing for methods that work with shards as
-    they lie; others fetch the rest, at most what a group of the whole width would.
+    Ranks of a tensor block hold a layer's weights together. A method that computes with its own
+    shard needs no more than those; others are charged what a group of the whole stage would fetch,
+    which is the most it can be.
     """
     width = scheme.width
     parts = scheme.parts(sharded=working == "sharded")
     if parts == 1 or width not in costs.options:
         return 0.0, 0.0
+    # Below 1 the method computes with its own shard.
     if parts < width and costs.option(width, option).fetched < 1:
         return 0.0, 0.0
     return costs.gather_seconds(width, option, "sharded")
@@ -656,20 +667,20 @@ def segment_seconds(
     working: Working,
 ) -> tuple[tuple[float, float], ...]:
     """Seconds of (forward, backward) of every segment of a stage for a pack of ``tokens``, in the
-    order of ``stage.buckets``. The ends are charged where the head is.
+    order of ``stage.buckets``. Embedding, head and loss together are charged to the head's segment.
 
     Raises CostError when the costs lack the width or an option.
     """
-    width, found = len(stage.ranks), list[tuple[float, float]]()
+    width, segments = len(stage.ranks), list[tuple[float, float]]()
     squares, total = sum(n * n for n in tokens), sum(tokens)
-    of_option: dict[LayerOption, tuple[float, float]] = {}
+    of_option: dict[LayerOption, tuple[float, float]] = {}  # equal layers are computed once
     for bucket in stage.buckets:
         if bucket == 0:
-            found.append((0.0, 0.0))
+            segments.append((0.0, 0.0))
         elif bucket > stage.stop:
             ends = costs.ends[width]
             pair = ends.forward.of_sums(squares, total), ends.backward.of_sums(squares, total)
-            found.append((pair[0] * costs.scale, pair[1] * costs.scale))
+            segments.append((pair[0] * costs.scale, pair[1] * costs.scale))
         else:
             option = layers.options[bucket - 1]
             if option not in of_option:
@@ -679,31 +690,34 @@ def segment_seconds(
                     (cost.forward.of_sums(squares, total) + gather[0]) * costs.scale,
                     (cost.backward.of_sums(squares, total) + gather[1]) * costs.scale,
                 )
-            found.append(of_option[option])
-    return tuple(found)
+            segments.append(of_option[option])
+    return tuple(segments)
 
 
 def segment_rows(
     costs: CostModel, scheme: Scheme, layers: LayerPlan, working: Working
 ) -> tuple[Floats, Floats]:
-    """Coefficients (a, b, c) of the seconds of (forward, backward) of every segment of a pipeline
-    of one stage [buckets, 3], as :func:`segment_seconds` has them."""
+    """Coefficients of the seconds of every segment of a pipeline of one stage: an array of the
+    forwards and one of the backwards, each [buckets, 3] with rows (a, b, c) of
+    a sum_i l_i^2 + b sum_i l_i + c. The seconds are those of :func:`segment_seconds`."""
     width = scheme.width
-    rows = {0: [(0.0, 0.0, 0.0)], 1: [(0.0, 0.0, 0.0)]}
+    forward_rows, backward_rows = [(0.0, 0.0, 0.0)], [(0.0, 0.0, 0.0)]  # bucket 0 is free
     for option, count in layers.counts:
         cost = costs.option(width, option)
-        gather = stage_gather(costs, scheme, option, working)
-        for way, (line, more) in enumerate(zip((cost.forward, cost.backward), gather, strict=True)):
-            rows[way] += [(line.a, line.b, line.c + more)] * count
+        forward, backward = cost.forward, cost.backward
+        forward_gather_s, backward_gather_s = stage_gather(costs, scheme, option, working)
+        forward_rows += [(forward.a, forward.b, forward.c + forward_gather_s)] * count
+        backward_rows += [(backward.a, backward.b, backward.c + backward_gather_s)] * count
     ends = costs.ends[width]
-    for way, line in enumerate((ends.forward, ends.backward)):
-        rows[way].append((line.a, line.b, line.c))
-    return np.array(rows[0]) * costs.scale, np.array(rows[1]) * costs.scale
+    forward_rows.append((ends.forward.a, ends.forward.b, ends.forward.c))
+    backward_rows.append((ends.backward.a, ends.backward.b, ends.backward.c))
+    return np.array(forward_rows) * costs.scale, np.array(backward_rows) * costs.scale
 
 
 def exchange_of(costs: CostModel, plan: Plan) -> ExchangeCost:
-    """What the step of a plan pays once: all of pull and push, or the share that moves when all of
-    its weights are sharded over all devices."""
+    """Seconds of pull, push and update in the step of a plan. They are less where the plan shards
+    weights and every pipeline with work spans all devices, as then only a share of the weights has
+    to move."""
     exchange = costs.exchange_s
     if exchange.sharded_share == 1 or plan.working != "sharded":
         return exchange
@@ -714,27 +728,28 @@ def exchange_of(costs: CostModel, plan: Plan) -> ExchangeCost:
 
 
 def message_s(costs: CostModel, rows: int) -> float:
-    """Seconds of a message of ``rows`` rows to a neighbouring stage.
+    """Seconds of a message of ``rows`` rows (tokens) of activations to a neighbouring stage.
 
     The bandwidth is that of the measured pull, which moves (N - 1) / N of all weights to each
-    rank; 0 seconds where costs have no measured pull.
+    of N ranks; 0 seconds where costs have no measured pull.
     """
     n, shape = costs.cluster.devices, costs.shape
-    elements = shape.elements * (n - 1) / n
-    if n == 1 or elements == 0:
+    pulled_elements = shape.elements * (n - 1) / n
+    if n == 1 or pulled_elements == 0:
         return 0.0
-    return costs.exchange_s.pull_s * costs.scale * rows * shape.hidden / elements
+    return costs.exchange_s.pull_s * costs.scale * rows * shape.hidden / pulled_elements
 
 
 def held_bytes(costs: CostModel, pipeline: Pipeline, working: Working) -> tuple[int, ...]:
-    """Bytes of working weights and their gradients on a rank of each stage.
+    """Bytes of working weights and their gradients on a rank, for each stage of a pipeline.
 
-    Where storage and working layout may be one, as on a single rank, the costs say so: what
-    replicated weights take is the measure.
+    They are the bytes that the costs list for replicated weights, times the fraction of the model's
+    elements that the rank works with. So they are 0 where the costs list none, as for a single rank
+    that works with its stored weights.
     """
     scheme = pipeline.scheme
     width, parts = scheme.width, scheme.parts(sharded=working == "sharded")
-    if scheme.pipeline == 1 and parts in (1, width):
+    if scheme.pipeline == 1 and parts in (1, width):  # listed as it is
         return (costs.working_bytes[width]["replicated" if parts == 1 else "sharded"],)
     replicated = costs.working_bytes[width]["replicated"]
     return tuple(
@@ -744,7 +759,8 @@ def held_bytes(costs: CostModel, pipeline: Pipeline, working: Working) -> tuple[
 
 
 def kept_line(costs: CostModel, stage: Stage, layers: LayerPlan) -> Linear:
-    """Bytes that a stage keeps of a micro-batch from its forward to its backward, over tokens."""
+    """Bytes that a rank of a stage keeps of a micro-batch from its forward to its backward, as a
+    line over the tokens of the pack."""
     width = len(stage.ranks)
     lines = [costs.option(width, o).kept for o in layers.options[stage.start : stage.stop]]
     if stage.last:
@@ -755,18 +771,16 @@ def kept_line(costs: CostModel, stage: Stage, layers: LayerPlan) -> Linear:
 
 
 def moments(costs: CostModel, stage: Stage, layers: LayerPlan) -> list[Linear]:
-    """Bytes of a micro-batch's activations at every moment that can be its peak in a stage: what
-    is kept so far and what the current segment needs in passing."""
+    """Bytes of a micro-batch's activations on a rank of a stage at every moment that can be its
+    peak, as lines over the tokens of the pack: while each layer runs, then while the head runs. At
+    each there is what has been kept so far and what the segment needs in passing."""
     width = len(stage.ranks)
     first = costs.ends[width].kept if stage.last else Linear()
-    slope, constant, found = first.slope, first.constant, list[Linear]()
+    slope, constant, lines = first.slope, first.constant, list[Linear]()
     for option in layers.options[stage.start : stage.stop]:
         cost = costs.option(width, option)
         slope, constant = slope + cost.kept.slope, constant + cost.kept.constant
-        found.append(
-            Linear(slope=slope + cost.transient.slope, constant=constant + cost.transient.constant)
-        )
+        lines.append(_plus(slope, constant, cost.transient))
     if stage.last:
-        passing = costs.ends[width].transient
-        found.append(Linear(slope=slope + passing.slope, constant=constant + passing.constant))
-    return found
+        lines.append(_plus(slope, constant, costs.ends[width].transient))
+    return lines

@@ -15,17 +15,18 @@ __all__ = ["Drift"]
 _WINDOW = 15  # values whose median is tested
 _PAST = 64  # values before them that say how much it scatters
 _LEAST_PAST = 32  # of those, before anything is tested
-_SPREADS = 2.5
-_LEAST = math.log(1.15)  # smaller changes are nobody's business
+_SPREADS = 2.5  # standard deviations that are a change
+_LEAST = math.log(1.15)  # smaller changes are not worth a word
 _NAMED = 8  # ranks in one sentence
 _TO_SIGMA = 1.4826  # standard deviations of normal noise per median absolute deviation
 
 
 @dataclass(slots=True, kw_only=True)
 class _Track:
-    """One series of logarithms and the ``level`` it was last found on.
+    """One series of logarithms, and the ``level`` about which its values were last found to lie.
 
-    Where it is None it becomes the median of the first values.
+    A level of None becomes the median of the first values. ``window`` has the last values as
+    (step, value), ``past`` those before.
     """
 
     level: float | None
@@ -33,7 +34,8 @@ class _Track:
     window: deque[tuple[int, float]] = field(default_factory=deque)
 
     def add(self, step: int, value: float) -> int | None:
-        """Take a value; the step from which on the level is another one, None while it is not."""
+        """Add the value of a step. Returns the step since which the series lies about another
+        level, which becomes its ``level``; None while there is no change."""
         self.window.append((step, value))
         if len(self.window) > _WINDOW:
             self.past.append(self.window.popleft()[1])
@@ -49,14 +51,16 @@ class _Track:
         return self.window[at][0]
 
     def _sigma(self) -> float:
+        """A robust standard deviation of the past values, by their median absolute deviation."""
         middle = median(self.past)
         return _TO_SIGMA * median(abs(value - middle) for value in self.past)
 
     def _change(self, values: Sequence[float]) -> int:
-        """Where the window is best cut into values about the old level and about the new one: the
-        least sum of absolute distances."""
+        """The index in the window from which on ``values`` lie about the new level: the cut that
+        makes the sum of absolute distances least, to the old level before it and the new after."""
         assert self.level is not None
         old, new = self.level, median(values)
+        # The least sum is where the values after the cut are nearer to the new level by the most.
         gains = [abs(value - old) - abs(value - new) for value in values]
         sums = [sum(gains[at:]) for at in range(len(values))]
         return max(range(len(values)), key=sums.__getitem__)
@@ -95,26 +99,27 @@ class Drift:
     def observe(
         self, step: int, residuals: Sequence[Residual], scale: float = 1.0
     ) -> tuple[str, ...]:
-        """Take a step whose predicted seconds were corrected by ``scale``; returns what changed,
-        one sentence each, and nothing while nothing does."""
+        """Add the residuals of a step whose predicted seconds were multiplied by ``scale``. Returns
+        a sentence for each change that was noticed; empty while nothing changes."""
         if not residuals:
             return ()
-        slower: dict[int, int] = {}
-        again: dict[int, int] = {}
+        slower: dict[int, int] = {}  # ranks that became slow, with the step since which they are
+        recovered: dict[int, int] = {}  # ranks that are as fast as the others again, likewise
         for rank, difference in rank_differences(residuals).items():
             track = self._ranks.setdefault(rank, _Track(level=0.0))
             since = track.add(step, difference)
             if since is not None and (track.level or 0.0) > _LEAST:
                 slower[rank] = since
             elif since is not None and rank in self._slow:
-                again[rank] = since
-        self._slow = (self._slow | set(slower)) - set(again)
-        found = (
+                recovered[rank] = since
+        self._slow = (self._slow | set(slower)) - set(recovered)
+        sentences = (
             self._slower(slower),
-            _recovered_text(again),
+            _recovered_text(recovered),
+            # The scale is taken out again: the machine is compared with uncorrected predictions.
             self._together(step, common_factor(residuals) + math.log(scale)),
         )
-        return tuple(text for text in found if text)
+        return tuple(text for text in sentences if text)
 
     def _slower(self, ranks: Mapping[int, int]) -> str:
         """A sentence about ``ranks``, each with the step since which it is slow, and by what
@@ -128,31 +133,33 @@ class Drift:
         )
 
     def _together(self, step: int, factor: float) -> str:
-        """A change of all ranks together."""
+        """Add the logarithm of the factor common to all ranks in a step. Returns a sentence where
+        the whole machine became slower or faster than at the start, or as fast again; else an empty
+        text."""
         since = self._all.add(step, factor)
         if self._start is None:
             self._start = self._all.level
         if since is None or self._all.level is None or self._start is None:
             return ""
         away = self._all.level - self._start
-        before, self._changed = self._changed, abs(away) > _LEAST
+        was_changed, self._changed = self._changed, abs(away) > _LEAST
         if self._changed:
             word = "slower" if away > 0 else "faster"
             return (
                 f"all ranks have been {math.exp(abs(away)):.2f}x {word} than at the start "
                 f"since step {since}"
             )
-        return f"all ranks have been as fast as at the start since step {since}" if before else ""
+        if not was_changed:
+            return ""
+        return f"all ranks have been as fast as at the start since step {since}"
 
 
 def _recovered_text(ranks: Mapping[int, int]) -> str:
     """A sentence about ``ranks``, each with the step since which it is as fast as the others again;
     empty for none."""
-    return (
-        f"{_ranks_text(ranks)} been as fast as the others since step {min(ranks.values())}"
-        if (ranks)
-        else ""
-    )
+    if not ranks:
+        return ""
+    return f"{_ranks_text(ranks)} been as fast as the others since step {min(ranks.values())}"
 
 
 def _ranks_text(ranks: Mapping[int, int]) -> str:

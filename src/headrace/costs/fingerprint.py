@@ -33,6 +33,7 @@ def fingerprint_of(**facts: object) -> str:
 
 
 def _facts(fingerprint: str) -> dict[str, str]:
+    """The facts of a fingerprint, values by key."""
     parts = (part.strip().partition("=") for part in fingerprint.split(";") if part.strip())
     return {key: value for key, _, value in parts}
 

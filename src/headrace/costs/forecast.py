@@ -145,7 +145,8 @@ def forecast(
     recompute: Recomputed = "none",
     implementation: Implementation | str = DEFAULT_IMPLEMENTATION,
 ) -> Forecast:
-    """What a fixed layout takes on hardware that is not at hand, in 16 bits under AdamW.
+    """Predict seconds and memory of a step of a fixed layout, by data sheets and formulas: on
+    hardware that need not be at hand, in 16 bits under AdamW.
 
     Args:
         model: The model.
@@ -241,57 +242,69 @@ class _Step:
 
     @property
     def stage_layers(self) -> int:
+        """Layers of one pipeline stage."""
         return self.model.layers // self.layout.stages
 
     def seconds(self) -> float:
         """Seconds of the step: micro-batches through the slowest stage, and what is paid once."""
         lay, device = self.layout, self.hardware.device
-        forward, backward = self._layer()
-        gather, scatter = self._weights()
+        forward_s, backward_s = self._layer()
+        gather_s, scatter_s = self._weights()
+        # ZeRO-2 gathers weights once for forward and backward, FSDP for each.
         gathers = 1 if lay.gradients > 1 else 2
-        layers = self.stage_layers * (forward + backward + gathers * gather + scatter)
-        micro = layers + self._ends()
+        layers_s = self.stage_layers * (forward_s + backward_s + gathers * gather_s + scatter_s)
+        micro_batch_s = layers_s + self._ends()
+        # Micro-batches one after the other, and the bubble of the (interleaved) pipeline.
         turns = self.accumulation + (lay.stages - 1) / lay.virtual_stages
         elements = parameter_count(self.model) / (lay.tensor * lay.stages)
-        touched = device.memory_bytes_per_s * device.attained_memory
-        update = 2 * _STATE_BYTES * elements / lay.state_shards / touched
-        return turns * micro + update + self._replicas(elements)
+        memory_bytes_per_s = device.memory_bytes_per_s * device.attained_memory
+        # The optimizer reads and writes all states.
+        update_s = 2 * _STATE_BYTES * elements / lay.state_shards / memory_bytes_per_s
+        return turns * micro_batch_s + update_s + self._replicas(elements)
 
     def _layer(self) -> tuple[float, float]:
-        """Seconds of a layer's forward and backward, its recompute included."""
+        """Seconds (forward, backward) of one layer over one micro-batch, recompute included; the
+        module's docstring lists the parts. Names with ``again`` are of selective recompute."""
         a, lay = self.model, self.layout
         speeds = speeds_of(self.hardware, 2, self.implementation)
         tokens = self.tokens / lay.group
-        products = 2 * tokens * layer_elements(a) / speeds.flops_per_s
-        first = 2 * tokens * first_elements(a) / speeds.flops_per_s
-        seen = self.sequence + speeds.block_tokens if a.causal else 2 * self.sequence
-        core = 2 * a.hidden * tokens * seen / speeds.core_flops_per_s
-        touch = self.unit_bytes / speeds.touched_bytes_per_s
-        there, back, again = (units * touch for units in touched_units(a))
-        tensor, tensor_back = self._tensor_s()
-        ring, ring_back = self._context_s(core)
-        launch, idle = speeds.launch_s, 2 * speeds.idle_outputs / speeds.flops_per_s
+        products_s = 2 * tokens * layer_elements(a) / speeds.flops_per_s
+        products_again_s = 2 * tokens * first_elements(a) / speeds.flops_per_s
+        # Causal attention sees half of the keys, but computes blocks on the diagonal whole.
+        keys_seen_twice = self.sequence + speeds.block_tokens if a.causal else 2 * self.sequence
+        core_s = 2 * a.hidden * tokens * keys_seen_twice / speeds.core_flops_per_s
+        unit_s = self.unit_bytes / speeds.touched_bytes_per_s
+        memory_s, memory_back_s, memory_again_s = (units * unit_s for units in touched_units(a))
+        tensor_s, tensor_back_s = self._tensor_s()
+        ring_s, ring_back_s = self._context_s(core_s)
+        # The last wave of a product's tiles does not fill all multiprocessors.
+        launch_s, idle = speeds.launch_s, 2 * speeds.idle_outputs / speeds.flops_per_s
         idle_s, idle_back_s, idle_again_s = (idle * n for n in inner_features(a, lay.tensor))
-        forward = products + idle_s + core + there + launch + tensor + ring
-        backward = 2 * products + idle_back_s + 2.5 * core + back + 2 * launch
-        backward += tensor_back + ring_back
+        forward_s = products_s + idle_s + core_s + memory_s + launch_s + tensor_s + ring_s
+        # Two products for each one of the forward, and five of attention's for two.
+        backward_s = 2 * products_s + idle_back_s + 2.5 * core_s + memory_back_s + 2 * launch_s
+        backward_s += tensor_back_s + ring_back_s
         if self.recompute == "selective":
-            backward += first + idle_again_s + again + launch / 2
+            backward_s += products_again_s + idle_again_s + memory_again_s + launch_s / 2
         elif self.recompute == "full":
-            backward += forward
-        return forward, backward
+            backward_s += forward_s
+        return forward_s, backward_s
 
     def _tensor_s(self) -> tuple[float, float]:
-        """Seconds in which ranks that share products send, forward and backward; not hidden."""
+        """Seconds (forward, backward) in which tensor-parallel ranks send for one layer, hidden by
+        nothing. Each branch has an all-gather and a reduce-scatter in the forward, and one more
+        gather in the backward."""
         if self.layout.tensor == 1:
             return 0.0, 0.0
         inside = self.layout.tensor <= self.hardware.devices_per_node
         link = self.hardware.inside if inside else self.hardware.across
-        sent = 2 * (self.layout.tensor - 1) * self.unit_bytes
-        return link.seconds(2 * sent, 4), link.seconds(3 * sent, 6)
+        # One collective of each of the two branches.
+        sent_bytes = 2 * (self.layout.tensor - 1) * self.unit_bytes
+        return link.seconds(2 * sent_bytes, 4), link.seconds(3 * sent_bytes, 6)
 
     def _context_s(self, core_s: float) -> tuple[float, float]:
-        """Seconds of keys and values on their way round, beyond what attention hides."""
+        """Seconds (forward, backward) in which keys and values go round the ring of context ranks
+        beyond the ``core_s`` of attention's forward beside it, which hides them."""
         lay, a = self.layout, self.model
         if lay.context == 1:
             return 0.0, 0.0
@@ -299,95 +312,108 @@ class _Step:
         link = self.hardware.inside if inside else self.hardware.across
         k = a.kv_heads * a.head_features / a.hidden
         hops = lay.context - 1
-        sent = 2 * hops * k * self.unit_bytes
-        there, back = link.seconds(sent, hops), link.seconds(3 * sent, 2 * hops)
-        return max(0.0, there - core_s), max(0.0, back - 2.5 * core_s)
+        sent_bytes = 2 * hops * k * self.unit_bytes
+        # The backward sends keys and values again, and their gradients in fp32.
+        forward_s, backward_s = (
+            link.seconds(sent_bytes, hops),
+            link.seconds(3 * sent_bytes, 2 * hops),
+        )
+        return max(0.0, forward_s - core_s), max(0.0, backward_s - 2.5 * core_s)
 
     def _weights(self) -> tuple[float, float]:
-        """Seconds of a gather of a layer's weights and of a scatter of its gradients that nothing
-        hides."""
+        """Seconds (all-gather of a layer's weights, reduce-scatter of its gradients) that are not
+        hidden behind other work; both send as much."""
         lay = self.layout
         ranks = lay.gradient_shards
         if ranks == 1:
             return 0.0, 0.0
         exposed = self.implementation.on_device(self.hardware.device).exposed
-        whole = 2 * layer_elements(self.model) / lay.tensor
-        seconds = exposed * self._spread_s(ranks, lay.tensor, whole)
+        layer_bytes = 2 * layer_elements(self.model) / lay.tensor
+        seconds = exposed * self._spread_s(ranks, lay.tensor, layer_bytes)
         return seconds, seconds
 
     def _spread_s(self, ranks: int, apart: int, whole_bytes: float) -> float:
-        """Seconds in which ``ranks`` ranks, ``apart`` places from one to the next, gather
-        ``whole_bytes``: each byte crosses to a node once, and is spread inside."""
-        node = max(1, self.hardware.devices_per_node // apart)
-        members = min(ranks, node)
+        """Seconds of an all-gather of ``whole_bytes`` over ``ranks`` ranks whose numbers are
+        ``apart`` from one to the next. Each byte crosses to a node once, over the links of all its
+        members, and is passed on inside the node."""
+        node_places = max(1, self.hardware.devices_per_node // apart)
+        members = min(ranks, node_places)  # ranks of the group on each node
         nodes = -(-ranks // members)
-        inside = self.hardware.inside.seconds(whole_bytes * (members - 1) / members)
+        inside_s = self.hardware.inside.seconds(whole_bytes * (members - 1) / members)
         if nodes == 1:
-            return inside
-        return inside + self.hardware.across.seconds(whole_bytes * (nodes - 1) / nodes / members)
+            return inside_s
+        return inside_s + self.hardware.across.seconds(whole_bytes * (nodes - 1) / nodes / members)
 
     def _ends(self) -> float:
-        """Seconds of embedding, head and loss of a micro-batch."""
+        """Seconds of embedding, head and loss of a micro-batch, forward and backward."""
         a = self.model
         speeds = speeds_of(self.hardware, 2, self.implementation)
         tokens = self.tokens / self.layout.group
-        head = 6 * a.hidden * a.vocabulary * a.head_share * tokens / speeds.flops_per_s
-        logits = 3 * 2 * a.vocabulary * a.head_share * tokens / speeds.touched_bytes_per_s
+        # 6 FLOPs a weight: 2 in the forward, 4 in the backward.
+        head_s = 6 * a.hidden * a.vocabulary * a.head_share * tokens / speeds.flops_per_s
+        # Logits of 2 bytes are passed over three times.
+        logits_s = 3 * 2 * a.vocabulary * a.head_share * tokens / speeds.touched_bytes_per_s
         features = a.hidden + a.vocabulary / self.layout.tensor
         idle_s = 2 * speeds.idle_outputs * features / speeds.flops_per_s
-        return head + logits + 3 * speeds.launch_s + idle_s
+        return head_s + logits_s + 3 * speeds.launch_s + idle_s
 
     def _replicas(self, elements: float) -> float:
-        """Seconds of the gradients of replicas, summed once a step, that nothing hides."""
+        """Seconds of the all-reduce of gradients over replicas, once a step, that are not hidden
+        behind other work. A rank has gradients of ``elements`` weights before they are sharded."""
         lay = self.layout
         ranks = lay.data * lay.context // lay.gradient_shards
         if ranks == 1:
             return 0.0
         exposed = self.implementation.on_device(self.hardware.device).exposed
         apart = lay.tensor * lay.gradient_shards
-        own = 2 * elements / lay.gradient_shards
-        return 2 * exposed * self._spread_s(ranks, apart, own)
+        own_bytes = 2 * elements / lay.gradient_shards
+        # An all-reduce is a reduce-scatter and an all-gather, which send as much each.
+        return 2 * exposed * self._spread_s(ranks, apart, own_bytes)
 
     def memory(self) -> LayoutMemory:
-        """Bytes of the device with the most, by what they are of."""
+        """Bytes of the fullest device at its peak, by what they are of."""
         a, lay = self.model, self.layout
         elements = parameter_count(a) / (lay.tensor * lay.stages)
-        spread, ends = _STATE_BYTES, a.vocabulary * a.hidden / lay.tensor
+        state_bytes, embedding_elements = _STATE_BYTES, a.vocabulary * a.hidden / lay.tensor
         working = 0.0 if lay.state_shards == 1 else 2 * elements
         if lay.weight_shards > 1:  # two layers, the embedding and the head are there whole
-            working = 2 * (2 * layer_elements(self.model) / lay.tensor + 2 * ends)
+            working = 2 * (2 * layer_elements(self.model) / lay.tensor + 2 * embedding_elements)
         elif lay.states > 1:
-            working, spread = 4 * elements, _STATE_BYTES - 4  # weights and gradients in 16 bits
-        every, kept = self._units_kept()
-        flying = min(self.accumulation, lay.stages)
-        layer = 2 * (every - kept) * self.unit_bytes
+            working, state_bytes = 4 * elements, _STATE_BYTES - 4  # weights, gradients in 16 bits
+        all_units, kept_units = self._units_kept()
+        in_flight = min(self.accumulation, lay.stages)  # micro-batches between forward and backward
+        # The layer in its backward has what was not kept, and gradients of the same size.
+        layer_bytes = 2 * (all_units - kept_units) * self.unit_bytes
         return LayoutMemory(
-            states=ceil(spread * elements / lay.state_shards),
+            states=ceil(state_bytes * elements / lay.state_shards),
             working=ceil(working),
-            activations=ceil(kept * self.unit_bytes * self.stage_layers * flying),
-            passing=ceil(max(self._logit_bytes(), layer)),
+            activations=ceil(kept_units * self.unit_bytes * self.stage_layers * in_flight),
+            passing=ceil(max(self._logit_bytes(), layer_bytes)),
         )
 
     def _units_kept(self) -> tuple[float, float]:
-        """Activations u of a layer without recompute, and those that it keeps."""
+        """Activations that a layer keeps for its backward, in units u of one: (without recompute,
+        at this recompute level)."""
         a, facts = self.model, FACTS[SINGLE_RANK]
         k, wide = a.kv_heads * a.head_features / a.hidden, a.ffn / a.hidden
+        # Implementations with bytes of logits keep what autograd does, the others what headrace's
+        # own layers keep.
         if self.implementation.logit_bytes is not None:
             every = 6 + 3 * k + ((3 if a.gated else 2) + 1) * wide
-            return every, {"none": every, "selective": _SELECTIVE_UNITS, "full": 1.0}[
-                self.recompute
-            ]
+            kept = {"none": every, "selective": _SELECTIVE_UNITS, "full": 1.0}
+            return every, kept[self.recompute]
         assert facts.attention_use is not None, "one rank's method has formulas"
         assert facts.feed_forward_use is not None, "one rank's method has formulas"
         uses = facts.attention_use(a, 1, 2), facts.feed_forward_use(a, 1, 2)
         every = sum(use.kept for use in uses)
-        some = sum(use.kept_attention for use in uses)
-        return every, {"none": every, "selective": some, "full": 1.0}[self.recompute]
+        selective = sum(use.kept_attention for use in uses)
+        return every, {"none": every, "selective": selective, "full": 1.0}[self.recompute]
 
     def _logit_bytes(self) -> float:
-        """Bytes that the loss holds at its peak."""
-        a, each = self.model, self.implementation.logit_bytes
+        """Bytes that the loss holds at its peak: for the logits of all tokens of a rank, or, for a
+        loss in chunks, for those of one chunk in fp32."""
+        a, bytes_per_logit = self.model, self.implementation.logit_bytes
         logits = self.tokens / self.layout.group * a.vocabulary
-        if each is not None:
-            return logits * each
+        if bytes_per_logit is not None:
+            return logits * bytes_per_logit
         return 4 * min(logits, HEAD_CHUNK_TOKENS * a.vocabulary / self.layout.tensor)

@@ -18,12 +18,12 @@ __all__ = ["forward_costs"]
 
 
 def forward_costs(costs: CostModel) -> CostModel:
-    """Make the costs of forwards without gradients of those of steps.
+    """Derive the costs of forwards without gradients from those of training steps.
 
-    Bytes of a layer are the least that any of its recompute levels needs in a step for one layer
-    at work, whose forward is the same. The ends of the model stay as they are, as their logits are
-    what is asked for. Levels that compute something again are left, for configurations that allow
-    no other; of weights held sharded they are priced as if they fetched them twice.
+    A layer needs the least bytes that any of its recompute levels needs while one layer runs, as
+    its forward is the same at all levels. The ends of the model keep their bytes, as the logits are
+    the result. Options with recompute stay listed, for configurations that allow no others; where
+    weights are held sharded their costs still count a second fetch.
 
     Args:
         costs: Seconds and bytes of steps.
@@ -40,7 +40,8 @@ def forward_costs(costs: CostModel) -> CostModel:
 
 
 def _forwards(options: Mapping[str, OptionCost]) -> dict[str, OptionCost]:
-    """The forwards of a group's layer options."""
+    """The costs of forwards alone for the layer options of one group size, by the option's text.
+    Nothing is kept; ``transient`` is the least over the recompute levels of the same methods."""
     levels: defaultdict[LayerOption, list[Linear]] = defaultdict(list)
     for text, cost in options.items():
         levels[_plain(text)].append(_at_work(cost))
@@ -56,12 +57,13 @@ def _forwards(options: Mapping[str, OptionCost]) -> dict[str, OptionCost]:
 
 
 def _plain(text: str) -> LayerOption:
-    """A layer option that computes nothing again."""
+    """The layer option of a text, without its recompute."""
     return replace(LayerOption.parse(text), recompute="none")
 
 
 def _at_work(cost: OptionCost) -> Linear:
-    """Bytes of one layer while it runs."""
+    """Bytes of one layer while it runs, as a line over tokens: what it keeps and what it needs in
+    passing."""
     return Linear(
         slope=cost.kept.slope + cost.transient.slope,
         constant=cost.kept.constant + cost.transient.constant,

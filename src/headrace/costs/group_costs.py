@@ -65,7 +65,8 @@ class GroupCosts:
         return tuple(self.kappa_s)
 
     def most_tokens(self, devices: int) -> int:
-        """The longest sequence that some group of at most ``devices`` ranks holds; 0 for none."""
+        """Tokens of the longest sequence that fits on the largest group of at most ``devices``
+        ranks; 0 where there is no such group."""
         return self.cap_tokens * max((p for p in self.sizes if p <= devices), default=0)
 
     def seconds(self, lengths: Iterable[int], p: int) -> float:
@@ -132,7 +133,7 @@ class GroupCosts:
 
 
 def _whole(value: object) -> bool:
-    """Whether a value is a whole number, and no truth value."""
+    """Whether a value is an int but not a bool, which is an int in Python."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -140,6 +140,8 @@ def memory_margin_of(device: str) -> float:
 
 
 def _costs(value: Any) -> CostModel | PipelineCosts | GroupCosts:
+    """The costs of a JSON value, of the class that its ``kind`` names; a cost model has none.
+    Raises CostError when it is malformed."""
     kind = value.get("kind") if isinstance(value, dict) else None
     if kind == "pipelines":
         return PipelineCosts.from_json(value)

@@ -82,7 +82,7 @@ def util_tokens(
         a l^2 - h l + c <= 0,    h = g / threshold - b > 0.
 
     The lengths that satisfy it are those between the two roots, and the best length is one of
-    them, so the least whole length is the smaller root rounded up:
+    them, so the least whole length is the smaller root, rounded up:
 
         l = 2 c / (h + sqrt(h^2 - 4 a c)),
 
@@ -95,11 +95,11 @@ def util_tokens(
         raise CostError("longest document", got=longest, wanted=">= 1 token")
     a, b, c = curve.a, curve.b, curve.c
     if c == 0:
-        return 1  # f does not fall
+        return 1  # f only rises, so one token is best
     best = min(longest, MOST_TOKENS if a == 0 else max(1, math.floor(math.sqrt(c / a))))
     g = min(_token_s(curve, tokens) for tokens in {best, min(best + 1, longest)})
     h = g / threshold - b
-    # All of the best speed of a curve that hardly bends is lost in rounding.
+    # For a threshold of 1 on a curve that hardly bends, h is lost in rounding.
     root = 2 * c / (h + math.sqrt(max(0.0, h * h - 4 * a * c))) if h > 0 else best
     tokens = min(max(1, math.ceil(root)), best)
     # The root is a rounded number: one step back or on may be due.
@@ -112,13 +112,15 @@ def util_tokens(
 
 
 def _token_s(curve: Quadratic, tokens: int) -> float:
+    """f(l): seconds per token of a document of ``tokens`` tokens."""
     return curve.a * tokens + curve.b + curve.c / tokens
 
 
 def whole_curve(
     costs: CostModel, p: int, layers: LayerPlan, working: Working = "replicated"
 ) -> Quadratic:
-    """T(l, P): forward and backward seconds of a whole micro-batch."""
+    """T(l, P): seconds of forward and backward together of a micro-batch of one document on p
+    ranks, all layers and the ends, as a quadratic in its tokens l."""
     ends = costs.ends[p]
     found = ends.forward + ends.backward
     for option, count in layers.counts:
@@ -128,10 +130,11 @@ def whole_curve(
 
 
 def fastest_option(costs: CostModel, p: int, recompute: Recompute, tokens: int) -> str | None:
-    """The option of one level that is fastest for a document of ``tokens``; None without any."""
-    found = [text for text in costs.options[p] if LayerOption.parse(text).recompute == recompute]
+    """The text of the layer option with this recompute level that is fastest on p ranks for a
+    document of ``tokens``; None where no option has the level."""
+    texts = [text for text in costs.options[p] if LayerOption.parse(text).recompute == recompute]
     return min(
-        found,
+        texts,
         key=lambda text: sum(costs.layer_seconds([tokens], p, LayerOption.parse(text))),
         default=None,
     )
@@ -144,8 +147,8 @@ def limits_of(
     tokens: int = 4096,
     threshold: float = THRESHOLD,
 ) -> list[Limits]:
-    """Both lengths by scheme: every group size, and for each recompute level the option that is
-    fastest for a document of ``tokens``."""
+    """MaxLen and UtilLen for every group size and recompute level, all layers by the option of that
+    level that is fastest for a document of ``tokens``."""
     found: list[Limits] = []
     for p in costs.group_sizes:
         for level in RECOMPUTE:
@@ -187,7 +190,7 @@ class MemoryParts:
 def memory_parts(
     costs: CostModel, tokens: int, p: int, layers: LayerPlan, working: Working
 ) -> MemoryParts:
-    """The parts of :meth:`CostModel.micro_batch_bytes`.
+    """Split the peak bytes of a rank (:meth:`CostModel.micro_batch_bytes`) by what they are of.
 
     stored    masters, gradient sums, optimizer state
     working   weights that are worked with, and their gradients

@@ -38,7 +38,8 @@ def measured_device(
     product_flops_per_s: float,
     copied_bytes_per_s: float,
 ) -> Device:
-    """A device as a profile of one rank shows it.
+    """Derive the attained fractions of a device from a profile of one rank; the module's docstring
+    says how.
 
     Args:
         costs: What was measured, on one rank at least.
@@ -59,22 +60,25 @@ def measured_device(
         wanted = "a profile of groups of one rank"
         raise CostError("efficiencies of a device", got=f"sizes {costs.group_sizes}", wanted=wanted)
     layer = costs.option(1, LayerOption.of(SINGLE_RANK))
-    whole = layer.forward + layer.backward
+    curve = layer.forward + layer.backward  # a T^2 + b T + c seconds over T tokens
     h = model.hidden
-    attention = (7 if model.causal else 14) * h / whole.a if whole.a > 0 else product_flops_per_s
-    diagonal_s = whole.a if model.causal else 0.0  # each token sees itself
-    rest_s = whole.b - 6 * layer_elements(model) / product_flops_per_s - diagonal_s
-    touched = sum(touched_units(model)[:2]) * h * element_bytes
-    moved = touched / rest_s if rest_s > 0 else copied_bytes_per_s
+    # Attention's FLOPs are (7 or 14) h T^2, its seconds a T^2.
+    attention_flops = (7 if model.causal else 14) * h
+    attention = attention_flops / curve.a if curve.a > 0 else product_flops_per_s
+    diagonal_s = curve.a if model.causal else 0.0  # each token sees itself
+    # Seconds of a token that are neither products (6 FLOPs a weight) nor attention: memory-bound.
+    rest_s = curve.b - 6 * layer_elements(model) / product_flops_per_s - diagonal_s
+    touched_bytes = sum(touched_units(model)[:2]) * h * element_bytes  # of forward and backward
+    moved_bytes_per_s = touched_bytes / rest_s if rest_s > 0 else copied_bytes_per_s
     return Device(
         name=name,
         flops_per_s={dtype: product_flops_per_s},
         memory_bytes=costs.cluster.memory_bytes,
         memory_bytes_per_s=copied_bytes_per_s,
-        launch_s=whole.c / (3 * KERNELS),
+        launch_s=curve.c / (3 * KERNELS),  # a backward has twice the kernels of a forward
         attained_matmul=1.0,
         attained_attention=min(1.0, attention / product_flops_per_s),
-        attained_memory=min(1.0, moved / copied_bytes_per_s),
+        attained_memory=min(1.0, moved_bytes_per_s / copied_bytes_per_s),
         family="cpu" if name == "cpu" else "",
         source=f"measured with a layer of {model} in {dtype}; links are assumed",
     )

@@ -73,8 +73,9 @@ class SchemeCost:
             raise CostError(f"util_length of {self.name}", got=repr(util), wanted="an int >= 0")
 
     def spread(self, degree: int, more: float) -> SchemeCost:
-        """The costs with every sequence on ``degree`` times the devices, where a token costs
-        ``more`` of its seconds more (:meth:`PipelineCosts.with_context`)."""
+        """The costs of the scheme with ``degree`` times its context-parallel ranks, by the rules of
+        :meth:`PipelineCosts.with_context`; ``more`` is the fraction of a token's seconds that
+        communication adds."""
         scheme = replace(self.scheme, context=degree * self.scheme.context)
         return SchemeCost(
             scheme=scheme,
@@ -110,6 +111,7 @@ class SchemeCost:
         if devices > known[-1]:
             return self.max_length[known[-1]]
         low, high = next(pair for pair in pairwise(known) if pair[0] < devices < pair[1])
+        # How far 1 / devices is on the way from 1 / low to 1 / high.
         share = (1 / low - 1 / devices) / (1 / low - 1 / high)
         room = self.max_length[low] + share * (self.max_length[high] - self.max_length[low])
         return math.floor(room / _TOKEN_STEP) * _TOKEN_STEP
@@ -177,13 +179,13 @@ class PipelineCosts:
         return tuple(sorted({n for cost in self.schemes for n in cost.max_length}))
 
     def with_context(self, degrees: Sequence[int], more: float) -> PipelineCosts:
-        """With schemes of ``degrees`` context-parallel ranks in place of one, for every scheme
-        without them.
+        """The costs with more schemes: each scheme without context parallelism is added with each
+        of ``degrees``, unless it is listed already.
 
-        Of d ranks each has 1 / d of a sequence's attention and of its tokens, so d times the tokens
-        fit a micro-batch and keep the devices busy; what every token costs is higher by ``more (d -
-        1) / d``, as a ring sends (d - 1) / d of keys and values; launches are the same. Raises
-        CostError for what is no degree or no share.
+        Each of d ranks has 1 / d of a sequence's attention and of its tokens, so d times the tokens
+        fit into a micro-batch and keep the devices busy. A token costs the fraction
+        ``more (d - 1) / d`` more, as a ring sends (d - 1) / d of keys and values; seconds per
+        micro-batch are the same. Raises CostError for degrees below 2 and for a negative ``more``.
         """
         if not degrees:
             raise CostError("context degrees", got="none", wanted="at least one")
@@ -250,7 +252,8 @@ class PipelineCosts:
 
 
 def _with_context_parallel(costs: PipelineCosts, context: Any) -> PipelineCosts:
-    """The costs with what their file says of context parallelism."""
+    """The costs with the context-parallel schemes that their file derives: ``context`` is its entry
+    ``{"degrees": [...], "more": ...}``, or None without one. Raises CostError when malformed."""
     if context is None:
         return costs
     if (

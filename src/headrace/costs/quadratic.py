@@ -172,9 +172,9 @@ def fit_quadratic(lengths: Sequence[Pack], seconds: Sequence[float]) -> tuple[Qu
             hint=f"measure sequences of {2 * longest:,} and {4 * longest:,} tokens too",
         )
     measured = np.asarray(seconds, dtype=np.float64)
-    found = _non_negative(features, measured, weights=1 / measured)
-    quadratic = Quadratic(a=float(found[0]), b=float(found[1]), c=float(found[2]))
-    return quadratic, _error(features @ found, measured)
+    coefficients = _non_negative(features, measured, weights=1 / measured)
+    a, b, c = map(float, coefficients)
+    return Quadratic(a=a, b=b, c=c), _error(features @ coefficients, measured)
 
 
 def fit_linear(tokens: Sequence[int], byte_counts: Sequence[float]) -> tuple[Linear, FitError]:
@@ -204,15 +204,16 @@ def fit_linear(tokens: Sequence[int], byte_counts: Sequence[float]) -> tuple[Lin
         )
     measured = np.asarray(byte_counts, dtype=np.float64)
     floor = max(float(measured.max()) / 1000, 1.0)
-    found = _non_negative(features, measured, weights=1 / np.maximum(measured, floor))
-    line = Linear(slope=float(found[0]), constant=float(found[1]))
-    return line, _error(features @ found, np.maximum(measured, floor), measured)
+    coefficients = _non_negative(features, measured, weights=1 / np.maximum(measured, floor))
+    line = Linear(slope=float(coefficients[0]), constant=float(coefficients[1]))
+    return line, _error(features @ coefficients, np.maximum(measured, floor), measured)
 
 
 def check_points(
     what: str, packs: Sequence[Sequence[int]], values: Sequence[float], *, zero_allowed: bool
 ) -> None:
-    """Raise CostError unless every pack has lengths and a finite value >= 0, or > 0."""
+    """Raise CostError, naming ``what``, unless every pack has lengths in tokens and a finite value
+    that is above 0, or is 0 where that is allowed."""
     if len(packs) != len(values):
         raise CostError(what, got=f"{len(packs)} packs and {len(values)} values", wanted="a pair")
     for pack, value in zip(packs, values, strict=True):
@@ -224,17 +225,20 @@ def check_points(
 
 
 def _rank(features: Floats) -> int:
-    """The rank of the matrix of features [points, coefficients]."""
+    """The rank of the matrix of features [points, coefficients]; below the number of coefficients
+    the points do not determine them."""
     if not len(features):
         return 0
+    # Columns are scaled to at most 1, as squared tokens are far larger than the constant.
     return int(np.linalg.matrix_rank(features / features.max(axis=0), tol=1e-9))
 
 
 def _non_negative(features: Floats, measured: Floats, *, weights: Floats) -> Floats:
-    """Least squares with coefficients >= 0: the best of the fits over every subset of columns.
+    """Coefficients >= 0 [coefficients] with the least weighted squared errors, from features
+    [points, coefficients], measured values and weights [points].
 
-    The optimum is the free fit on the columns where it is positive, and with at most three
-    columns there are at most seven subsets, so all are tried.
+    The optimum is the unconstrained fit to the columns whose coefficients are positive in it. With
+    at most three columns there are at most seven subsets of them, so all are tried.
     """
     unit = features.max(axis=0)
     scaled = features / unit * weights[:, None]
@@ -248,14 +252,14 @@ def _non_negative(features: Floats, measured: Floats, *, weights: Floats) -> Flo
                 continue
             rest = scaled[:, subset] @ free - target
             residual = float(rest @ rest)
-            if residual < best_residual * (1 - 1e-12):
+            if residual < best_residual * (1 - 1e-12):  # better by more than rounding
                 best, best_residual = np.zeros(columns), residual
                 best[list(subset)] = free
     return best / unit
 
 
 def _error(fitted: Floats, divisor: Floats, measured: Floats | None = None) -> FitError:
-    """The errors of fitted values over ``divisor``, what they were measured as unless ``measured``
-    is given, all [points]."""
+    """The relative errors of fitted values: |fitted - measured| / divisor. ``measured`` is the
+    divisor itself where it is None; all are [points]."""
     errors = np.abs(fitted - (divisor if measured is None else measured)) / divisor
     return FitError(median=float(np.median(errors)), worst=float(errors.max()), points=len(errors))

@@ -64,9 +64,9 @@ class Rates:
         cls, lengths: Iterable[int], seconds: float, model: Architecture, assumed: Assumed
     ) -> Rates:
         """The rates of a batch of sequences of ``lengths`` tokens that takes ``seconds``."""
-        each = tuple(lengths)
-        flops = sum(n * model.flops_per_token(n) for n in each)
-        return cls(tokens=sum(each), seconds=seconds, model_flops=flops, assumed=assumed)
+        tokens = tuple(lengths)
+        flops = sum(n * model.flops_per_token(n) for n in tokens)
+        return cls(tokens=sum(tokens), seconds=seconds, model_flops=flops, assumed=assumed)
 
     @property
     def tokens_per_s(self) -> float:
@@ -75,7 +75,8 @@ class Rates:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs over the peak of all devices; None where no peak is known."""
+        """Model FLOPs utilization: model FLOPs a second over the peak of all devices; None where no
+        peak is known."""
         peak = self.assumed.peak_flops_per_s
         if peak is None:
             return None

@@ -18,13 +18,14 @@ _SEAL = "crc32"
 
 
 def sealed(value: Mapping[str, Any]) -> str:
-    """The text of a JSON object with its checksum: a digit that flips on the disk would be costs
-    as good as any other."""
+    """The text of a JSON object with its checksum: without it a digit that flips on the disk would
+    go unnoticed."""
     return json.dumps({_SEAL: _checksum(value), **value}) + "\n"
 
 
 def unsealed(text: str) -> dict[str, Any]:
-    """The object in a text of :func:`sealed`. Raises ValueError when it is not as it was."""
+    """The object in a text of :func:`sealed`, without its checksum. Raises ValueError when the text
+    is damaged."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -37,13 +38,15 @@ def unsealed(text: str) -> dict[str, Any]:
 
 
 def _checksum(value: Mapping[str, Any]) -> int:
-    """What json reads it writes again in the same text, so the text need not be kept."""
+    """CRC-32 of the JSON text of ``value``. A value that was read from JSON is written as the same
+    text again, so the checksum can be compared after reading."""
     return zlib.crc32(json.dumps(value).encode())
 
 
 def save_whole(path: Path, text: str, what: str) -> None:
-    """Write a file aside and rename it, its folder made when there is none. Raises CostError,
-    naming ``what``, when the disk does not take it; what was there before is as it was."""
+    """Write a text file in one step: to a temporary name beside it, which is then renamed. Makes
+    its folder when there is none. Raises CostError, naming ``what``, when it cannot be written;
+    an older file is then as it was."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

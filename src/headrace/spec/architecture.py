@@ -457,9 +457,11 @@ def weight_table(architecture: Architecture) -> tuple[WeightSpec, ...]:
     def add(
         bucket: int, name: str, *shape: int, unit: int | None = None, also: int | None = None
     ) -> None:
+        """Append one weight to the table."""
         table.append(WeightSpec(name=name, shape=shape, unit=unit, bucket=bucket, also=also))
 
     def add_norm(bucket: int, name: str) -> None:
+        """Append the weight of a norm, and its bias where the model has biases."""
         add(bucket, f"{name}.weight", a.hidden)
         if a.biased:
             add(bucket, f"{name}.bias", a.hidden)
@@ -471,8 +473,9 @@ def weight_table(architecture: Architecture) -> tuple[WeightSpec, ...]:
     if a.kind == "bert":
         add(0, "types.weight", 2, a.hidden, unit=1)
         add_norm(0, "embed_norm")
+    # Rows of one key-value head with its query heads, its key and its value.
     group = (a.group_heads + 2) * a.head_features
-    gates = 2 if a.gated else 1
+    gates = 2 if a.gated else 1  # gate and up are one matrix, interleaved
     for layer in range(a.layers):
         bucket, at = layer + 1, f"layers.{layer}"
         add_norm(bucket, f"{at}.norm1")

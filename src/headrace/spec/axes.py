@@ -82,6 +82,7 @@ class _Way:
 
     @property
     def key(self) -> tuple[float, float, int]:
+        """What ways are compared by: quicker first, then fewer bytes, then fewer switches."""
         return self.seconds, self.sent_bytes, self.switches
 
 
@@ -117,7 +118,7 @@ def plan_axes(
     start = [entry] if entry is not None else axes
     ways = {axis: _Way(0.0, 0.0, 0, ()) for axis in start}  # the best way so far by sharded axis
     for number, stage in enumerate(stages):
-        found: dict[str, _Way] = {}
+        next_ways: dict[str, _Way] = {}  # the best way by the axis sharded in this stage
         for axis in axes:
             for choice in _choices(stage, axis, ranks, heads):
                 sent = _bytes_within(choice, tensor_bytes, ranks)
@@ -132,16 +133,16 @@ def plan_axes(
                         way.switches + moved,
                         (*way.choices, choice),
                     )
-                    if axis not in found or new.key < found[axis].key:
-                        found[axis] = new
-        if not found:
+                    if axis not in next_ways or new.key < next_ways[axis].key:
+                        next_ways[axis] = new
+        if not next_ways:
             raise InfeasiblePlan(
                 f"stage {number}, which mixes {', '.join(stage.mixes)}",
                 got=f"axes {_sizes_text(sizes)} for {counted(ranks, 'rank')}",
                 wanted=f"another axis of at least {ranks} places",
                 hint="fewer ranks for each sample, or heads to exchange",
             )
-        ways = found
+        ways = next_ways
     # Add the last switch, to the wanted axis, where a way ends with another one.
     finished = {
         axis: _Way(
@@ -151,7 +152,7 @@ def plan_axes(
             way.choices,
         )
         for axis, way in ways.items()
-        for moved in (exit_ is not None and axis != exit_,)
+        for moved in (exit_ is not None and axis != exit_,)  # gives the condition a name
     }
     best = min(finished.values(), key=lambda way: way.key)
     return AxisPlan(
@@ -163,12 +164,13 @@ def plan_axes(
 
 
 def split_batch(batch: int, places: int, ranks: int, *, fewest: int | None = None) -> int:
-    """Into how many parts to split a batch, so that ranks / parts ranks shard an axis of ``places``
-    positions for each part. An axis too short for all ranks (one frame of an image) serves them so.
+    """The number of parts into which to split a batch, so that ranks / parts ranks shard an axis of
+    ``places`` positions for each part: then an axis may be shorter than the number of ranks.
 
-    Of the divisors of ``ranks`` that leave each rank something, the one whose busiest rank has the
-    fewest positions; the smaller one of equals. ``fewest`` is the length of the shortest axis that
-    will be sharded, ``places`` where None. Raises InfeasiblePlan where there is no such divisor."""
+    Of the divisors of ``ranks`` that leave no rank without positions, the one whose busiest rank
+    has the fewest is taken; the smaller one of equals. ``fewest`` is the length of the shortest
+    axis that will be sharded, ``places`` where None. Raises InfeasiblePlan where there is no such
+    divisor."""
     most = places if fewest is None else min(fewest, places)
     # Pairs (positions of the busiest rank, parts): ceil(samples / parts) x ceil(places / ranks of
     # one part).

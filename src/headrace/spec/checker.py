@@ -72,8 +72,9 @@ ActionOrder = dict[Action, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """One micro-batch on one rank: its backward in its ``stage`` of a pipeline; ``needs`` are all
-    its actions, each with those that come before it."""
+    """One micro-batch on one rank, which works in ``stage`` of its pipeline. ``needs`` are pairs
+    (action, actions that have to come before it) for all actions of the micro-batch: its forward,
+    its ``backward``, its sends and receives."""
 
     stage: Stage
     backward: Backward
@@ -82,16 +83,18 @@ class _Job:
 
 def check_programs(programs: Sequence[Program], plan: Plan, bucket_count: int) -> None:
     """Raise ProgramError at the first rule that ``programs`` break for ``plan``, over a model of
-    ``bucket_count`` - 2 layers. Those of all ranks, in order, or of some that are connected with no
-    others (:func:`~headrace.spec.program.connected`)."""
+    ``bucket_count`` - 2 layers. ``programs`` are those of all ranks, in the order of the ranks, or
+    those of some ranks that no pipeline connects with others
+    (:func:`~headrace.spec.program.connected`)."""
     ranks = [program.rank for program in programs]
     _check_ranks(ranks, plan)
     jobs = _jobs(plan, ranks, bucket_count - 2)
     parts = {program.rank: _parts(program) for program in programs}
-    for rank, mine in parts.items():
-        _check_once(rank, mine, jobs[rank], bucket_count)
-        _check_local_order(rank, mine, jobs[rank])
-        _check_world_order(rank, mine, bucket_count)
+    for rank, rank_parts in parts.items():
+        # In this order, as the later checks rely on rule 4: each part is there once.
+        _check_once(rank, rank_parts, jobs[rank], bucket_count)
+        _check_local_order(rank, rank_parts, jobs[rank])
+        _check_world_order(rank, rank_parts, bucket_count)
     _check_messages(parts)
     stuck = waiting(programs)
     if stuck:
@@ -103,9 +106,10 @@ def check_programs(programs: Sequence[Program], plan: Plan, bucket_count: int) -
 
 
 def check_world(programs: Sequence[Program], plan: Plan, bucket_count: int) -> None:
-    """As :func:`check_programs` for the programs of all ranks: those that work in no pipeline with
-    stages each alone, which holds for the world (:func:`check_alone`) and takes as long as one
-    program for each rank, the others with those they are connected with."""
+    """Check the programs of all ranks, in the order of the ranks, as :func:`check_programs` does
+    but in less time. Ranks of no pipeline with several stages are checked one by one, which is
+    enough for them (:func:`check_alone`); the others together with the ranks that they are
+    connected with."""
     ranks = [program.rank for program in programs]
     _check_ranks(ranks, plan)
     staged: set[int] = set()
@@ -124,12 +128,12 @@ def check_world(programs: Sequence[Program], plan: Plan, bucket_count: int) -> N
 
 
 def check_alone(program: Program, plan: Plan, bucket_count: int) -> None:
-    """Raise ProgramError at the first rule that the program of one rank breaks for ``plan``, where
-    it works in no pipeline with stages.
+    """Raise ProgramError at the first rule that the program of one rank breaks for ``plan``. The
+    rank works in no pipeline with several stages.
 
-    Such a rank meets others in forwards and backwards only. Where each runs its micro-batches in
-    the plan's one order, the first one that is not done has all its ranks come to it, or on their
-    way over actions that wait for nobody: what every rank checks by itself holds for the world.
+    One program by itself is enough here. Such a rank meets others in forwards and backwards only,
+    and every rank runs its micro-batches in the plan's order. The first unfinished micro-batch of
+    the plan is therefore the next one of all its ranks, so it can run: there is no deadlock.
     """
     rank = program.rank
     working = [plan.pipelines[index] for index in {m.pipeline for m in plan.micro_batches}]
@@ -142,13 +146,15 @@ def check_alone(program: Program, plan: Plan, bucket_count: int) -> None:
 def _check_alone(
     program: Program, jobs: Sequence[_Job], bucket_count: int, last: Mapping[int, int]
 ) -> None:
-    """The rules for one rank, whose jobs are known and the last micro-batch of every rank."""
+    """Check the program of one rank that works in no pipeline with several stages. ``jobs`` are its
+    own, ``last`` is the index of the last micro-batch of each rank."""
     rank, parts = program.rank, _parts(program)
     _check_once(rank, parts, jobs, bucket_count)
     _check_local_order(rank, parts, jobs)
     _check_world_order(rank, parts, bucket_count)
-    met = [part for part, _ in parts if isinstance(part, Forward | Backward)]
-    for job, forward, backward in zip(jobs, met[::2], met[1::2], strict=True):
+    computed = [part for part, _ in parts if isinstance(part, Forward | Backward)]
+    # Without stages a forward is followed by its own backward, in the order of the jobs.
+    for job, forward, backward in zip(jobs, computed[::2], computed[1::2], strict=True):
         if backward != job.backward or forward.micro_batch != backward.micro_batch:
             raise ProgramError(
                 f"rule 2, rank {rank}, action {forward}",
@@ -185,8 +191,8 @@ TurnPack = tuple[int, int]
 
 
 def _packs_of_turns(plan: Plan, packs: Packs) -> list[list[TurnPack]]:
-    """By turns, the places at which all ranks meet in lockstep: as many as the most packs that a
-    micro-batch of the turn has."""
+    """For each turn of a plan in lockstep the pairs (turn, pack) at which all ranks meet: as many
+    as the most packs that a micro-batch of the turn has."""
     return [
         [(number, pack) for pack in range(max((len(packs[index]) for index in turn), default=0))]
         for number, turn in enumerate(turns_of(plan))
@@ -194,8 +200,9 @@ def _packs_of_turns(plan: Plan, packs: Packs) -> list[list[TurnPack]]:
 
 
 def _check_turn_packs(program: Program, plan: Plan, packs: Packs) -> None:
-    """Rules 3 and 4: every pack that this rank shares runs forward, then backward, once; the update
-    is the end; and groups are ranks of their micro-batch."""
+    """Raise ProgramError unless every pack that this rank shares runs forward, then backward, once
+    (rules 3 and 4), the update comes last, and the group of each pack is some of the ranks of its
+    micro-batch."""
     rank = program.rank
     wanted = Counter[Action]({Update(): 1})
     for index, micro in enumerate(plan.micro_batches):
@@ -221,6 +228,7 @@ def _check_turn_packs(program: Program, plan: Plan, packs: Packs) -> None:
     if not isinstance(program.actions[-1], Update):
         raise ProgramError(f"rule 3, rank {rank}, action {program.actions[-1]}", wanted="U last")
     for action, after in pairwise(program.actions):
+        # As texts, 0F4[2,3] and 0B4[2,3] are the forward and the backward of the same pack.
         if isinstance(action, Forward) and str(after) != str(action).replace("F", "B", 1):
             raise ProgramError(
                 f"rule 3, rank {rank}, action {after}", wanted=f"the backward of {action}"
@@ -228,9 +236,11 @@ def _check_turn_packs(program: Program, plan: Plan, packs: Packs) -> None:
 
 
 def _check_turn_order(program: Program, plan: Plan, places: list[list[TurnPack]]) -> None:
-    """Rule 2: free groups meet in the order of micro-batches and packs, ranks in lockstep at the
-    same turn and pack."""
+    """Raise ProgramError unless this rank runs its packs in the order of all ranks (rule 2). For
+    free plans that is the order of micro-batches and packs; in lockstep its k-th forward or idle
+    turn is at the k-th of ``places``."""
     turn_of = {index: number for number, turn in enumerate(turns_of(plan)) for index in turn}
+    # (turn, pack, micro-batch) of each forward; the last two are -1 for an idle turn.
     came = [
         (turn_of[action.micro_batch], action.pack, action.micro_batch)
         if isinstance(action, Forward)
@@ -265,7 +275,9 @@ def _check_turn_order(program: Program, plan: Plan, places: list[list[TurnPack]]
 
 
 def _check_order_alone(program: Program, last: Mapping[int, int]) -> None:
-    """Rule 6, after rule 3: ranks that push within a backward do so in the last one of them all."""
+    """Raise ProgramError where a backward pushes gradients although a rank of its group has a later
+    micro-batch (rule 6). ``last`` is the index of the last micro-batch of each rank. Rule 3 has
+    been checked."""
     for action in program.actions:
         if isinstance(action, Backward) and action.pushes and not is_last(last, action):
             raise ProgramError(
@@ -276,16 +288,17 @@ def _check_order_alone(program: Program, last: Mapping[int, int]) -> None:
 
 
 def _check_ranks(ranks: Sequence[int], plan: Plan) -> None:
-    """Rules hold over these ranks alone."""
+    """Raise ProgramError unless ``ranks`` rise and can be checked without the others: they are all
+    ranks, or no pipeline with work connects one of them with a rank that is missing."""
     world = range(plan.devices)
     if list(ranks) == list(world):
         return
     sound = bool(ranks) and set(ranks) <= set(world) and sorted(set(ranks)) == list(ranks)
-    left = set(ranks)
-    while sound and left:
-        others = set(connected(plan, min(left)))
-        sound = others <= left
-        left -= others
+    unchecked = set(ranks)
+    while sound and unchecked:
+        component = set(connected(plan, min(unchecked)))
+        sound = component <= unchecked
+        unchecked -= component
     if not sound:
         raise ProgramError(
             "ranks of the programs",
@@ -311,7 +324,8 @@ def _parts(program: Program) -> Parts:
 
 
 def _jobs(plan: Plan, ranks: Sequence[int], layers: int) -> dict[int, list[_Job]]:
-    """What the plan asks of each of these ranks, in its order."""
+    """By rank the micro-batches that the plan gives it, in the plan's order, with the actions that
+    each needs. ``layers`` are those of the model."""
     jobs: dict[int, list[_Job]] = {rank: [] for rank in ranks}
     used = {micro.pipeline for micro in plan.micro_batches}
     stages = {
@@ -339,7 +353,8 @@ def _jobs(plan: Plan, ranks: Sequence[int], layers: int) -> dict[int, list[_Job]
 def _neighbours(
     stage: Stage, stages: Sequence[Stage], member: int
 ) -> tuple[int | None, int | None]:
-    """The ranks before and after a member of a stage."""
+    """The ranks (before, after) that the ``member``-th rank of a stage exchanges messages with:
+    those with the same index in the stage before and the stage after, None at an end."""
     before = None if stage.first else stages[stage.index - 1].ranks[member]
     after = None if stage.last else stages[stage.index + 1].ranks[member]
     return before, after
@@ -348,10 +363,11 @@ def _neighbours(
 def _needs(
     forward: Forward, backward: Backward, neighbours: tuple[int | None, int | None], rows: int
 ) -> Sequence[tuple[Action, tuple[Action, ...]]]:
-    """Rules 3 and 4 for one micro-batch on a rank between its ``neighbours`` (before, after)."""
+    """All actions of one micro-batch on a rank, as pairs (action, actions that come before it).
+    ``neighbours`` are the ranks (before, after) in the adjoining stages; messages have ``rows``."""
     index, (before, after) = forward.micro_batch, neighbours
-    arrived: tuple[Action, ...] = ()
-    returned: tuple[Action, ...] = ()
+    arrived: tuple[Action, ...] = ()  # the receive of the activations that the forward waits for
+    returned: tuple[Action, ...] = ()  # the receive of the gradients that the backward waits for
     needs: list[tuple[Action, tuple[Action, ...]]] = []
     if before is not None:
         inputs = Message(what="a", micro_batch=index, peer=before, rows=rows)
@@ -375,7 +391,8 @@ def _of_every_rank(bucket_count: int) -> frozenset[Action]:
 
 
 def _check_once(rank: int, parts: Parts, jobs: Sequence[_Job], bucket_count: int) -> None:
-    """Rule 4: a rank does each of its actions once."""
+    """Raise ProgramError for an action that this rank lacks, does twice or should not do
+    (rule 4)."""
     wanted = set(_of_every_rank(bucket_count))
     for job in jobs:
         wanted.update(action for action, _ in job.needs)
@@ -392,7 +409,8 @@ def _check_once(rank: int, parts: Parts, jobs: Sequence[_Job], bucket_count: int
 
 
 def _check_local_order(rank: int, parts: Parts, jobs: Sequence[_Job]) -> None:
-    """Rule 3, after rule 4: every part stands at one place, later than all it needs."""
+    """Raise ProgramError where a part of this rank's program comes before one that it needs
+    (rule 3). Rule 4 has been checked: each part is there once."""
     order = {part: at for at, (part, _) in enumerate(parts)}
 
     def check(part: Action, needed: Action) -> None:
@@ -418,8 +436,8 @@ def _check_local_order(rank: int, parts: Parts, jobs: Sequence[_Job]) -> None:
 
 
 def _last_users(jobs: Sequence[_Job], order: ActionOrder) -> dict[int, Backward]:
-    """The last backward that works with each bucket. A tied table belongs to the first stage and
-    is used by the last one too."""
+    """By weight bucket the rank's last backward that computes gradients for it. ``order`` has the
+    place of each part in the program. The last stage uses bucket 0 too, for a tied embedding."""
     latest: dict[Stage, Backward] = {}
     for job in sorted(jobs, key=lambda job: order[job.backward]):
         latest[job.stage] = job.backward
@@ -430,14 +448,14 @@ def _last_users(jobs: Sequence[_Job], order: ActionOrder) -> dict[int, Backward]
 
 
 def _check_pushes_within(rank: int, parts: Parts, jobs: Sequence[_Job]) -> None:
-    """Rule 3 for the pushes of a backward: a bucket's segment ends before the one in front of
-    it."""
+    """Raise ProgramError unless the pushes within a backward go from the last bucket of its stage
+    to the first (rule 3), the order in which a backward completes gradients."""
     own = {job.backward.micro_batch: job.stage.buckets for job in jobs}
     for _, action in parts:
         if isinstance(action, Backward) and action.pushes:
             buckets = own[action.micro_batch][::-1]
             wanted = buckets
-            if action.pushes != buckets:
+            if action.pushes != buckets:  # some of the buckets only, which is allowed
                 wanted = tuple(b for b in buckets if b in action.pushes)
             if action.pushes != wanted:
                 raise ProgramError(
@@ -448,7 +466,8 @@ def _check_pushes_within(rank: int, parts: Parts, jobs: Sequence[_Job]) -> None:
 
 
 def _check_world_order(rank: int, parts: Parts, bucket_count: int) -> None:
-    """Rule 1, after rule 4: pulls, pushes and the update stand in the order of all ranks."""
+    """Raise ProgramError unless this rank pulls from the first bucket to the last, pushes from the
+    last to the first, then updates, as all ranks do (rule 1). Rule 4 has been checked."""
     buckets = range(bucket_count)
     pulls, pushes = (Pull(bucket=b) for b in buckets), (Push(bucket=b) for b in reversed(buckets))
     order = (part for part, _ in parts if isinstance(part, Pull | Push | Update))
@@ -462,29 +481,32 @@ def _check_world_order(rank: int, parts: Parts, bucket_count: int) -> None:
 
 
 def _check_messages(parts: Mapping[int, Parts]) -> None:
-    """Rule 2 for messages: those sent from one rank to another are those received, in order."""
-    sent: dict[tuple[int, int], list[str]] = {}
+    """Raise ProgramError unless every two ranks receive the messages that they send each other, in
+    the same order (rule 2). ``parts`` are the parts of the programs by rank."""
+    sent: dict[tuple[int, int], list[str]] = {}  # by (sender, receiver)
     received: dict[tuple[int, int], list[str]] = {}
-    for rank, mine in parts.items():
-        for part, _ in mine:
+    for rank, rank_parts in parts.items():
+        for part, _ in rank_parts:
             if isinstance(part, Send | Recv):
                 m = part.message
                 sends = isinstance(part, Send)
                 side, pair = (sent, (rank, m.peer)) if sends else (received, (m.peer, rank))
                 side.setdefault(pair, []).append(f"{m.what}{m.micro_batch}*{m.rows}")
-    for (here, there), out in sorted(sent.items()):
-        for place, (sends, receives) in enumerate(zip(out, received[here, there], strict=True)):
-            if sends != receives:
+    for (sender, receiver), texts in sorted(sent.items()):
+        arrivals = zip(texts, received[sender, receiver], strict=True)
+        for place, (text, received_text) in enumerate(arrivals):
+            if text != received_text:
                 raise ProgramError(
-                    f"rule 2, message {place} from rank {here} to rank {there}",
-                    got=f"{sends} sent, {receives} received",
+                    f"rule 2, message {place} from rank {sender} to rank {receiver}",
+                    got=f"{text} sent, {received_text} received",
                     wanted="the same",
                 )
 
 
 @dataclass(slots=True, kw_only=True)
 class OwnPrograms:
-    """The programs of ``rank`` over a model of ``bucket_count`` weight buckets."""
+    """Compiles and checks the programs of ``rank`` over a model of ``bucket_count`` weight buckets.
+    Plans whose programs have the same form are checked once."""
 
     rank: int
     bucket_count: int
@@ -494,26 +516,31 @@ class OwnPrograms:
     def of(self, plan: Plan) -> Program:
         """The program of ``plan``. Raises ProgramError when it, or one of those it depends on,
         breaks a rule; SpecError when a pipeline has more stages than the model has layers."""
-        mine = compile_rank(plan, self.rank, self.bucket_count, overlap=self.overlap)
-        pipelines = [i for i, p in enumerate(plan.pipelines) if self.rank in p.ranks]
-        count = sum(micro.pipeline in pipelines for micro in plan.micro_batches)
-        staged = [p for i in pipelines if (p := plan.pipelines[i]).scheme.pipeline > 1 and count]
-        within = any(isinstance(action, Backward) and action.pushes for action in mine.actions)
-        kind = (count, within, *((p.scheme, p.shares) for p in staged))
-        if kind not in self._checked:
-            self._check(mine, plan, staged)
-            self._checked.add(kind)
-        return mine
+        program = compile_rank(plan, self.rank, self.bucket_count, overlap=self.overlap)
+        own_pipelines = [i for i, p in enumerate(plan.pipelines) if self.rank in p.ranks]
+        micro_batches = sum(micro.pipeline in own_pipelines for micro in plan.micro_batches)
+        staged = [
+            pipeline
+            for i in own_pipelines
+            if (pipeline := plan.pipelines[i]).scheme.pipeline > 1 and micro_batches
+        ]
+        pushes_within = any(isinstance(a, Backward) and a.pushes for a in program.actions)
+        # The compiler makes programs of the same form for plans that agree in this.
+        form = (micro_batches, pushes_within, *((p.scheme, p.shares) for p in staged))
+        if form not in self._checked:
+            self._check(program, plan, staged)
+            self._checked.add(form)
+        return program
 
-    def _check(self, mine: Program, plan: Plan, staged: list[Pipeline]) -> None:
-        """Check this rank's program alone, or with those of all ranks of its pipeline, compiled
-        here, where it has a pipeline of several stages (``staged``)."""
+    def _check(self, own: Program, plan: Plan, staged: list[Pipeline]) -> None:
+        """Check this rank's ``own`` program by itself, or, where ``staged`` has its pipeline of
+        several stages, together with the programs of that pipeline's ranks, compiled here."""
         if not staged:
-            check_alone(mine, plan, self.bucket_count)
+            check_alone(own, plan, self.bucket_count)
             return
         members = sorted(staged[0].ranks)
         programs = [
-            mine
+            own
             if rank == self.rank
             else compile_rank(plan, rank, self.bucket_count, overlap=self.overlap)
             for rank in members

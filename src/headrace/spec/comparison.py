@@ -176,15 +176,15 @@ class Comparison:
         Raises:
             SpecError: For a planner that was not compared.
         """
-        found = {result.name: result for result in self.results}
-        if name not in found:
+        by_name = {result.name: result for result in self.results}
+        if name not in by_name:
             raise SpecError(
                 "planner of a comparison",
                 got=repr(name),
-                wanted=", ".join(found),
-                hint=did_you_mean(name, found),
+                wanted=", ".join(by_name),
+                hint=did_you_mean(name, by_name),
             )
-        return found[name]
+        return by_name[name]
 
     def tokens_per_s(self, name: str) -> float | None:
         """Tokens that one device trains in a second, over the batches that a planner holds.
@@ -217,14 +217,14 @@ class Comparison:
             SpecError: For a planner that was not compared.
         """
         seconds = self.result(name).seconds
-        each = [
-            own / plan.predicted_s
-            for own, plan in zip(seconds, self.plans, strict=True)
-            if own is not None
+        ratios = [
+            batch_s / plan.predicted_s
+            for batch_s, plan in zip(seconds, self.plans, strict=True)
+            if batch_s is not None
         ]
-        if not each:
+        if not ratios:
             return None
-        return Ratios(mean=sum(each) / len(each), least=min(each), most=max(each))
+        return Ratios(mean=sum(ratios) / len(ratios), least=min(ratios), most=max(ratios))
 
     def label(self, name: str) -> str:
         """The name of a planner for people, with the group size of ``best static``.
@@ -291,12 +291,13 @@ class Comparison:
         }
 
     def _planner_json(self, result: PlannerResult) -> dict[str, Any]:
-        ratios, each = self.ratios(result.name), result.batches
+        """One planner's entry in :meth:`to_json`."""
+        ratios, batches = self.ratios(result.name), result.batches
         return {
             "name": result.name,
             "seconds": list(result.seconds),
-            "strategies": [None if batch is None else batch.strategy for batch in each],
-            "idle": [None if batch is None else batch.idle for batch in each],
+            "strategies": [None if batch is None else batch.strategy for batch in batches],
+            "idle": [None if batch is None else batch.idle for batch in batches],
             "mean_s": result.mean_s,
             "tokens_per_s_per_device": self.tokens_per_s(result.name),
             "ratios": None if ratios is None else asdict(ratios),

@@ -90,22 +90,22 @@ class FixedLayout:
 
     @property
     def weight_shards(self) -> int:
-        """Ranks over which the weights of a stage's part of a tensor are spread: those of ``FSDP``,
-        and those of the context beside them or alone."""
-        alone = self.data == 1
-        return self.shards * (self.context if alone or self.shards > 1 else 1)
+        """The number of shards of a weight (of one tensor rank's part of it): the FSDP ranks, times
+        the context ranks where there is FSDP or no data parallelism at all."""
+        no_data_parallelism = self.data == 1
+        return self.shards * (self.context if no_data_parallelism or self.shards > 1 else 1)
 
     @property
     def gradient_shards(self) -> int:
-        """Ranks over which the gradients of the same are spread in every micro-batch."""
+        """The number of shards of a weight's gradients after each micro-batch."""
         if self.gradients > 1:
             return self.gradients * self.context
         return self.weight_shards
 
     @property
     def state_shards(self) -> int:
-        """Ranks over which the optimizer's states of the same are spread; 1 where every replica
-        has all of them."""
+        """The number of shards of a weight's optimizer states; 1 where every replica has all of
+        them."""
         if self.states > 1:
             return self.states * self.context
         return self.gradient_shards
@@ -139,6 +139,7 @@ class FixedLayout:
         return cls(**sizes)
 
     def __str__(self) -> str:
+        # Reversed, so that of two words for a field the first one is kept: DP, not DDP.
         words = {name: word.upper() for word, name in reversed(_WORDS.items())}
         sizes = [(words[part.name], getattr(self, part.name)) for part in fields(self)]
         return " x ".join(f"{word} {size}" for word, size in sizes if size > 1) or "1 device"

@@ -155,7 +155,9 @@ def _nvidia(
     power_w: int,
     clock: float = 1.0,
 ) -> Device:
-    """``flops`` of the tensor cores in 16 bits, ``plain`` in fp32 without TF32 and in fp64."""
+    """An NVIDIA device by the peaks of its data sheet. ``flops`` per second are those of the tensor
+    cores in 16 bits, ``plain`` those in fp32 without TF32 and in fp64; the other attained fractions
+    and the launch time are the same for all."""
     return Device(
         name=name,
         memory_bytes=memory_bytes,
@@ -412,25 +414,29 @@ class Hardware:
             raise SpecError("devices of a node", got=self.devices_per_node, wanted=">= 1")
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """The link that a group of ranks talks over: the slower one when any pair needs it."""
+        """The link that a group of ranks communicates over: ``across`` as soon as the ranks are on
+        more than one node."""
         nodes = {rank // self.devices_per_node for rank in ranks}
         return self.inside if len(nodes) <= 1 else self.across
 
     def gather_s(self, ranks: int, total_bytes: float) -> float:
-        """Seconds in which each of the first ``ranks`` gets all of ``total_bytes``, of which it has
-        an even part: each byte crosses to a node once, and is spread inside; once for each rank
-        where nodes are not full."""
+        """Seconds of an all-gather over the first ``ranks``, after which each has ``total_bytes``.
+
+        Between full nodes a rank receives one shard from each other node and the rest inside its
+        node; where a node is not full it receives every shard of another node across.
+        """
         if ranks == 1:
             return 0.0
-        each, full = total_bytes / ranks, ranks % self.devices_per_node == 0
-        crossing = -(-ranks // self.devices_per_node) - 1
+        shard_bytes, full = total_bytes / ranks, ranks % self.devices_per_node == 0
+        crossing = -(-ranks // self.devices_per_node) - 1  # shards that a rank receives across
         if crossing and not full:
             crossing = ranks - self.devices_per_node
-        inside_s = self.inside.seconds(each * (ranks - 1 - crossing))
-        return inside_s + (self.across.seconds(each * crossing) if crossing else 0.0)
+        inside_s = self.inside.seconds(shard_bytes * (ranks - 1 - crossing))
+        return inside_s + (self.across.seconds(shard_bytes * crossing) if crossing else 0.0)
 
     def node_ranks(self, ranks: int) -> int | None:
-        """Neighbouring ranks of each node where the first ``ranks`` fill several, else None."""
+        """The number of ranks on each node where the first ``ranks`` fill several nodes, else
+        None."""
         each = self.devices_per_node
         return each if ranks > each and ranks % each == 0 else None
 
@@ -443,11 +449,13 @@ class Hardware:
         names[1:] = [name.lower() for name in names[1:]]
         if names[0].startswith(MEASURED):
             device = _device_of_file(names[0])
+            # No accelerator has memory slower than 200 GB/s.
             on_cpu = "float32" in device.flops_per_s and device.memory_bytes_per_s < 2e11
             usual = USUAL["cpu" if on_cpu else "h100"]
         else:
             device = _preset("device of the hardware", names[0].lower(), DEVICES)
             usual = USUAL[device.name]
+        # The links that are named, then the usual ones for those that are left out.
         links = [
             _preset("link of the hardware", name, LINKS)
             for name in (*names[1:], *usual.links[len(names) - 1 :])
@@ -465,7 +473,8 @@ MEASURED = "measured:"
 
 
 def _device_of_file(name: str) -> Device:
-    """The device of a file, called after it."""
+    """The measured device of ``name``, which is ``measured:FILE``, and is the device's name too.
+    Raises SpecError for a file that cannot be read or is malformed."""
     path = Path(name.removeprefix(MEASURED))
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -84,13 +84,12 @@ def architecture_of(config: Mapping[str, Any], *, dropout: float | None = None) 
     """The architecture of a ``config.json`` of LlamaForCausalLM, GPT2LMHeadModel or
     BertForMaskedLM.
 
-    ``dropout`` takes the place of all rates in the file. Without, it is GPT-2's and BERT's of the
-    residual stream, and a rate at another place that is not zero is refused, be it named or meant
-    by its absence. What is kept as ``positions`` of a Llama is the longest context it was trained
-    for. BERT's ``mask_id``
-    is ``mask_token_id`` where there is such a field, else 103 (the last id of smaller
-    vocabularies). Raises SpecError for other models, for variants that our model does not compute,
-    and for missing or malformed fields.
+    ``dropout`` takes the place of all rates in the file. Where it is None, the rate is that of the
+    residual stream in a GPT-2 or BERT file, and a rate above zero at another place is refused, also
+    one that transformers would assume for a missing field. ``positions`` of a Llama is the longest
+    context it was trained for. BERT's ``mask_id`` is ``mask_token_id`` where there is such a field,
+    else 103 (the last id of smaller vocabularies). Raises SpecError for other models, for variants
+    that our model does not compute, and for missing or malformed fields.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _CLASSES:
@@ -251,14 +250,16 @@ def _bert_config(a: Architecture) -> dict[str, Any]:
 
 
 def _check_fixed(config: Mapping[str, Any], fixed: Mapping[str, tuple[object, ...]]) -> None:
+    """Raise SpecError for a field whose value is none of the supported ones in ``fixed``; a missing
+    field stands for the first of them."""
     for name, values in fixed.items():
         if config.get(name, values[0]) not in values:
             raise SpecError(name, got=repr(config[name]), wanted=repr(values[0]))
 
 
 def _check_dropout(config: Mapping[str, Any], usual: Mapping[str, float]) -> None:
-    """Raise SpecError where a dropout rate of places that have none here is not 0; ``usual`` has
-    the rates that a missing key stands for."""
+    """Raise SpecError for a dropout rate above 0 at a place where our model has no dropout. The
+    keys of ``usual`` are these rates, its values what a missing key stands for."""
     for name, rate in usual.items():
         if _number(config, name, rate) != 0:
             raise SpecError(
@@ -270,7 +271,8 @@ def _check_dropout(config: Mapping[str, Any], usual: Mapping[str, float]) -> Non
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
-    """The base of the rotary positions: ``rope_parameters`` of new files, two fields of old."""
+    """The base of the rotary positions: in ``rope_parameters`` since transformers 5, before that in
+    ``rope_theta`` with ``rope_scaling`` beside it. Raises SpecError for scaled or partial ones."""
     theta = _number(config, "rope_theta", 10000.0)
     for name in ("rope_scaling", "rope_parameters"):
         rope = config.get(name) or {}

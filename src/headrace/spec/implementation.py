@@ -124,20 +124,22 @@ class Implementation:
         )
 
     def applied(self, device: Device) -> Device:
-        """A device whose preset attains what this implementation does on it.
+        """A copy of a device with the attained fractions of this implementation.
 
         Args:
             device: The device.
 
         Returns:
-            A copy with other fractions of its peaks.
+            The device with other fractions of its peaks; those of FLOPs are lower where its clock
+            is limited.
         """
-        found = self.on_device(device)
+        efficiency = self.on_device(device)
         return replace(
             device,
-            attained_matmul=found.products * device.clock,
-            attained_attention=found.attention * device.clock,
-            attained_memory=device.attained_memory / found.passes,
+            attained_matmul=efficiency.products * device.clock,
+            attained_attention=efficiency.attention * device.clock,
+            # Moving bytes several times is as slow as memory of a fraction of the speed.
+            attained_memory=device.attained_memory / efficiency.passes,
         )
 
     def __str__(self) -> str:

@@ -69,13 +69,16 @@ __all__ = [
 
 
 def _any_group(architecture: Architecture, ranks: int) -> str | None:
+    """The rule of a branch that runs on any number of ranks: it is never broken."""
     return None
 
 
 def _one_each(name: str, part: str, count: Callable[[Architecture], int]) -> SupportRule:
-    """The rule of a method that gives each rank one of the model's parts at least."""
+    """The rule of a method in which each rank needs at least one of the model's ``count`` parts,
+    such as key-value heads."""
 
     def rule(architecture: Architecture, ranks: int) -> str | None:
+        """None where there are parts for all ranks, else what is broken, in words."""
         most = count(architecture)
         if ranks <= most:
             return None
@@ -85,25 +88,30 @@ def _one_each(name: str, part: str, count: Callable[[Architecture], int]) -> Sup
 
 
 def _a_group_each(name: str) -> SupportRule:
+    """The rule of a method in which each rank needs a key-value head."""
     return _one_each(name, "key-value head", lambda a: a.kv_heads)
 
 
 def _a_block_each(name: str) -> SupportRule:
+    """The rule of a method in which each rank needs a block of the feed-forward's features."""
     return _one_each(name, "block of the feed-forward", lambda a: a.ffn // a.ffn_block)
 
 
 def _kv(a: Architecture) -> float:
-    """k, key-value features for each feature."""
+    """k = g d / h, the features of all keys over the features of a token."""
     return a.kv_heads * a.head_features / a.hidden
 
 
 def _even_attention(a: Architecture, p: int) -> BranchUse:
-    """An attention of which each rank has its p-th."""
+    """What attention uses on one of ``p`` ranks with an even share of the FLOPs, before anything is
+    sent or buffered."""
     return BranchUse(linear=1 / p, core=1 / p, kept=3 + 2 * _kv(a), kept_attention=2.0, buffers=0.0)
 
 
 def _local_feed_forward(a: Architecture, p: int, r: float) -> BranchUse:
-    """The feed-forward of local tokens with whole weights."""
+    """What the feed-forward uses on one of ``p`` ranks that runs its own tokens through the whole
+    weights; ``r`` has no part in it."""
+    # Inner features kept for the backward over h: gate, up and product, or GELU's input and output.
     active = (3 if a.gated else 2) * (a.ffn / a.hidden)
     return BranchUse(
         linear=1 / p, kept=1 + active, kept_attention=1.0, buffers=2 * (a.ffn / a.hidden)
@@ -111,6 +119,7 @@ def _local_feed_forward(a: Architecture, p: int, r: float) -> BranchUse:
 
 
 def _local(a: Architecture, p: int, r: float) -> BranchUse:
+    """What attention on a single rank uses, which sends nothing."""
     return replace(_even_attention(a, p), buffers=2 * (1 + 2 * _kv(a)))
 
 
@@ -125,10 +134,10 @@ LOCAL = MethodFacts(
 
 
 def _switched_heads(a: Architecture, p: int, r: float) -> BranchUse:
-    """Heads for tokens (Ulysses): two exchanges each way, queries, keys, values and results; the
-    busiest rank has the heads of ``heads / p`` rounded up."""
+    """What Ulysses uses on the busiest of ``p`` ranks, which has ceil(heads / p) heads: in each
+    direction one all-to-all of queries, keys and values, and one of the results."""
     k = _kv(a)
-    units = (p - 1) / p * (2 + 2 * k)
+    units = (p - 1) / p * (2 + 2 * k)  # queries and results 1 each, keys and values k each
     return replace(
         _even_attention(a, p),
         core=-(-a.heads // p) / a.heads,
@@ -155,10 +164,11 @@ ULYSSES_Z = MethodFacts(
 
 
 def _ring(a: Architecture, p: int, r: float) -> BranchUse:
-    """Keys and values go round a ring in p - 1 hops, their gradients too; ``r`` is the size of an
-    element of sums over that of activations."""
+    """What ring attention uses on one of ``p`` ranks: keys and values are passed on in p - 1 hops,
+    in the backward with the sums of their gradients, whose elements are ``r`` times as large as
+    those of activations."""
     k = _kv(a)
-    units = 2 * ((p - 1) / p) * p * k
+    units = 2 * ((p - 1) / p) * p * k  # keys and values
     return replace(
         _even_attention(a, p),
         sent=units,
@@ -171,8 +181,8 @@ def _ring(a: Architecture, p: int, r: float) -> BranchUse:
 
 
 def _keys_gathered(a: Architecture, p: int, r: float) -> BranchUse:
-    """As a ring, but with keys and values of all ranks gathered at once: one message, and buffers
-    for all of them."""
+    """What context parallelism by an all-gather uses on one of ``p`` ranks: as much is sent as in a
+    ring, but in one message, and the buffers hold the keys and values of all ranks."""
     buffers = 2 * (1 + r) * p * _kv(a)
     ring = _ring(a, p, 1)  # gradients are sent in the type of activations
     return replace(ring, messages=1, messages_back=2, pattern="gather", buffers=buffers)
@@ -192,8 +202,9 @@ COLOSSAL_Z = replace(MEGATRON_CZ, name="colossal_z", attention_use=None, automat
 
 
 def _shard_of_heads(a: Architecture, p: int, r: float) -> BranchUse:
-    """Each rank has the weights of some heads: it gathers all tokens before and sums the results of
-    all heads after, into its own tokens."""
+    """What tensor-parallel attention uses on the busiest of ``p`` ranks, which has the weights of
+    ceil(g / p) key-value heads: an all-gather of the tokens before, a reduce-scatter of the results
+    after."""
     share = -(-a.kv_heads // p) / a.kv_heads
     even = _even_attention(a, p)
     return replace(
@@ -211,8 +222,8 @@ def _shard_of_heads(a: Architecture, p: int, r: float) -> BranchUse:
 
 
 def _shard_of_features(a: Architecture, p: int, r: float) -> BranchUse:
-    """Each rank has the weights of some inner features: it gathers all tokens before and sums the
-    results of all features after, into its own tokens."""
+    """What a tensor-parallel feed-forward uses on one of ``p`` ranks, which has the weights of some
+    inner features: an all-gather of the tokens before, a reduce-scatter of the results after."""
     return replace(
         _local_feed_forward(a, p, r),
         sent=2 * (p - 1),
@@ -237,8 +248,9 @@ MEGATRON_TS = MethodFacts(
 
 
 def _ring_of_shards(a: Architecture, p: int, r: float) -> BranchUse:
-    """Weights of p shards of the heads come one after the other, and each runs a ring of its own:
-    p times the messages, and buffers of one shard."""
+    """What METP's attention uses on one of ``p`` ranks: the weights of p shards of the heads arrive
+    one after the other, and each shard runs a ring of its own. That is p times the messages of a
+    ring, with buffers for one shard."""
     k = _kv(a)
     ring = _ring(a, p, r)
     return replace(
@@ -254,6 +266,9 @@ def _ring_of_shards(a: Architecture, p: int, r: float) -> BranchUse:
 
 
 def _shards_pass(a: Architecture, p: int, r: float) -> BranchUse:
+    """What METP's feed-forward uses on one of ``p`` ranks: the weights of p shards of the inner
+    features arrive one after the other, each is run on the local tokens, and the results are summed
+    in elements ``r`` times as large as activations."""
     active = (3 if a.gated else 2) * (a.ffn / a.hidden)
     return replace(
         _local_feed_forward(a, p, r),
@@ -284,10 +299,11 @@ has none."""
 
 
 def _in_blocks(name: str, blocks: _Blocks) -> SupportRule:
-    """The rule of a method that needs blocks of ranks: the text of what is broken, or None where
-    ``blocks`` finds some."""
+    """The rule of a method that splits its group into equal blocks of ranks: broken where
+    ``blocks`` finds no way to do so."""
 
     def rule(a: Architecture, ranks: int) -> str | None:
+        """None where the ranks can be split into blocks, else what is broken, in words."""
         if blocks(a, ranks, 1) is not None:
             return None
         return f"{name} runs on ranks that are blocks of at least 2 with a head each, not {ranks}"
@@ -296,8 +312,8 @@ def _in_blocks(name: str, blocks: _Blocks) -> SupportRule:
 
 
 def _two_axes(name: str, blocks: _Blocks) -> Callable[..., tuple[Members, ...]]:
-    """The groups of a method over two mesh axes: the ranks of each block, and the ranks with the
-    same index in all blocks."""
+    """A function that lists the process groups of a method over two mesh axes: the ranks of each
+    block, and the ranks with the same index in all blocks. It raises SpecError without blocks."""
 
     def groups(a: Architecture, ranks: int, tensor: int) -> tuple[Members, ...]:
         """The groups of ``ranks`` ranks, as their indices, with weights sharded over blocks of
@@ -361,7 +377,8 @@ DEFAULT = ULYSSES_Z.name
 
 
 def automatic_methods(*, gpu: bool = False) -> tuple[str, ...]:
-    """Methods that are considered when the choice is left to the planner."""
+    """Names of the methods that the planner considers when the choice is left to it; for a ``gpu``
+    without those that launch too many small kernels."""
     return tuple(m.name for m in FACTS.values() if m.automatic and not (gpu and m.many_kernels))
 
 
@@ -382,8 +399,9 @@ def methods_for(architecture: Architecture, ranks: int, branch: Branch) -> tuple
 def subgroups(
     option: LayerOption, architecture: Architecture, ranks: int, tensor: int = 1
 ) -> tuple[Members, ...]:
-    """The groups within a group of ``ranks`` that a layer option needs, where blocks of ``tensor``
-    neighbours hold the weights together. Raises SpecError when it cannot run in such blocks."""
+    """The process groups within a group of ``ranks`` that a layer option needs, each as ranks
+    counted within that group; blocks of ``tensor`` neighbours hold the weights together. Raises
+    SpecError when the option cannot run in such blocks."""
     attention, feed_forward = facts_of(option.attention), facts_of(option.feed_forward)
     return (
         *attention.attention_groups(architecture, ranks, tensor),
@@ -392,11 +410,12 @@ def subgroups(
 
 
 def block_ranks(option: LayerOption, ranks: int, most: int) -> int:
-    """The neighbouring ranks of a group of ``ranks`` that share a layer's weights and use their
-    shards as they lie, where weights can be cut into ``most`` shards.
+    """How many neighbours of a group of ``ranks`` share a layer's weights as tensor parallelism
+    does: each computes with its own shard, and no weights are gathered. Weights can be cut into at
+    most ``most`` shards.
 
-    1 where a branch wants whole weights or its branches have blocks of different sizes, and for
-    methods without facts: those of other people's layers are taken to gather.
+    The number is 1 (weights are gathered) where a branch needs whole weights, where the branches
+    have blocks of different sizes, and for a user's methods, of which nothing is known.
     """
     sizes = {
         FACTS[name].block(ranks, most) if name in FACTS else 1

@@ -68,8 +68,8 @@ class LayerOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
-    """One option per layer, first layer first. Text form: ``2*ulysses_z+full 2*ulysses_z``; no
-    layers, and no text, where costs know of none: such plans are looked at and cannot run."""
+    """One option per layer, first layer first. Text form: ``2*ulysses_z+full 2*ulysses_z``. It is
+    empty where costs have no layers; such a plan can be shown but not run."""
 
     options: tuple[LayerOption, ...] = ()
 
@@ -82,7 +82,7 @@ class LayerPlan:
 
     @property
     def counts(self) -> tuple[tuple[LayerOption, int], ...]:
-        """Runs of equal options, in order."""
+        """Runs of equal neighbouring options as pairs (option, number of layers), in order."""
         return tuple((option, len(list(run))) for option, run in groupby(self.options))
 
     def __str__(self) -> str:

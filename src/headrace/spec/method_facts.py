@@ -74,10 +74,12 @@ BranchFormula = Callable[[Architecture, int, float], BranchUse]
 
 
 def _no_groups(architecture: Architecture, ranks: int, tensor: int) -> tuple[Members, ...]:
+    """The groups of a branch that needs none within its group."""
     return ()
 
 
 def _alone(ranks: int, most: int) -> int:
+    """The ranks of a block (see ``MethodFacts.block``) where each rank wants whole weights."""
     return 1
 
 
@@ -121,9 +123,12 @@ class MethodFacts:
         return next((rule for rule in broken if rule), None)
 
     def fetched(self, ranks: int, most: int) -> float:
-        """The share of the weight rows it lacks that a rank fetches where weights are sharded
-        over ``ranks`` and can be cut into ``most`` shards: a block of U ranks needs 1 / U of the
-        rows and holds 1 / R, so (1 / U - 1 / R) / (1 - 1 / R)."""
+        """What a rank fetches of a layer's weights where they are sharded over ``ranks`` = R, as a
+        fraction of the rows that it does not hold.
+
+        A rank holds 1 / R of the rows and works with 1 / U of them, where U is its block's size
+        (weights can be cut into ``most`` shards): (1 / U - 1 / R) / (1 - 1 / R).
+        """
         if ranks == 1:
             return 1.0
         return (1 / self.block(ranks, most) - 1 / ranks) / (1 - 1 / ranks)
@@ -155,15 +160,19 @@ def largest_divisor(ranks: int, most: int) -> int | None:
 
 
 def ulysses_blocks(a: Architecture, ranks: int, tensor: int = 1) -> RankBlocks | None:
-    """Blocks that exchange heads: of the most ranks that divide the group and have a key-value
-    head each, or else a query head; None where there are none."""
+    """Split ``ranks`` into blocks that run Ulysses within: as large as divides the group and leaves
+    each rank a key-value head, or else a query head. None where no such size divides the group.
+    ``tensor`` has no part in it."""
     inner = largest_divisor(ranks, a.kv_heads) or largest_divisor(ranks, a.heads)
     return None if inner is None else RankBlocks(ranks=ranks, inner=inner)
 
 
 def tensor_blocks(a: Architecture, ranks: int, tensor: int = 1) -> RankBlocks | None:
-    """Blocks that share a layer's weights: of the ``tensor`` ranks that hold them together, else
-    of the most ranks that divide the group; None where a rank would have no shard."""
+    """Split ``ranks`` into blocks that share a layer's weights: of ``tensor`` ranks, or, where that
+    is 1, as large as divides the group. None where a rank would have no shard."""
     most = a.tensor_ranks
-    inner = largest_divisor(ranks, most) if tensor == 1 else tensor if tensor <= most else None
+    if tensor == 1:
+        inner = largest_divisor(ranks, most)
+    else:
+        inner = tensor if tensor <= most else None
     return None if inner is None else RankBlocks(ranks=ranks, inner=inner)

@@ -67,11 +67,11 @@ class ModelShape:
         return self.layers + 2
 
     def held_share(self, buckets: Collection[int], parts: int) -> float:
-        """Of all elements the share that a rank works with in a stage of these ``buckets``, where
-        ``parts`` ranks share the rows of a weight."""
+        """The fraction of the model's elements that a rank holds to work in a stage of these
+        ``buckets``, where ``parts`` ranks share the rows of a weight."""
         split = sum(self.split_elements[bucket] for bucket in buckets)
         if self.layers + 1 in buckets and 0 not in buckets:
-            split += self.tied_elements
+            split += self.tied_elements  # the head of the last stage needs the embedding's table
         whole = sum(self.whole_elements[bucket] for bucket in buckets)
         return (split / parts + whole) / self.elements
 
@@ -80,9 +80,9 @@ class ModelShape:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that :meth:`from_json` reads back."""
-        found = {part.name: getattr(self, part.name) for part in fields(self) if part.init}
-        lists = {name: list(x) for name, x in found.items() if isinstance(x, tuple)}
-        return {**found, **lists}
+        values = {part.name: getattr(self, part.name) for part in fields(self) if part.init}
+        lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
+        return {**values, **lists}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ModelShape:

@@ -35,7 +35,8 @@ __all__ = [
 
 @dataclass(slots=True)
 class NumberReader:
-    """Takes numbers one after the other. Raises ValueError when there are too few."""
+    """Reads a sequence of ``numbers`` from index ``at`` on. Raises ValueError when there are too
+    few."""
 
     numbers: Sequence[int]
     at: int = 0
@@ -48,30 +49,32 @@ class NumberReader:
         return self.numbers[self.at - count : self.at]
 
     def parts(self, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """As many of the next numbers as each size says."""
+        """Read one tuple for each of ``sizes``, of that many numbers."""
         bounds = list(accumulate(sizes, initial=0))
         taken = tuple(self.take(bounds[-1]))
         return (taken[start:end] for start, end in pairwise(bounds))
 
 
 def numbers_of(plan: Plan, orders: Sequence[str]) -> tuple[dict[str, Any], array[int]]:
-    """What of ``plan`` is no number, as JSON, and its numbers as int64."""
+    """The decisions of ``plan`` in a compact form, which :func:`_decisions` reads: a JSON object of
+    counts and texts, and one flat int64 array of everything else, column by column. Texts that
+    repeat (schemes, layer plans, ``orders``) stand in the array as indices."""
     schemes, layers = dict[str, int](), _Layers()
     pipelines, micros = plan.pipelines, plan.micro_batches
-    found = array("q", plan.lengths.tokens)
-    found.extend(plan.lengths.ids)
-    found.extend(schemes.setdefault(str(p.scheme), len(schemes)) for p in pipelines)
-    found.extend(len(p.shares) for p in pipelines)
+    numbers = array("q", plan.lengths.tokens)
+    numbers.extend(plan.lengths.ids)
+    numbers.extend(schemes.setdefault(str(p.scheme), len(schemes)) for p in pipelines)
+    numbers.extend(len(p.shares) for p in pipelines)
     for pipeline in pipelines:
-        found.extend(pipeline.ranks)
+        numbers.extend(pipeline.ranks)
     for pipeline in pipelines:
-        found.extend(pipeline.shares)
-    found.extend(m.pipeline for m in micros)
-    found.extend(layers.place(m.layers) for m in micros)
-    found.extend(orders.index(m.order) for m in micros)
-    found.extend(len(m.sequences) for m in micros)
+        numbers.extend(pipeline.shares)
+    numbers.extend(m.pipeline for m in micros)
+    numbers.extend(layers.place(m.layers) for m in micros)
+    numbers.extend(orders.index(m.order) for m in micros)
+    numbers.extend(len(m.sequences) for m in micros)
     for micro in micros:
-        found.extend(micro.sequences)
+        numbers.extend(micro.sequences)
     texts = {
         "sequences": len(plan.lengths),
         "pipelines": len(pipelines),
@@ -82,19 +85,19 @@ def numbers_of(plan: Plan, orders: Sequence[str]) -> tuple[dict[str, Any], array
         "working": plan.working,
         "semantics": plan.semantics,
     }
-    return texts, found
+    return texts, numbers
 
 
 class _Layers:
-    """Layer plans by their text. By identity first: the texts of all micro-batches' layers take
-    longer than the few repetitions."""
+    """Numbers the distinct layer plans by their text. The number of a plan object that was seen
+    before is found by its identity, as making the text for each micro-batch would be slow."""
 
     def __init__(self) -> None:
         self.texts: dict[str, int] = {}
         self._known: dict[int, int] = {}
 
     def place(self, layers: LayerPlan) -> int:
-        """Where the text of ``layers`` stands."""
+        """The index of the text of ``layers`` among ``texts``, to which it is added when new."""
         if id(layers) not in self._known:
             self._known[id(layers)] = self.texts.setdefault(str(layers), len(self.texts))
         return self._known[id(layers)]
@@ -248,8 +251,8 @@ class Plan:
     clock: Callable[[Plan], Timeline] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Raise SpecError unless each sequence is in one micro-batch, each micro-batch in a
-        pipeline, and no rank where it cannot be."""
+        """Raise SpecError unless each sequence is in one micro-batch, each micro-batch has a
+        pipeline, every rank exists, and no rank of a staged pipeline is in another one too."""
         for name, words in (("working", get_args(Working)), ("semantics", get_args(Semantics))):
             if getattr(self, name) not in words:
                 raise SpecError(
@@ -345,9 +348,11 @@ class Plan:
         """
         if not changes.keys() <= set(_TOLD):
             return replace(self, **changes)
-        made = copy(self)  # its decisions have been checked
+        # Only what is told besides the decisions changes, and the decisions have been checked:
+        # `dataclasses.replace` would check them again, which is slow for large plans.
+        made = copy(self)
         for name, value in changes.items():
-            object.__setattr__(made, name, value)
+            object.__setattr__(made, name, value)  # the class is frozen
         _check_bound(made)
         return made
 
@@ -556,22 +561,32 @@ def _check_bound(plan: Plan) -> None:
 
 
 def _decisions(texts: dict[str, Any], numbers: NumberReader) -> dict[str, Any]:
-    """Lengths, pipelines and micro-batches of :func:`numbers_of`; equal layer plans are one."""
+    """The fields ``lengths``, ``pipelines`` and ``micro_batches`` of the plan that
+    :func:`numbers_of` wrote, read in the same order. Micro-batches with equal layer plans share one
+    object."""
     count, pipes, micros = (texts[name] for name in ("sequences", "pipelines", "micro_batches"))
     lengths = Lengths(tokens=tuple(numbers.take(count)), ids=tuple(numbers.take(count)))
-    schemes, layers = map(Scheme.parse, texts["schemes"]), map(LayerPlan.parse, texts["layers"])
-    known, plans = tuple(schemes), tuple(layers)
-    of_pipes = [known[i] for i in numbers.take(pipes)]
-    shares = numbers.take(pipes)
-    members = list(numbers.parts([scheme.devices for scheme in of_pipes]))
+    schemes = tuple(map(Scheme.parse, texts["schemes"]))
+    layer_plans = tuple(map(LayerPlan.parse, texts["layers"]))
+    scheme_of_pipes = [schemes[i] for i in numbers.take(pipes)]
+    share_counts = numbers.take(pipes)
+    ranks_of_pipes = list(numbers.parts([scheme.devices for scheme in scheme_of_pipes]))
     pipelines = tuple(
-        Pipeline(scheme=scheme, ranks=ranks, shares=share)
-        for scheme, ranks, share in zip(of_pipes, members, numbers.parts(shares), strict=True)
+        Pipeline(scheme=scheme, ranks=ranks, shares=shares)
+        for scheme, ranks, shares in zip(
+            scheme_of_pipes, ranks_of_pipes, numbers.parts(share_counts), strict=True
+        )
     )
+    # Columns of the micro-batches: pipeline, layer plan, token order, number of sequences.
     columns = [numbers.take(micros) for _ in range(4)]
     micro_batches = tuple(
-        MicroBatch(pipeline=pipeline, layers=plans[plan], order=_ORDERS[order], sequences=sequences)
-        for pipeline, plan, order, sequences in zip(
+        MicroBatch(
+            pipeline=pipeline,
+            layers=layer_plans[layers],
+            order=_ORDERS[order],
+            sequences=sequences,
+        )
+        for pipeline, layers, order, sequences in zip(
             *columns[:3], numbers.parts(columns[3]), strict=True
         )
     )

@@ -68,7 +68,8 @@ class ProfilePoint:
 
     @property
     def branch(self) -> tuple[Branch, str] | None:
-        """(branch, ``METHOD[+LEVEL]``) of a measured branch, None for whole layers and ends."""
+        """(branch, ``METHOD[+LEVEL]``) of a measured branch, None for whole layers and ends.
+        Raises SpecError for an option of another branch."""
         name, colon, rest = self.option.partition(":")
         if not colon:
             return None
@@ -166,7 +167,8 @@ class Profile:
 
 
 def stored_working_bytes(value: Mapping[str, Any]) -> dict[int, dict[Working, int]]:
-    """The ``working_bytes`` of a JSON object by group size and kind."""
+    """The ``working_bytes`` of a JSON object by group size, then by how weights are held
+    (``replicated`` or ``sharded``). JSON keys are texts, and older files have other words."""
     return {
         int(p): {stored_working(word): size for word, size in held.items()}
         for p, held in value["working_bytes"].items()
@@ -174,5 +176,6 @@ def stored_working_bytes(value: Mapping[str, Any]) -> dict[int, dict[Working, in
 
 
 def _point(value: Mapping[str, Any]) -> ProfilePoint:
+    """A point of its JSON object, where lengths are a list."""
     fields: dict[str, Any] = {**value, "lengths": tuple(value["lengths"])}
     return ProfilePoint(**fields)

@@ -165,7 +165,7 @@ class Exchange:
     recv: Recv
 
     def __post_init__(self) -> None:
-        """Raise ProgramError unless the send and the receive have the same neighbour."""
+        """Raise SpecError unless the send and the receive have the same neighbour."""
         if self.send.message.peer != self.recv.message.peer:
             raise SpecError(
                 "exchange",
@@ -228,7 +228,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 
 
 def parse_action(text: str) -> Action:
-    """Read one action back from its text."""
+    """Read one action back from its text. Raises SpecError for a text of no action."""
     action = Update() if text == "U" else _link(text) or _compute(text) or _traffic(text)
     if action is None:
         wanted = "P3, 0F4[0,1], 0B4[0,1]{3,2}, Sa4>2*128, Ra4<0*128, X(S..,R..), G3, I2 or U"
@@ -250,7 +250,7 @@ def _link(text: str) -> Action | None:
 def _compute(text: str) -> Action | None:
     """The forward or backward that a text stands for; None for another action's text."""
     found = _COMPUTE.fullmatch(text)
-    if not found or (found[2] == "F" and found[6]):
+    if not found or (found[2] == "F" and found[6]):  # a forward pushes nothing
         return None
     stage, micro, group = int(found[1]), int(found[3]), _numbers(found[5])
     pack = int(found[4] or 0)
@@ -269,7 +269,7 @@ def _traffic(text: str) -> Send | Recv | Exchange | None:
         both = isinstance(send, Send) and isinstance(recv, Recv)
         return Exchange(send=send, recv=recv) if both else None
     found = _MESSAGE.fullmatch(text)
-    if not found or (found[1] == "S") != (found[4] == ">"):
+    if not found or (found[1] == "S") != (found[4] == ">"):  # S goes with >, R with <
         return None
     message = Message(
         what="a" if found[2] == "a" else "g",
@@ -305,7 +305,8 @@ Numbered = Sequence[tuple[int, MicroBatch]]
 
 
 def rows_of(tokens: int, ranks: int, member: int) -> int:
-    """Tokens of a pack that a member of a stage holds: shares are even, larger ones first."""
+    """Tokens of a pack that the ``member``-th of the ``ranks`` of a stage holds: an even share,
+    where the first ranks take one more of those left over."""
     return tokens // ranks + (member < tokens % ranks)
 
 
@@ -313,10 +314,9 @@ def compile_rank(plan: Plan, rank: int, bucket_count: int, *, overlap: bool = Tr
     """The program of ``rank``: all pulls, its micro-batches, the update; pushes from the last
     bucket to the first, those of its layers within its last backward.
 
-    Ranks without work pull nothing but still issue every world collective: they own, serve and
-    update their part of the storage. Without ``overlap`` all pushes follow the last backward.
-    Raises SpecError when a pipeline has more stages than the model (of ``bucket_count`` - 2 layers)
-    has layers.
+    A rank without work issues all pulls and pushes too, as it owns, serves and updates its part of
+    the stored weights. Without ``overlap`` all pushes follow the last backward. Raises SpecError
+    when a pipeline has more stages than the model (of ``bucket_count`` - 2 layers) has layers.
     """
     mine = [
         index
@@ -335,8 +335,8 @@ def _program_of(
     *,
     overlap: bool,
 ) -> Program:
-    """The program of a rank with the micro-batches ``mine``, where ``last`` are the last ones of
-    all ranks."""
+    """The program of a rank that works on the micro-batches with the indices ``mine``; ``last`` is
+    the index of the last micro-batch of each rank."""
     work = list(_work(plan, rank, mine, bucket_count - 2))
     actions: list[Action] = [*(Pull(bucket=b) for b in range(bucket_count)), *work]
     if overlap:
@@ -348,13 +348,13 @@ def _program_of(
 
 def compile_plan(plan: Plan, bucket_count: int, *, overlap: bool = True) -> tuple[Program, ...]:
     """The programs of all ranks of a plan over a model of ``bucket_count`` weight buckets."""
-    mine: list[list[int]] = [[] for _ in range(plan.devices)]
+    indices_of_ranks: list[list[int]] = [[] for _ in range(plan.devices)]
     for index, micro in enumerate(plan.micro_batches):
         for rank in plan.pipelines[micro.pipeline].ranks:
-            mine[rank].append(index)
+            indices_of_ranks[rank].append(index)
     last = last_of_ranks(plan)
     return tuple(
-        _program_of(plan, rank, mine[rank], last, bucket_count, overlap=overlap)
+        _program_of(plan, rank, indices_of_ranks[rank], last, bucket_count, overlap=overlap)
         for rank in range(plan.devices)
     )
 
@@ -381,11 +381,12 @@ def compile_turns(plan: Plan, packs: Packs, rank: int) -> Program:
     """
     actions: list[Action] = []
     for number, turn in enumerate(turns_of(plan)):
-        longest = max((len(packs[index]) for index in turn), default=0)
+        most_packs = max((len(packs[index]) for index in turn), default=0)
+        # The micro-batch of this rank in the turn, of which it has one at most.
         mine = next(
             (i for i in turn if rank in plan.pipelines[plan.micro_batches[i].pipeline].ranks), None
         )
-        for pack in range(longest):
+        for pack in range(most_packs):
             group = packs[mine][pack] if mine is not None and pack < len(packs[mine]) else ()
             if mine is not None and rank in group:
                 actions.append(Forward(stage=0, micro_batch=mine, group=group, pack=pack))
@@ -396,15 +397,16 @@ def compile_turns(plan: Plan, packs: Packs, rank: int) -> Program:
 
 
 def turns_of(plan: Plan) -> list[list[int]]:
-    """The micro-batches of a plan by turns: each rank has at most one micro-batch in a turn, and
-    each micro-batch is in the first turn that all its ranks have free after those before it."""
-    begun = [0] * plan.devices
+    """The indices of a plan's micro-batches by turn. A rank has at most one micro-batch in a turn,
+    and each micro-batch, in the plan's order, takes the first turn after those in which one of its
+    ranks has work already."""
+    next_free = [0] * plan.devices  # the first turn in which each rank has no work yet
     turns: list[list[int]] = []
     for index, micro in enumerate(plan.micro_batches):
         ranks = plan.pipelines[micro.pipeline].ranks
-        turn = max(begun[rank] for rank in ranks)
+        turn = max(next_free[rank] for rank in ranks)
         for rank in ranks:
-            begun[rank] = turn + 1
+            next_free[rank] = turn + 1
         if turn == len(turns):
             turns.append([])
         turns[turn].append(index)
@@ -412,23 +414,24 @@ def turns_of(plan: Plan) -> list[list[int]]:
 
 
 def connected(plan: Plan, rank: int) -> tuple[int, ...]:
-    """The ranks, ascending, on which the progress of ``rank`` depends before the update: those of
-    its pipelines that have work, those of theirs, and so on."""
+    """The ranks, ascending, on which the progress of ``rank`` depends before the update: the
+    connected component of ``rank`` where pipelines with work connect all their ranks."""
     groups = {plan.pipelines[micro.pipeline].ranks for micro in plan.micro_batches}
-    found, met = {rank}, True
-    while met:
-        met = {ranks for ranks in groups if not found.isdisjoint(ranks)}
-        groups -= met
-        found = found.union(*met)
-    return tuple(sorted(found))
+    reached, touching = {rank}, True
+    while touching:
+        touching = {ranks for ranks in groups if not reached.isdisjoint(ranks)}
+        groups -= touching
+        reached = reached.union(*touching)
+    return tuple(sorted(reached))
 
 
 def _work(plan: Plan, rank: int, numbers: Sequence[int], layers: int) -> Iterator[Action]:
-    """The forwards, backwards and messages of a rank with these micro-batches."""
+    """The forwards, backwards and messages of a rank that works on the micro-batches with the
+    indices ``numbers``, of a model with ``layers`` layers."""
     mine = [(index, plan.micro_batches[index]) for index in numbers]
     used = [plan.pipelines[p] for p in dict.fromkeys(micro.pipeline for _, micro in mine)]
     staged = [pipeline for pipeline in used if pipeline.scheme.pipeline > 1]
-    if staged:
+    if staged:  # a rank of a staged pipeline is in no other, as plans check
         yield from _one_forward_one_backward(plan, staged[0], rank, mine, layers)
         return
     for index, micro in mine:
@@ -440,11 +443,13 @@ def _work(plan: Plan, rank: int, numbers: Sequence[int], layers: int) -> Iterato
 def _one_forward_one_backward(
     plan: Plan, pipeline: Pipeline, rank: int, micros: Numbered, layers: int
 ) -> Iterator[Action]:
-    """The actions of one rank of a pipeline with ``layers`` layers: forwards until the stages after
-    it are busy, then a forward and a backward in turn, then the backwards that remain."""
+    """The 1F1B schedule of one rank of a pipeline, over a model of ``layers`` layers: forwards
+    until the stages after it are busy, then a forward and a backward in turn, then the backwards
+    that remain. Messages carry activations (``a``) or gradients (``g``)."""
     stages = pipeline.stages(layers)
     stage = pipeline.stage_of(rank, layers)
     line = _Line(plan=plan, stages=stages, stage=stage, rank=rank, micros=micros)
+    # Forwards that this stage is ahead of its backwards: as many as there are stages after it.
     ahead, count = min(stage.count - 1 - stage.index, len(micros)), len(micros)
     for i in range(ahead):
         yield from line.receive("a", i)
@@ -500,7 +505,8 @@ class _Line:
     def exchange(
         self, out: Literal["a", "g"], i: int, back: Literal["a", "g"], j: int
     ) -> Iterator[Action]:
-        """Send one kind and receive the other, from and to the same side."""
+        """Send ``out`` of the i-th micro-batch and receive ``back`` of the j-th as one action:
+        activations and gradients on the same side. Nothing at the end of the pipeline."""
         send, recv = next(self.send(out, i), None), next(self.receive(back, j), None)
         if isinstance(send, Send) and isinstance(recv, Recv):
             yield Exchange(send=send, recv=recv)
@@ -525,8 +531,10 @@ class _Line:
 def _with_pushes(
     plan: Plan, rank: int, actions: list[Action], last_of: Mapping[int, int], bucket_count: int
 ) -> Iterator[Action]:
-    """The actions with all pushes, those of the last backward's buckets inside it where it is the
-    last one of all ranks that meet in it."""
+    """Add all pushes to the actions of a rank, from the last bucket to the first. Where its last
+    backward is the last one of all ranks of its group (``last_of`` has their last micro-batches),
+    the buckets of its stage are pushed within that backward; otherwise all pushes come at the end.
+    """
     order = list(reversed(range(bucket_count)))
     last = max((i for i, a in enumerate(actions) if isinstance(a, Backward)), default=None)
     backward = None if last is None else actions[last]
@@ -536,6 +544,7 @@ def _with_pushes(
         return
     pipeline = plan.pipelines[plan.micro_batches[backward.micro_batch].pipeline]
     own = pipeline.stage_of(rank, bucket_count - 2).buckets
+    # Buckets of later stages are pushed before the rank waits for the gradients of its backward.
     before = last - 1 if isinstance(actions[last - 1], Recv) else last
     yield from actions[:before]
     yield from (Push(bucket=b) for b in order if b > own[-1])
@@ -546,23 +555,24 @@ def _with_pushes(
 
 
 def last_of_ranks(plan: Plan) -> dict[int, int]:
-    """The number of the last micro-batch of every rank that has one."""
-    last_of = {micro.pipeline: index for index, micro in enumerate(plan.micro_batches)}
+    """The index of the last micro-batch of every rank that has one, by rank."""
+    last_of_pipelines = {micro.pipeline: index for index, micro in enumerate(plan.micro_batches)}
     last: dict[int, int] = {}
-    for pipeline, index in last_of.items():
+    for pipeline, index in last_of_pipelines.items():
         for rank in plan.pipelines[pipeline].ranks:
             last[rank] = max(index, last.get(rank, -1))
     return last
 
 
 def is_last(last: Mapping[int, int], backward: Backward) -> bool:
-    """Whether none of a backward's ranks has a later micro-batch, where ``last`` are the last ones
-    of all ranks (:func:`last_of_ranks`)."""
+    """Whether ``backward`` is the last one of all ranks of its group; ``last`` is the index of the
+    last micro-batch of each rank (:func:`last_of_ranks`)."""
     return all(last[rank] <= backward.micro_batch for rank in backward.group)
 
 
 def meeting(action: Action, rank: int, world: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks that stand at the same action before any goes on."""
+    """The ranks that all have to reach this action of ``rank`` before any of them goes on: the
+    group of a forward or backward, all ranks for the update, else the rank alone."""
     match action:
         case Forward(group=group) | Backward(group=group):
             return group
@@ -572,8 +582,8 @@ def meeting(action: Action, rank: int, world: tuple[int, ...]) -> tuple[int, ...
 
 
 def meeting_key(action: Action) -> tuple[Any, ...]:
-    """What ranks that meet have in common. The pushes issued in a backward are not: each rank
-    issues its own in its own last backward."""
+    """The key by which ranks recognise that they stand at the same collective action. The pushes
+    in a backward are no part of it, as each rank issues its own in its own last backward."""
     match action:
         case Forward() | Backward():
             return (action.kind, action.stage, action.micro_batch, action.group)

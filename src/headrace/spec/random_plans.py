@@ -27,12 +27,13 @@ def random_plan(
     working: Working | None = None,
     methods: Mapping[int, Sequence[str]] | None = None,
 ) -> Plan:
-    """Each sequence on a random aligned block of a random size of at most ``largest`` ranks,
-    packed at random, its tokens in a random order, every layer with a random attention,
-    feed-forward and recompute level; larger groups come first.
+    """Draw a valid plan of groups without stages. Each sequence is put on a random aligned block of
+    a random number of ranks (at most ``largest``) and packed with others there at random; token
+    order, methods and recompute levels are random too. Larger groups come first.
 
-    ``methods`` names for every size that may be drawn the methods that groups of it support;
-    without, one rank is ``local`` and larger groups are ``ulysses_z``.
+    ``methods`` names the methods that a group may run by its number of ranks, and so the sizes that
+    are drawn; where None, one rank is ``local`` and larger groups are ``ulysses_z``. ``working`` is
+    random where None. Raises SpecError where no size is left.
     """
     most = min(devices, largest or devices)
     if methods is None:
@@ -40,7 +41,7 @@ def random_plan(
     sizes = [size for size in sorted(methods) if size <= most and methods[size]]
     if not sizes:
         raise SpecError("methods of a random plan", got=dict(methods), wanted="some on few ranks")
-    jobs: dict[tuple[int, int], list[list[int]]] = {}
+    jobs: dict[tuple[int, int], list[list[int]]] = {}  # packs of sequences by (size, block)
     for i in rng.permutation(len(lengths)):
         size = sizes[int(rng.integers(len(sizes)))]
         block = int(rng.integers(devices // size))
@@ -84,19 +85,21 @@ def random_strategy(
     methods: Mapping[int, Sequence[str]],
     most_tensor: int = 1,
 ) -> Plan:
-    """Pipelines of random tensor (at most ``most_tensor``), context and pipeline degrees side by
-    side, some ranks perhaps in none, stages of random numbers of layers; each sequence in a random
-    one, packed at random, every layer with a random attention, feed-forward and recompute level.
+    """Draw a valid plan of pipelines side by side, with random tensor (at most ``most_tensor``),
+    context and pipeline degrees and random numbers of layers in their stages. Some ranks may be in
+    no pipeline. Each sequence goes to a random pipeline and is packed with others at random; token
+    order, methods and recompute levels are random too.
 
-    ``methods`` names for every number of ranks of a stage the methods that such a stage supports.
+    ``methods`` names the methods that a stage may run by its number of ranks.
     """
     pipelines: list[Pipeline] = []
-    at = int(rng.random() < 0.2 and devices > 1)
-    while at < devices:
-        pipeline = _random_pipeline(at, devices - at, layers, rng, methods, most_tensor)
+    next_rank = int(rng.random() < 0.2 and devices > 1)  # rank 0 is left out at times
+    while next_rank < devices:
+        room = devices - next_rank
+        pipeline = _random_pipeline(next_rank, room, layers, rng, methods, most_tensor)
         pipelines.append(pipeline)
-        at += pipeline.scheme.devices + int(rng.random() < 0.1)
-    packs: list[tuple[int, list[int]]] = []
+        next_rank += pipeline.scheme.devices + int(rng.random() < 0.1)  # leaves out a rank at times
+    packs: list[tuple[int, list[int]]] = []  # (pipeline, sequences)
     for i in rng.permutation(len(lengths)):
         chosen = int(rng.integers(len(pipelines)))
         if packs and packs[-1][0] == chosen and rng.random() < 0.5:
@@ -129,14 +132,14 @@ def _width(pipeline: Pipeline) -> int:
 
 
 def _random_pipeline(
-    at: int,
+    first_rank: int,
     room: int,
     layers: int,
     rng: np.random.Generator,
     methods: Mapping[int, Sequence[str]],
     most_tensor: int,
 ) -> Pipeline:
-    """A pipeline on the ranks from ``at``, of at most ``room``."""
+    """Draw a pipeline on neighbouring ranks from ``first_rank`` on, at most ``room`` of them."""
     schemes = [
         Scheme(tensor=tensor, context=width // tensor, pipeline=stages)
         for width in sorted(methods)
@@ -146,17 +149,19 @@ def _random_pipeline(
         for stages in range(1, min(layers, room // width) + 1)
     ]
     scheme = schemes[int(rng.integers(len(schemes)))]
+    # The layers at which a new stage begins: distinct and above 0, so that no stage is empty.
     cuts = sorted(rng.choice(layers - 1, scheme.pipeline - 1, replace=False) + 1)
     edges = [0, *map(int, cuts), layers]
     return Pipeline(
         scheme=scheme,
-        ranks=tuple(range(at, at + scheme.devices)),
+        ranks=tuple(range(first_rank, first_rank + scheme.devices)),
         shares=tuple(b - a for a, b in pairwise(edges)),
     )
 
 
 def _random_layers(methods: Sequence[str], layers: int, rng: np.random.Generator) -> LayerPlan:
-    """A layer plan of methods and recompute levels drawn at random for each layer."""
+    """Draw for each layer the attention's and the feed-forward's method of ``methods``, and a
+    recompute level."""
     names = rng.integers(len(methods), size=(layers, 2)).tolist()
     levels = rng.integers(len(RECOMPUTE), size=layers).tolist()
     return LayerPlan(

@@ -53,7 +53,8 @@ class RankTimes:
     rows: tuple[Row, ...]
 
     def to_bytes(self) -> bytes:
-        """Three numbers a line, as the module says."""
+        """The times as float64 bytes, three numbers a line: one line ``own``, one ``ends``, then
+        one ``works`` for each forward and backward, as the module's docstring lists them."""
         busy = [row for row in self.rows if row.kind in BUSY]
         end_s = max((row.end_s for row in self.rows), default=0.0)
         lines = [
@@ -86,22 +87,29 @@ class StepTimes:
 
     @classmethod
     def of(cls, told: Sequence[bytes]) -> StepTimes:
-        """The times of a step, from :meth:`RankTimes.to_bytes` of all ranks in rank order."""
-        ranks = [np.frombuffer(one, dtype=np.float64).reshape(-1, _WIDTH) for one in told]
-        own, busy = np.stack([rank[0] for rank in ranks]), np.stack([rank[1] for rank in ranks])
-        total_s = len(ranks) * float(busy[:, 0].max())
-        idle = max(0.0, 1 - float(busy[:, 1].sum()) / total_s) if total_s > 0 else 0.0
+        """The times of a step, from the bytes ``told`` by :meth:`RankTimes.to_bytes` of all ranks,
+        in rank order."""
+        tables = [np.frombuffer(data, dtype=np.float64).reshape(-1, _WIDTH) for data in told]
+        # The lines `own` and `ends` of all ranks, [ranks, 3] each.
+        own = np.stack([table[0] for table in tables])
+        ends = np.stack([table[1] for table in tables])
+        total_s = len(tables) * float(ends[:, 0].max())
+        busy_s = float(ends[:, 1].sum())
+        idle = max(0.0, 1 - busy_s / total_s) if total_s > 0 else 0.0
         return cls(
             step_s=float(own[:, 0].max()),
             waited_s=float(own[:, 1].max()),
             peak_bytes=tuple(map(int, own[:, 2].tolist())),
             idle=idle,
-            micro_batches=_micro_batches(np.concatenate([rank[2:] for rank in ranks])),
+            micro_batches=_micro_batches(np.concatenate([table[2:] for table in tables])),
         )
 
 
 def _micro_batches(works: Floats) -> dict[int, float]:
-    """Seconds of each micro-batch: the sum over its parts of the shortest of each."""
+    """Seconds of each micro-batch by its index: the sum over its parts (stage, forward or backward)
+    of the shortest time that a rank had for the part. ``works`` has columns (micro-batch, part,
+    seconds) and a row for each rank and part."""
+    # Sorted by micro-batch, part, seconds, the first row of each part is its shortest time.
     order = np.lexsort((works[:, 2], works[:, 1], works[:, 0]))
     works = works[order]
     first = np.ones(len(works), dtype=bool)
@@ -113,7 +121,8 @@ def _micro_batches(works: Floats) -> dict[int, float]:
 
 
 def packed_rows(rows: Sequence[Row]) -> bytes:
-    """All rows of one rank: a line of texts, then five numbers each."""
+    """All rows of one rank as bytes: a line of JSON with pairs (action, kind), then for each row
+    five float64: start, end and waited seconds, tokens, ranks."""
     texts = json.dumps([(row.action, row.kind) for row in rows]).encode()
     numbers = [(row.start_s, row.end_s, row.waited_s, row.tokens, row.ranks) for row in rows]
     return texts + b"\n" + np.array(numbers, dtype=np.float64).tobytes()
@@ -253,7 +262,9 @@ class Exhausted:
 
 
 def plan_metrics(planned: Planned, times: StepTimes) -> dict[str, Any]:
-    """What a step's plan expected, and what came of it: the metrics that the first rank knows."""
+    """The metrics of a step by name that only the first rank knows: what its plan expected and what
+    was measured on all ranks. ``micro_batches`` describes each micro-batch, ``assignment`` has a
+    pair (tokens, ranks of its group) for each sequence."""
     plan, step_s, waited_s = planned.plan, times.step_s, times.waited_s
     found = {
         "tokens": plan.lengths.total,

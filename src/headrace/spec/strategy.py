@@ -55,8 +55,9 @@ class Scheme:
         return self.tensor * self.context
 
     def parts(self, *, sharded: bool) -> int:
-        """Parts into which the ranks of a stage cut the rows of a weight: the tensor degree, whose
-        blocks of neighbours are replicas of each other, or all its ranks."""
+        """The number of parts into which the ranks of a stage cut the rows of a weight. Where
+        weights are ``sharded`` each rank has a part of its own; otherwise the tensor ranks cut
+        them, and the blocks of tensor ranks are replicas of each other."""
         return self.width if sharded else self.tensor
 
     def __str__(self) -> str:
@@ -178,15 +179,17 @@ class Stage:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """The weight buckets of its segments in the order of the forward, which are 0 for the
-        embedding, i + 1 for layer i, then that of what follows the last layer."""
+        """The weight buckets of the stage in the order of the forward: 0 for the embedding, i + 1
+        for layer i, and L + 1 for the last norm and the head, which follow L layers."""
+        embedding = (0,) if self.first else ()
         ends = 1 if self.last else 0
-        return (0,) * self.first + tuple(range(self.start + 1, self.stop + 1 + ends))
+        return embedding + tuple(range(self.start + 1, self.stop + 1 + ends))
 
 
 def share_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as even as can be; what is left over goes to stages in the middle, as
-    the first embeds and the last has the head. Raises SpecError for fewer layers than stages."""
+    """The number of layers of each stage, as even as can be. Layers that are left over go to stages
+    in the middle, one each, as the first stage has the embedding and the last one the head. Raises
+    SpecError for fewer layers than stages."""
     if layers < stages:
         raise SpecError(
             "stages of a pipeline",

@@ -51,13 +51,15 @@ class Posted:
     rows: int
 
     def key(self, rank: int) -> tuple[int, int, str, int]:
-        """(from, to, what, micro-batch) when ``rank`` posts it: equal at both ends."""
+        """(sender, receiver, what, micro-batch) of the message that ``rank`` posts: the same key at
+        both ends."""
         pair = (rank, self.peer) if self.sends else (self.peer, rank)
         return (*pair, self.what, self.micro_batch)
 
 
 def messages_of(action: Action) -> tuple[Posted, ...]:
-    """The messages of an action."""
+    """The messages that an action posts: two for an exchange, one for a send or a receive, none for
+    others."""
     match action:
         case Exchange(send=send, recv=recv):
             return (*messages_of(send), *messages_of(recv))
@@ -75,26 +77,28 @@ def messages_of(action: Action) -> tuple[Posted, ...]:
 
 
 def waiting(programs: Sequence[Program]) -> list[tuple[int, Action]]:
-    """The (rank, action) where ranks wait for ever; empty when all lists run to their end.
+    """Pairs (rank, action) at which ranks wait for ever; empty when all programs run to their end.
 
-    The programs are those of ranks that wait for no others before the update. First come ranks of
-    which each waits for the next one, and the last for the first: the cause of all others. No
-    message may stand in a list twice.
+    ``programs`` are those of ranks that wait for no others before the update, and no message is in
+    a program twice. The result begins with the ranks of a cycle, each of which waits for the next
+    one and the last for the first: that is the cause of all others.
     """
     world = tuple(program.rank for program in programs)
     return _stuck({p.rank: [_step(a, p.rank, world) for a in p.actions] for p in programs})
 
 
 def disordered(programs: Sequence[Program]) -> list[tuple[int, Action]]:
-    """The same where ranks meet in pushes too, and in every bucket of a backward: empty when ranks
-    post what they share with others in one order. A push stands for the whole world's."""
+    """As :func:`waiting`, in a stricter walk: a push waits for all ranks, and a backward has its
+    ranks meet at each bucket that one of them pushes in it (see the module's note on one order).
+    Empty when all ranks post their collectives in one order."""
     world = tuple(program.rank for program in programs)
+    # Buckets that some rank pushes within each backward, by the key of the backward.
     pushed: dict[tuple[Any, ...], list[int]] = {}
     for program in programs:
         for action in program.actions:
             if isinstance(action, Backward):
-                known = pushed.setdefault(meeting_key(action), [])
-                known += [bucket for bucket in action.pushes if bucket not in known]
+                buckets = pushed.setdefault(meeting_key(action), [])
+                buckets += [bucket for bucket in action.pushes if bucket not in buckets]
     return _stuck(
         {
             p.rank: [step for a in p.actions for step in _parts(a, p.rank, world, pushed)]
@@ -113,13 +117,16 @@ class _Step:
 
 
 def _step(action: Action, rank: int, world: tuple[int, ...]) -> _Step:
+    """The whole action of ``rank`` as one step."""
     return _Step(action=action, key=meeting_key(action), group=meeting(action, rank, world))
 
 
 def _parts(
     action: Action, rank: int, world: tuple[int, ...], pushed: dict[tuple[Any, ...], list[int]]
 ) -> Iterator[_Step]:
-    """What is met in an action one after the other."""
+    """The steps of an action in the stricter walk of :func:`disordered`. A push is a step of all
+    ranks. A backward in which some rank pushes (``pushed``) has a step for each of these buckets,
+    from the last to the first, each followed by the push where this rank does it."""
     if isinstance(action, Push):
         yield _Step(action=action, key=("push", action.bucket), group=world)
     elif isinstance(action, Backward) and (buckets := pushed[meeting_key(action)]):
@@ -128,36 +135,38 @@ def _parts(
             yield _Step(action=action, key=key, group=meeting(action, rank, world))
             if bucket in action.pushes:
                 yield _Step(action=action, key=("push", bucket), group=world)
-        yield _step(action, rank, world)  # what is left of it
+        yield _step(action, rank, world)  # the rest of the backward, after its last push
     else:
         yield _step(action, rank, world)
 
 
 def _stuck(steps: dict[int, list[_Step]]) -> list[tuple[int, Action]]:
-    """The (rank, action) at which each rank waits for ever, a circle of ranks that wait for each
-    other first; empty where all come to their ends."""
+    """Walk the ``steps`` of all ranks as far as they go: pairs (rank, action) at which ranks wait
+    for ever, a cycle of ranks that wait for each other first; empty where all come to their
+    ends."""
     walk = _Walk(steps)
     walk.run()
     heads = {rank: step.action for rank in walk.world if (step := walk.head(rank)) is not None}
-    circle = walk.circle(next(iter(heads))) if heads else []
-    return [(rank, heads[rank]) for rank in (*circle, *(r for r in heads if r not in circle))]
+    cycle = walk.cycle(next(iter(heads))) if heads else []
+    others = [rank for rank in heads if rank not in cycle]
+    return [(rank, heads[rank]) for rank in (*cycle, *others)]
 
 
 class _Walk:
-    """Where every rank stands, who has come to which meeting, which messages are posted, and who
-    has issued which pull."""
+    """The state of a walk: the step at which every rank stands, which ranks have come to which
+    collective, which messages are posted, and which ranks have issued which pull."""
 
     def __init__(self, steps: dict[int, list[_Step]]) -> None:
         """Put every rank, a key of ``steps``, before its first step."""
         self._steps = steps
         self.world = tuple(steps)
         self._next_step = dict.fromkeys(self.world, 0)
-        self._come: dict[tuple[Any, ...], set[int]] = {}
-        self._posted: set[tuple[bool, tuple[int, int, str, int]]] = set()
-        self._issued: dict[int, set[int]] = {}
-        self._under_way: dict[int, list[int]] = {rank: [] for rank in self.world}
-        self._pulling: list[int] = []
-        self._ready = list(self.world)
+        self._come: dict[tuple[Any, ...], set[int]] = {}  # ranks at a collective, by its key
+        self._posted: set[tuple[bool, tuple[int, int, str, int]]] = set()  # (sends, message key)
+        self._issued: dict[int, set[int]] = {}  # ranks that have issued the pull of a bucket
+        self._under_way: dict[int, list[int]] = {rank: [] for rank in self.world}  # pulls of a rank
+        self._pulling: list[int] = []  # ranks that wait for pulls
+        self._ready = list(self.world)  # ranks that may be able to move
 
     def head(self, rank: int) -> _Step | None:
         """The step at which ``rank`` stands; None at the end of its list."""
@@ -169,9 +178,9 @@ class _Walk:
         while self._ready:
             self._move(self._ready.pop())
 
-    def circle(self, rank: int) -> list[int]:
-        """Who waits for whom, from ``rank`` on, until it goes round, from the lowest rank of the
-        circle; the whole way when it ends at a rank that waits for nobody."""
+    def cycle(self, rank: int) -> list[int]:
+        """Follow who waits for whom from ``rank`` on: the ranks of the cycle that this ends in, the
+        lowest one first; all ranks on the way where it ends at one that waits for nobody."""
         way: list[int] = []
         at: int | None = rank
         while at is not None and at not in way:
@@ -179,16 +188,18 @@ class _Walk:
             at = self._partner(at)
         if at is None:
             return way
-        found = way[way.index(at) :]
-        first = found.index(min(found))
-        return found[first:] + found[:first]
+        ranks = way[way.index(at) :]
+        first = ranks.index(min(ranks))
+        return ranks[first:] + ranks[:first]
 
     def _partner(self, rank: int) -> int | None:
-        """One that ``rank`` waits for; None when it, or who it waits for, is at its end."""
+        """A rank that ``rank`` waits for; None when it is at its end, or waits only for ranks that
+        are at theirs."""
         step = self.head(rank)
         if step is None:
             return None
         action, group, key = step.action, step.group, step.key
+        # Ranks that have not issued a pull, come to the collective, or posted the other end.
         late = [other for pull in self._pulls_awaited(action, rank) for other in self._late(pull)]
         late += [other for other in group if other != rank and other not in self._come.get(key, ())]
         late += [
@@ -200,7 +211,8 @@ class _Walk:
         return stuck[0] if stuck else None
 
     def _move(self, rank: int) -> None:
-        """One action of ``rank``, with those who meet in it, if it waits for nobody any more."""
+        """Move ``rank`` past its step, with all ranks of the step's group, if it waits for nobody
+        any more. Otherwise whoever it waits for makes it ready again."""
         step = self.head(rank)
         if step is None:
             return
@@ -218,7 +230,8 @@ class _Walk:
             self._ready += group
 
     def _issue(self, bucket: int, rank: int) -> None:
-        """Take an issued pull; those who wait for pulls look again when all have issued it."""
+        """Note that ``rank`` has issued the pull of ``bucket``. When all ranks have, those that
+        wait for pulls are ready to look again."""
         self._issued.setdefault(bucket, set()).add(rank)
         self._under_way[rank].append(bucket)
         if not self._is_late(bucket):
@@ -226,23 +239,24 @@ class _Walk:
             self._pulling = []
 
     def _pulls_awaited(self, action: Action, rank: int) -> list[int]:
-        """The pulls that an action of ``rank`` waits for."""
+        """The buckets whose pulls an action of ``rank`` waits for: for a forward those that the
+        rank has issued and others have not."""
         if isinstance(action, Forward):
             self._under_way[rank] = [b for b in self._under_way[rank] if self._is_late(b)]
             return self._under_way[rank]
         return []
 
     def _is_late(self, bucket: int) -> bool:
-        """Whether some rank has not issued a pull."""
+        """Whether some rank has not issued the pull of ``bucket`` yet."""
         return len(self._issued[bucket]) < len(self.world)
 
     def _late(self, bucket: int) -> list[int]:
-        """Who has not issued a pull."""
+        """The ranks that have not issued the pull of ``bucket`` yet."""
         return sorted(set(self.world) - self._issued[bucket])
 
     def _arrive(self, step: _Step, rank: int) -> bool:
-        """Let a rank come to a collective step; True once all ranks of the step's group have
-        come."""
+        """Note that ``rank`` has come to a collective step. True once all ranks of the step's group
+        have come."""
         come = self._come.setdefault(step.key, set())
         come.add(rank)
         if not come.issuperset(step.group):
@@ -251,13 +265,14 @@ class _Walk:
         return True
 
     def _post(self, action: Action, rank: int) -> bool:
-        """Post the messages of ``action``; whether all of them are posted at both ends."""
+        """Post the messages of ``action``. True when all of them are posted at the other end too,
+        so that the rank can go on."""
         messages = messages_of(action)
         if not messages:
             return True
-        mine = {(message.sends, message.key(rank)) for message in messages}
-        if not self._posted.issuperset(mine):
-            self._posted |= mine
-            # A peer that waits for one of them may go on now.
+        own_ends = {(message.sends, message.key(rank)) for message in messages}
+        if not self._posted.issuperset(own_ends):
+            self._posted |= own_ends
+            # A peer that waits for one of these messages may go on now.
             self._ready += [m.peer for m in messages if m.peer in self._steps]
-        return self._posted.issuperset((not sends, key) for sends, key in mine)
+        return self._posted.issuperset((not sends, key) for sends, key in own_ends)

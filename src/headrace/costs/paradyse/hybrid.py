@@ -61,7 +61,7 @@ LEAST_LENGTHS: dict[Target, int] = {
 
 
 def _target_of(name: str) -> Target:
-    """The target of a name. Raises CostError when there is none."""
+    """``name`` as a measured quantity of :data:`TARGETS`. Raises CostError for another name."""
     for target in TARGETS:
         if name == target:
             return target
@@ -69,17 +69,19 @@ def _target_of(name: str) -> Target:
 
 
 def measured(points: Sequence[ProfilePoint], target: Target) -> tuple[list[int], list[float]]:
-    """Lengths of single documents and what was measured of them."""
-    found = [
+    """The points whose pack is a single document, as (tokens of each, its seconds or bytes). Points
+    at which the target was not measured are left out."""
+    pairs = [
         (point.lengths[0], float(value))
         for point in points
         if len(point.lengths) == 1 and (value := getattr(point, target)) is not None
     ]
-    return [length for length, _ in found], [value for _, value in found]
+    return [length for length, _ in pairs], [value for _, value in pairs]
 
 
 def _check_lengths(what: str, lengths: Sequence[int], target: Target) -> None:
-    """Raise CostError for too few lengths, naming some to add."""
+    """Raise CostError for fewer different lengths than a fit of the target takes; it names lengths
+    to add."""
     wanted, longest = LEAST_LENGTHS[target], max(lengths, default=256)
     if len(set(lengths)) < wanted:
         raise CostError(
@@ -92,7 +94,8 @@ def _check_lengths(what: str, lengths: Sequence[int], target: Target) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Forest and polynomial of one target; the switch is behind ``longest`` tokens."""
+    """The forest (as ``steps``) and the polynomial of one target: documents of up to ``longest``
+    tokens are predicted by the forest, longer ones by the polynomial."""
 
     longest: int
     steps: Steps
@@ -109,12 +112,13 @@ class Pair:
 
     @property
     def jump(self) -> float:
-        """By which share the polynomial is above the forest where the one follows the other."""
-        inside = float(self.steps(self.longest))
-        outside = float(self.polynomial(self.longest))
-        if inside == 0:
-            return 0.0 if outside == 0 else math.inf
-        return outside / inside - 1
+        """How far the polynomial is above the forest at ``longest`` tokens, where the one follows
+        the other, as a fraction of the forest's value."""
+        by_forest = float(self.steps(self.longest))
+        by_polynomial = float(self.polynomial(self.longest))
+        if by_forest == 0:
+            return 0.0 if by_polynomial == 0 else math.inf
+        return by_polynomial / by_forest - 1
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that :meth:`from_json` reads back."""
@@ -169,8 +173,9 @@ class HybridModel:
         return self._pair(p, option, target)(tokens)
 
     def layer(self, p: int, option: LayerOption, target: Target, tokens: ArrayLike) -> Floats:
-        """The same of a layer: measured whole, or else put together from its branches by the
-        rules of :mod:`headrace.costs.sources.measured`."""
+        """Seconds or bytes [n] of a layer for documents of ``tokens`` [n] on p ranks. A layer that
+        was not measured whole is put together from its branches, by the rules of
+        :mod:`headrace.costs.sources.measured`."""
         if str(option) in self.pairs.get(p, {}):
             return self.predict(p, str(option), target, tokens)
         if option.recompute == "full":
@@ -178,27 +183,30 @@ class HybridModel:
         level = "" if option.recompute == "none" else f"+{option.recompute}"
         owner = self.feed_forwards.get(option.feed_forward, option.feed_forward)
         attention = self.predict(p, f"attention:{option.attention}{level}", target, tokens)
-        follower = self.predict(p, f"feed_forward:{owner}{level}", target, tokens)
-        if target == "transient_bytes":
-            return np.maximum(attention, follower)
-        return attention + follower
+        feed_forward = self.predict(p, f"feed_forward:{owner}{level}", target, tokens)
+        if target == "transient_bytes":  # the branches run one after the other
+            return np.maximum(attention, feed_forward)
+        return attention + feed_forward
 
     def _at_full_level(
         self, p: int, option: LayerOption, target: Target, tokens: ArrayLike
     ) -> Floats:
-        """Seconds or bytes of an option at level ``full`` for packs of ``tokens``, computed from
-        those at level ``none``."""
+        """Seconds or bytes [n] of a layer with full recompute for documents of ``tokens`` [n],
+        computed from those without recompute: the backward runs the forward again, only the layer's
+        input is kept, and what the layer would keep is needed in passing instead."""
         none = LayerOption(attention=option.attention, feed_forward=option.feed_forward)
-        found = self.layer(p, none, target, tokens)
+        without = self.layer(p, none, target, tokens)
         if target == "forward_s":
-            return found
+            return without
         if target == "backward_s":
-            return found + self.layer(p, none, "forward_s", tokens)
+            return without + self.layer(p, none, "forward_s", tokens)
+        # Rows of the busiest rank, which may have one more than an even share.
         rows = np.asarray(tokens, dtype=np.float64) / p + (0 if p == 1 else 1)
-        kept = rows * self.shape.hidden * self.element_bytes
+        input_bytes = rows * self.shape.hidden * self.element_bytes
         if target == "kept_bytes":
-            return kept
-        return found + np.maximum(0.0, self.layer(p, none, "kept_bytes", tokens) - kept)
+            return input_bytes
+        kept_without = self.layer(p, none, "kept_bytes", tokens)
+        return without + np.maximum(0.0, kept_without - input_bytes)
 
     def _pair(self, p: int, option: str, target: Target) -> Pair:
         """The forest and polynomial of one option and target; raises CostError where none was
@@ -274,11 +282,12 @@ class HybridModel:
 def fit_hybrid(
     profile: Profile, steps_of: Callable[[int, str, Target], Steps] | None = None
 ) -> HybridModel:
-    """A forest and a polynomial for everything that a profile measured of single documents; with
-    ``steps_of(p, option, target)``, those steps instead of forests of their own.
+    """Fit a forest and a polynomial to each target of each option and group size, from what a
+    profile measured of single documents. Where ``steps_of(p, option, target)`` is given, it makes
+    the steps, and no forest is grown.
 
-    Raises CostError where documents of fewer than three lengths were timed or of fewer than two
-    counted, naming lengths to add, and MissingExtra without scikit-learn.
+    Raises CostError for fewer than three lengths with seconds or fewer than two with bytes, naming
+    lengths to add, and MissingExtra without scikit-learn.
     """
     need_scikit_learn()
     pairs: dict[int, dict[str, dict[Target, Pair]]] = {}
@@ -286,7 +295,7 @@ def fit_hybrid(
         of_option = pairs.setdefault(p, {}).setdefault(option, {})
         for target in TARGETS:
             lengths, values = measured(points, target)
-            if values or target.endswith("_s"):
+            if values or target.endswith("_s"):  # bytes may not have been measured, seconds must
                 _check_lengths(f"hybrid {target} of {option} on cp{p}", lengths, target)
                 steps = None if steps_of is None else steps_of(p, option, target)
                 of_option[target] = fit_pair(lengths, values, steps)
@@ -300,7 +309,8 @@ def fit_hybrid(
 
 
 def fit_pair(lengths: Sequence[int], values: Sequence[float], steps: Steps | None = None) -> Pair:
-    """A forest within ``lengths``, or ``steps`` where they are known, and a polynomial beyond."""
+    """Fit a polynomial and a forest to ``values`` at ``lengths`` tokens, and switch between them
+    after the longest; ``steps`` take the place of the forest where they are given."""
     polynomial, _ = fit_polynomial(lengths, values)
     return Pair(
         longest=max(lengths), steps=steps or fit_steps(lengths, values), polynomial=polynomial

@@ -42,7 +42,8 @@ class HybridCosts:
 
 
 def costs_of_hybrid(profile: Profile, longest: int) -> HybridCosts:
-    """The costs of a profile by way of its hybrid, for sequences of up to ``longest`` tokens.
+    """Fit costs to the hybrid of a profile instead of its measurements, for sequences of up to
+    ``longest`` tokens.
 
     Raises CostError where documents of fewer than three lengths were measured, naming lengths to
     add, and MissingExtra without scikit-learn.
@@ -60,11 +61,12 @@ def costs_of_hybrid(profile: Profile, longest: int) -> HybridCosts:
 
 
 def _sampled(profile: Profile, model: HybridModel, longest: int) -> Profile:
-    """The profile with the hybrid's predictions in the place of what was measured."""
+    """The profile with the hybrid's predictions in the place of its measured points, and a
+    fingerprint that says so."""
     points = [
         point
-        for own in points_by_option(profile).values()
-        for point in _samples(model, own, longest)
+        for option_points in points_by_option(profile).values()
+        for point in _samples(model, option_points, longest)
     ]
     fingerprint = f"{profile.fingerprint}; {HYBRID}"
     return replace(profile, points=tuple(points), fingerprint=fingerprint)
@@ -73,25 +75,29 @@ def _sampled(profile: Profile, model: HybridModel, longest: int) -> Profile:
 def _samples(
     model: HybridModel, points: Sequence[ProfilePoint], longest: int
 ) -> list[ProfilePoint]:
-    """Predictions for one measured part, from its shortest document to the longest of all."""
-    first, alone = points[0], [x.lengths[0] for x in points if len(x.lengths) == 1]
-    spaced = np.geomspace(min(alone), max(longest, *alone), _SAMPLES)
+    """Points that the hybrid predicts for one option on one group size, given its measured
+    ``points``: documents of geometrically spaced lengths from the shortest measured one to
+    ``longest`` tokens, or the longest measured one if that is longer."""
+    first, measured = points[0], [x.lengths[0] for x in points if len(x.lengths) == 1]
+    spaced = np.geomspace(min(measured), max(longest, *measured), _SAMPLES)
     lengths = sorted({round(float(n)) for n in spaced})
 
-    def seconds(target: Target) -> list[float]:
+    def predicted(target: Target) -> list[float]:
+        """The target at each of ``lengths``."""
         return model.predict(first.p, first.option, target, lengths).tolist()
 
-    def counts(target: Target) -> list[int | None]:
+    def predicted_bytes(target: Target) -> list[int | None]:
+        """Bytes at each of ``lengths``; None where they were not measured."""
         if target not in model.pairs[first.p][first.option]:
             return [None] * len(lengths)
-        return [round(count) for count in seconds(target)]
+        return [round(count) for count in predicted(target)]
 
     columns = zip(
         lengths,
-        seconds("forward_s"),
-        seconds("backward_s"),
-        counts("kept_bytes"),
-        counts("transient_bytes"),
+        predicted("forward_s"),
+        predicted("backward_s"),
+        predicted_bytes("kept_bytes"),
+        predicted_bytes("transient_bytes"),
         strict=True,
     )
     return [

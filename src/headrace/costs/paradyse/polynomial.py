@@ -62,20 +62,21 @@ class Polynomial:
         return len(self.coefficients) - 1
 
     def __call__(self, tokens: ArrayLike) -> Floats:
-        """Values [n] at ``tokens`` [n]."""
+        """Values [n] at ``tokens`` [n], by Horner's scheme."""
         x = np.asarray(tokens, dtype=np.float64) / self.unit
-        found = np.full_like(x, self.coefficients[-1])
+        values = np.full_like(x, self.coefficients[-1])
         for coefficient in self.coefficients[-2::-1]:
-            found = found * x + coefficient
-        return np.maximum(found, 0.0)
+            values = values * x + coefficient
+        return np.maximum(values, 0.0)
 
     def rises_from(self, tokens: float) -> bool:
-        """Whether it nowhere falls from ``tokens`` on: its slope b + 2 c x + 3 d x^2 does not go
-        below zero, not even at its least."""
+        """Whether the polynomial falls nowhere from ``tokens`` on: its slope b + 2 c x + 3 d x^2 is
+        not below zero where it is least there."""
         _, b, c, d = (*self.coefficients, 0.0, 0.0)[:4]
-        if d < 0 or (d == 0 and c < 0):
+        if d < 0 or (d == 0 and c < 0):  # the slope goes to minus infinity
             return False
         x = tokens / self.unit
+        # The slope is least at its vertex -c / 3 d, or at x where that lies before it.
         lowest = max(x, -c / (3 * d)) if d > 0 else x
         return b + 2 * c * lowest + 3 * d * lowest**2 >= 0
 
@@ -92,14 +93,14 @@ class Polynomial:
 def fit_polynomial(
     lengths: Sequence[int], values: Sequence[float], *, degrees: Sequence[int] = DEGREES
 ) -> tuple[Polynomial, FitError]:
-    """The polynomial through ``values[i]`` at ``lengths[i]`` tokens whose degree has the least
-    AICc.
+    """Fit a polynomial to ``values[i]`` at ``lengths[i]`` tokens, of the degree with the least
+    AICc. Returns it and its relative errors over these points.
 
-    Degree 1 takes two different lengths; a higher one ``degree`` + 4 points, with which its
-    correction is finite. A degree that falls somewhere beyond the longest length is not taken, for
-    it would call the longest documents free; where degree 1 falls, the mean is taken. Values below
-    a thousandth of the largest weigh like that thousandth, so that zeros are allowed. Raises
-    CostError for points that are not finite or are negative, and for fewer than two lengths.
+    Degree 1 takes two different lengths; a higher one ``degree`` + 4 points, with which the
+    correction of AICc is finite. A polynomial that falls somewhere beyond the longest length is not
+    taken, as it would predict long documents to be free; where degree 1 falls, the mean is taken.
+    Values below a thousandth of the largest weigh like that thousandth, so that zeros are allowed.
+    Raises CostError for points that are not finite or are negative, and for fewer than two lengths.
     """
     check_points("fit of a polynomial", [(n,) for n in lengths], values, zero_allowed=True)
     if len(set(lengths)) < 2:
@@ -116,26 +117,26 @@ def fit_polynomial(
     for degree in sorted(degrees):
         if len(set(lengths)) <= degree or (degree > 1 and len(x) < degree + 4):
             continue
-        found = _fit_degree(x, y, floor, degree)
-        error = _criterion(found, x, y, floor)
-        if error < least and found.rises_from(x.max()):
-            best, least = found, error
+        fitted = _fit_degree(x, y, floor, degree)
+        criterion = _criterion(fitted, x, y, floor)
+        if criterion < least and fitted.rises_from(x.max()):
+            best, least = fitted, criterion
     errors = np.abs(best(x) - y) / floor
     fit = FitError(median=float(np.median(errors)), worst=float(errors.max()), points=len(x))
     return best, fit
 
 
 def _fit_degree(x: Floats, y: Floats, floor: Floats, degree: int) -> Polynomial:
-    """The polynomial of one degree with the least relative error; errors of values below ``floor``
-    count as of ``floor``."""
+    """The polynomial of one degree with the least squared errors relative to ``floor``, which is y
+    but for small values; x (tokens), y (values) and floor are [n]."""
     unit = float(x.max())
     powers = (x / unit)[:, None] ** np.arange(degree + 1)
-    found = np.linalg.lstsq(powers / floor[:, None], y / floor, rcond=None)[0]
-    return Polynomial(coefficients=tuple(map(float, found)), unit=unit)
+    coefficients = np.linalg.lstsq(powers / floor[:, None], y / floor, rcond=None)[0]
+    return Polynomial(coefficients=tuple(map(float, coefficients)), unit=unit)
 
 
 def _mean(x: Floats, y: Floats, floor: Floats) -> Polynomial:
-    """The constant with the least relative errors, as a line without a slope."""
+    """The constant with the least squared errors relative to ``floor``, as a line of slope 0."""
     weights = floor**-2
     return Polynomial(
         coefficients=(float((weights * y).sum() / weights.sum()), 0.0), unit=float(x.max())
@@ -143,7 +144,8 @@ def _mean(x: Floats, y: Floats, floor: Floats) -> Polynomial:
 
 
 def _criterion(fitted: Polynomial, x: Floats, y: Floats, floor: Floats) -> float:
-    """AICc; without its correction where that is not finite, as then degree 1 stands alone."""
+    """AICc of a fitted polynomial by the formula in the module's docstring. Its correction is left
+    out where it is not finite: degree 1 is then the only candidate."""
     m, k = len(x), fitted.degree + 2
     error = float((((fitted(x) - y) / floor) ** 2).mean())
     correction = 2 * k * (k + 1) / (m - k - 1) if m > k + 1 else 0.0
@@ -151,4 +153,5 @@ def _criterion(fitted: Polynomial, x: Floats, y: Floats, floor: Floats) -> float
 
 
 def _is_number(value: object) -> bool:
+    """Whether a value is a finite number, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

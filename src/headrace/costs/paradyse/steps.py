@@ -63,22 +63,26 @@ class Steps:
 
 
 def fit_steps(lengths: Sequence[int], values: Sequence[float]) -> Steps:
-    """A random forest through ``values`` at ``lengths`` tokens: 50 trees of depth 10 at most. The
-    same points give the same steps. Raises MissingExtra without scikit-learn."""
+    """Grow a random forest (50 trees of depth 10 at most) through ``values`` at ``lengths`` tokens,
+    and write it as the steps that it is. The same points give the same steps. Raises MissingExtra
+    without scikit-learn."""
     need_scikit_learn()
     from sklearn.ensemble import RandomForestRegressor
 
     grown = RandomForestRegressor(n_estimators=TREES, max_depth=DEPTH, random_state=SEED)
     grown.fit(np.asarray(lengths, dtype=np.float64)[:, None], np.asarray(values, dtype=np.float64))
     trees: list[Any] = [tree.tree_ for tree in grown.estimators_]
-    asked = [tree.threshold[tree.children_left >= 0] for tree in trees]
-    breaks = np.unique(np.concatenate(asked))
-    # Thresholds lie between whole lengths: the number just below one stands for its interval.
+    # Thresholds of the inner nodes, which are those with children.
+    thresholds = [tree.threshold[tree.children_left >= 0] for tree in trees]
+    breaks = np.unique(np.concatenate(thresholds))
+    # Thresholds lie between whole lengths: the number just below one stands for the interval that
+    # ends there, and a number above all lengths for the last interval.
     below = np.nextafter(breaks.astype(np.float32), np.float32(-np.inf))
-    found = grown.predict(np.append(below, np.float32(2 * max(lengths)))[:, None])
-    kept = np.flatnonzero(np.diff(found))
+    predicted = grown.predict(np.append(below, np.float32(2 * max(lengths)))[:, None])
+    kept = np.flatnonzero(np.diff(predicted))  # breaks at which the mean of the trees changes
     return Steps(
-        breaks=tuple(breaks[kept].tolist()), values=tuple(found[[*kept, len(breaks)]].tolist())
+        breaks=tuple(breaks[kept].tolist()),
+        values=tuple(predicted[[*kept, len(breaks)]].tolist()),
     )
 
 
@@ -91,5 +95,6 @@ def need_scikit_learn() -> None:
 
 
 def single(x: ArrayLike) -> Floats:
-    """Rounded to single precision, in which the library compares."""
+    """Numbers rounded to single precision, in which scikit-learn compares them with thresholds; as
+    float64."""
     return np.asarray(x, dtype=np.float32).astype(np.float64)

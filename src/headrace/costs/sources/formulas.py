@@ -157,13 +157,14 @@ class Speeds:
         nodes = -(-p // self.devices_per_node)
         if nodes == 1:
             return inside, self.latency_s
+        # The fraction of the bytes sent (p - 1 parts) that goes to another node.
         crossing = {
             "gather": (nodes - 1) / (p - 1),
             "exchange": (p - p / nodes) / (p - 1),
             "hop": 1.0,
         }[pattern]
-        each = crossing / self.across_bytes_per_s + (1 - crossing) * inside
-        return each, self.across_latency_s
+        byte_s = crossing / self.across_bytes_per_s + (1 - crossing) * inside
+        return byte_s, self.across_latency_s
 
 
 FORMULA_METHODS = tuple(facts.name for facts in FACTS.values() if facts.attention_use is not None)
@@ -174,9 +175,10 @@ _NOTHING = Quadratic()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Branch:
-    """One branch: what its method uses, seconds of its products forward and backward, of the first
-    of them alone, of its attention forward and backward; units of u that the rest touches forward,
-    backward and with the first product."""
+    """One branch of a layer on a group: what its method uses; seconds of its matrix products
+    (forward, backward) as ``linear``, of the products that come ``first`` alone, of attention's
+    ``core`` (forward, backward); the units of u that other operators touch (forward, backward, when
+    the first products run again)."""
 
     use: BranchUse
     linear: tuple[Quadratic, Quadratic]
@@ -195,12 +197,12 @@ class _Group:
 
     @property
     def k(self) -> float:
-        """Key-value features for each feature."""
+        """k = g d / h: features of the keys over features of a token."""
         return self.a.kv_heads * self.a.head_features / self.a.hidden
 
     @property
     def r(self) -> float:
-        """Elements that one fp32 sum takes the place of."""
+        """Bytes of an element of sums (fp32) over bytes of an element of activations."""
         return self.s.sum_bytes / self.s.element_bytes
 
     @property
@@ -211,48 +213,58 @@ class _Group:
     def products(
         self, weights: float, use: BranchUse, features: tuple[float, float, float], first: float
     ) -> tuple[tuple[Quadratic, Quadratic], Quadratic]:
-        """A branch's products through matrices of ``weights`` elements, forward and backward, and
-        those that come first, a ``first`` of the elements, alone; with what last waves leave idle
-        for each of the inner ``features`` of these three."""
-        every = Quadratic(b=2 * weights * use.linear / self.s.flops_per_s)
-        there, back, again = (
+        """Seconds of a branch's matrix products: ((forward, backward), those that come first).
+
+        Its matrices have ``weights`` elements, the fraction ``first`` of them in the products that
+        come first. ``features`` are the inner features of the products (forward, backward, first),
+        for each of which the last wave's idle outputs cost a multiply and an add.
+        """
+        useful = Quadratic(b=2 * weights * use.linear / self.s.flops_per_s)
+        idle, idle_back, idle_first = (
             Quadratic(c=2 * n * use.launches * self.s.idle_outputs / self.s.flops_per_s)
             for n in features
         )
-        return (every + there, every * 2 + back), every * first + again
+        return (useful + idle, useful * 2 + idle_back), useful * first + idle_first
 
     def core(self, share: float) -> tuple[Quadratic, Quadratic]:
-        """``share`` of attention's FLOPs forward and backward."""
-        s, each = self.s, self.a.hidden * share / self.s.core_flops_per_s
+        """Seconds (forward, backward) of ``share`` of attention's FLOPs: 4 h l^2 in the forward,
+        half of them when causal. Where FLOPs are counted as kernels run them, causal attention
+        computes blocks on the diagonal whole, and the backward is 5/2 of the forward instead of
+        2."""
+        s, hidden_s = self.s, self.a.hidden * share / self.s.core_flops_per_s
         if not s.counted:
-            forward = Quadratic(a=(2 if self.a.causal else 4) * each)
+            forward = Quadratic(a=(2 if self.a.causal else 4) * hidden_s)
             return forward, forward * 2
-        diagonal = 2 * each * s.block_tokens
-        forward = Quadratic(a=2 * each, b=diagonal) if self.a.causal else Quadratic(a=4 * each)
+        diagonal = 2 * hidden_s * s.block_tokens
+        forward = (
+            Quadratic(a=2 * hidden_s, b=diagonal) if self.a.causal else Quadratic(a=4 * hidden_s)
+        )
         return forward, forward * 2.5
 
     def touch(self, units: float) -> Quadratic:
-        """Seconds to read and write ``units`` u."""
+        """Seconds in which memory-bound operators read and write ``units`` activations u."""
         return Quadratic(b=units * self.unit / self.s.touched_bytes_per_s)
 
     def traffic(self, units: float, starts: int, pattern: TrafficPattern = "gather") -> Quadratic:
-        """Seconds to send ``units`` u in ``starts`` messages."""
+        """Seconds in which a rank sends ``units`` activations u in ``starts`` messages."""
         if self.p == 1:
             return _NOTHING
-        each, start = self.s.sending(self.p, pattern)
-        return Quadratic(b=units * self.unit * each, c=starts * start)
+        byte_s, start_s = self.s.sending(self.p, pattern)
+        return Quadratic(b=units * self.unit * byte_s, c=starts * start_s)
 
 
 def feed_forwards_of(methods: Iterable[str]) -> dict[str, str]:
-    """Of ``methods`` those without a feed-forward of their own, with the method whose they use."""
+    """For each of ``methods`` without a feed-forward of its own, the method whose feed-forward it
+    uses."""
     return {m: FACTS[m].owner for m in methods if FACTS[m].owner != m}
 
 
 def layer_options(
     a: Architecture, s: Speeds, p: int, methods: tuple[str, ...] | None
 ) -> dict[str, OptionCost]:
-    """The layer options of a group size by their names, at every recompute level: those of one
-    rank's method on one rank; without ``methods`` those of the usual one, whatever its rule."""
+    """The costs of the layer options on p ranks by their text: every attention of ``methods`` that
+    runs on p ranks with every feed-forward, at every recompute level. One rank has its own method;
+    where ``methods`` is None several ranks have the default one, without a look at its rule."""
     group = _Group(a=a, s=s, p=p)
     if p == 1 or methods is None:
         facts = [FACTS[SINGLE_RANK if p == 1 else DEFAULT]]
@@ -262,13 +274,14 @@ def layer_options(
     found: dict[str, OptionCost] = {}
     for attention in facts:
         for owner in (f for f in owners if f.rule("feed_forward", a, p) is None):
-            follower = attention.name if owner.name == attention.owner else owner.name
-            parts = _attention(group, attention), _feed_forward(group, owner)
+            # A feed-forward that the attention's method uses anyway goes by that method's name.
+            feed_forward = attention.name if owner.name == attention.owner else owner.name
+            branches = _attention(group, attention), _feed_forward(group, owner)
             for level in RECOMPUTE:
                 option = LayerOption(
-                    attention=attention.name, feed_forward=follower, recompute=level
+                    attention=attention.name, feed_forward=feed_forward, recompute=level
                 )
-                found[str(option)] = _layer(group, attention, owner, *parts, level)
+                found[str(option)] = _layer(group, attention, owner, *branches, level)
     return found
 
 
@@ -294,26 +307,32 @@ def first_elements(a: Architecture) -> float:
 
 
 def inner_features(a: Architecture, cut: int = 1) -> tuple[float, float, float]:
-    """Inner features of a layer's products, summed over them: forward, towards the gradients of
-    their inputs, and of those that come first in both branches. The last product of a branch has a
-    ``cut``-th of its inner features on each of so many ranks, the first of its outputs."""
+    """Sums of the inner (contracted) dimensions over a layer's matrix products on one of ``cut``
+    tensor-parallel ranks: in the forward, in the backward towards the inputs, and of the forward
+    products that come first in both branches. Tensor parallelism cuts the inner dimension of a
+    branch's last product, and the outputs of its first."""
     pairs = zip(_attention_features(a, cut), _feed_forward_features(a, cut), strict=True)
     forward, backward, again = (sum(pair) for pair in pairs)
     return forward, backward, again
 
 
 def _attention_features(a: Architecture, cut: int) -> tuple[float, float, float]:
+    """:func:`inner_features` of the attention alone: h to q, k and v and h / cut behind attention;
+    in the backward the outputs of these."""
     h, keys = a.hidden, 2 * a.kv_heads * a.head_features
     return h + h / cut, (h + keys) / cut + h, h
 
 
 def _feed_forward_features(a: Architecture, cut: int) -> tuple[float, float, float]:
+    """:func:`inner_features` of the feed-forward alone: h to gate and up, f / cut to the output; in
+    the backward the outputs of these."""
     h, wide = a.hidden, (2 if a.gated else 1) * a.ffn
     return h + a.ffn / cut, wide / cut + h, h
 
 
 def _first_shares(a: Architecture) -> tuple[float, float]:
-    """The shares of both branches' elements in the matrices that come first."""
+    """The fractions (attention, feed-forward) of a branch's elements that are in the matrices that
+    come first: those to q, k and v, and those to the inner features."""
     k, matrices = a.kv_heads * a.head_features / a.hidden, 3 if a.gated else 2
     return (1 + 2 * k) / (2 + 2 * k), (matrices - 1) / matrices
 
@@ -329,18 +348,21 @@ def _feed_forward_elements(a: Architecture) -> int:
 
 
 def _attention_units(k: float) -> tuple[float, float, float]:
+    """Units u that the attention's memory-bound operators touch: forward, backward, and when the
+    first product runs again (the module's table ``touched``)."""
     return 7 + 4 * k, 10 + 4 * k, 4 + 4 * k
 
 
 def _feed_forward_units(gated: bool, wide: float) -> tuple[float, float, float]:
+    """Units u that the feed-forward's memory-bound operators touch: forward, backward, and when the
+    first product runs again (the module's table ``touched``); ``wide`` is f / h."""
     active = (3 if gated else 2) * wide
     return 5 + active, 8 + (5 if gated else 3) * wide, 2 + active
 
 
 def _attention(g: _Group, facts: MethodFacts) -> _Branch:
-    """The costs of a method's attention on a group: of ``use`` the shares of linear and core work
-    of its busiest rank. The query-key-value products are ``first``, the part that recompute runs
-    again."""
+    """The costs of a method's attention on the busiest rank of a group. The query-key-value product
+    is ``first``, the part that recompute runs again."""
     assert facts.attention_use is not None, "the method has formulas"
     a, k, use = g.a, g.k, facts.attention_use(g.a, g.p, g.r)
     features, share = _attention_features(a, use.cut), _first_shares(a)[0]
@@ -377,43 +399,46 @@ def _layer(
     follower: _Branch,
     level: Recompute,
 ) -> OptionCost:
-    """The costs of a layer of both branches at a recompute level: ``method`` has its attention,
-    ``owner`` its feed-forward (``follower``)."""
+    """The costs of a layer at a recompute level. ``method`` and ``attention`` are the facts and the
+    costs of its attention, ``owner`` and ``follower`` those of its feed-forward."""
     forward, backward = Quadratic(), Quadratic()
-    kept, most, buffers = 0.0, 0.0, 0.0
-    for part in (attention, follower):
-        use = part.use
-        launch = Quadratic(c=use.launches * g.s.launch_s / 2)
-        there, back, again = map(g.touch, part.touched)
-        core, core_back = part.core
-        linear, linear_back = part.linear
-        once = linear + core + g.traffic(use.sent, use.messages, use.pattern) + there + launch
+    kept, kept_at_none, buffers = 0.0, 0.0, 0.0  # in units u
+    for branch in (attention, follower):
+        use = branch.use
+        launch = Quadratic(c=use.launches * g.s.launch_s / 2)  # half of a layer's launches
+        touch, touch_back, touch_again = map(g.touch, branch.touched)
+        core, core_back = branch.core
+        linear, linear_back = branch.linear
+        sent = g.traffic(use.sent, use.messages, use.pattern)
+        branch_forward = linear + core + sent + touch + launch
         sent_back = g.traffic(use.sent_back, use.messages_back, use.pattern)
-        forward += once
-        backward += linear_back + core_back + sent_back + back + launch * 2
+        forward += branch_forward
+        backward += linear_back + core_back + sent_back + touch_back + launch * 2
         if use.recomputes:
-            backward += part.first + again
+            backward += branch.first + touch_again
         elif level == "attention" and use.kept > use.kept_attention:
-            backward += part.first + again + launch * 0.5
+            backward += branch.first + touch_again + launch * 0.5
         if level == "full":
-            backward += once
-        most += use.kept
+            backward += branch_forward
+        kept_at_none += use.kept
         kept += use.kept if level == "none" else use.kept_attention
         buffers += use.buffers
-    kept = 1.0 if level == "full" else kept
+    kept = 1.0 if level == "full" else kept  # the layer's input alone
     share, shards = g.a.attention_share, g.a.tensor_ranks
     return OptionCost(
         forward=forward,
         backward=backward,
         kept=Linear(slope=kept * g.unit),
-        transient=Linear(slope=(buffers + most - kept) * g.unit),
+        # In its backward the layer has all that the level none would have kept.
+        transient=Linear(slope=(buffers + kept_at_none - kept) * g.unit),
         order=method.order if g.a.causal else "natural",
         fetched=share * method.fetched(g.p, shards) + (1 - share) * owner.fetched(g.p, shards),
     )
 
 
 _ROOMY = 1 / 8
-"""The part of the memory that the logits of a chunk may take, to be counted whatever the tokens."""
+"""The fraction of the memory that the logits of a whole chunk may take. Up to it they are charged
+to every pack as a constant, above it by the tokens of the pack."""
 
 _OPTIMIZER_BYTES = 16  # fp32 master weight, gradient and two moments
 
@@ -440,7 +465,8 @@ def formula_model(
     sizes: Iterable[int] | None = None,
     methods: tuple[str, ...] | None = None,
 ) -> CostModel:
-    """Costs of an architecture on a cluster of these speeds.
+    """Compute the costs of an architecture on a cluster of devices with these speeds, by the
+    formulas in the module's docstring.
 
     ``sizes`` defaults to :func:`group_sizes_of`; ``methods`` as
     :func:`headrace.costs.sources.formulas.layer_options` takes them. Raises CostError for a method
@@ -476,84 +502,102 @@ def formula_model(
 
 
 def _working_bytes(s: Speeds, *, in_place: bool) -> int:
-    """Bytes of a weight that is worked with, and of its gradient: none of the gradient where the
-    rank that works with it stores it, and none at all where its type is the stored one, too."""
+    """Bytes that a weight's working copy and its gradient take besides the stored weight.
+
+    Where a rank works with the weights that it stores (``in_place``), the gradient needs no bytes
+    of its own, nor does the working copy if it has the type of the stored weight.
+    """
     if not in_place:
         return s.element_bytes + s.sum_bytes
     return s.element_bytes if s.element_bytes < s.sum_bytes else 0
 
 
 def _sharded_bytes(a: Architecture, s: Speeds, weights: int, p: int, devices: int) -> int:
-    """A p-th of weights and gradients, unless the ranks store it, and one gathered layer with its
-    gradient."""
+    """Working bytes of a rank of p that hold ``weights`` elements sharded: its p-th of weights and
+    gradients, and one gathered layer with its gradient."""
     if p == 1:
         return weights * _working_bytes(s, in_place=devices == 1)
-    # Stored rows are worked with where one group shards over all.
-    each = 0 if p == devices and _in_order(s, devices) else _working_bytes(s, in_place=False)
-    return -(-weights // p) * each + layer_elements(a) * _working_bytes(s, in_place=False)
+    # A group of all devices works with the shards as they are stored, without a copy.
+    copies = _working_bytes(s, in_place=False)
+    shard_bytes = 0 if p == devices and _in_order(s, devices) else copies
+    return -(-weights // p) * shard_bytes + layer_elements(a) * copies
 
 
 def _gather_s(a: Architecture, s: Speeds, p: int) -> tuple[float, float]:
-    """Forward gathers a layer; backward gathers it again and scatters its fp32 gradient. Only what
-    nothing hides counts."""
-    each, start = s.sending(p, "gather")
-    rows = layer_elements(a) * (p - 1) / p * each
-    forward = rows * s.element_bytes + start
-    backward = rows * (s.element_bytes + s.sum_bytes) + 2 * start
+    """Seconds (forward, backward) that sharded weights add to a layer on p ranks: the forward
+    gathers the layer, the backward gathers it again and scatters its fp32 gradient. Only the
+    fraction that is not hidden counts."""
+    byte_s, start_s = s.sending(p, "gather")
+    # Seconds in which a rank sends one byte of each element that others lack.
+    elements_s = layer_elements(a) * (p - 1) / p * byte_s
+    forward = elements_s * s.element_bytes + start_s
+    backward = elements_s * (s.element_bytes + s.sum_bytes) + 2 * start_s
     return forward * s.exposed, backward * s.exposed
 
 
 def _exchange(a: Architecture, s: Speeds, devices: int) -> ExchangeCost:
-    """Over all devices; nothing moves on one. Where nodes are not full rows cross once a device."""
+    """Seconds of pull, push and update of a step over all devices; a single one moves nothing. The
+    pull is a gather where nodes are full, else each row crosses once for each device elsewhere."""
     node, weights = s.devices_per_node or devices, parameter_count(a)
     pattern: TrafficPattern = "gather" if devices <= node or devices % node == 0 else "exchange"
-    each, _ = s.sending(devices, pattern) if devices > 1 else (0.0, 0.0)
-    moved_s = weights * s.element_bytes * (devices - 1) / devices * each
+    byte_s, _ = s.sending(devices, pattern) if devices > 1 else (0.0, 0.0)
+    moved_s = weights * s.element_bytes * (devices - 1) / devices * byte_s
     return ExchangeCost(
         pull_s=moved_s,
         push_s=moved_s,
+        # The optimizer reads and writes all states.
         update_s=2 * _OPTIMIZER_BYTES * weights / devices / s.memory_bytes_per_s,
         sharded_share=_sharded_share(a, s, devices),
     )
 
 
 def _sharded_share(a: Architecture, s: Speeds, devices: int) -> float:
-    """The share of all rows that a rank lacks of its part, where one group of all devices shards
-    weights: no rows if it stores its part. Parts are whole heads and blocks, stored rows are not
-    where there are fewer of those than devices."""
+    """What a plan pulls whose one group of all devices shards weights, as a fraction of a pull of
+    all weights: the elements of a rank's working shard that it does not store.
+
+    A rank lacks nothing of a weight whose working shards are the stored ones. They differ where a
+    weight has fewer units (heads, blocks) than there are devices, as working shards are whole
+    units, and where rows are stored in another order.
+    """
+    if devices == 1:
+        return 1.0
     lacked = 0.0
     for weight in weight_table(a):
         units = weight.rows // (weight.unit or weight.rows)
         if units < devices or not _in_order(s, devices):
-            part = 1 / min(units, devices)
-            lacked += weight.elements * (part if units > 1 else 1 - 1 / devices)
-    return min(1.0, lacked / (parameter_count(a) * (devices - 1) / devices)) if devices > 1 else 1.0
+            shard = 1 / min(units, devices)
+            lacked += weight.elements * (shard if units > 1 else 1 - 1 / devices)
+    return min(1.0, lacked / (parameter_count(a) * (devices - 1) / devices))
 
 
 def _in_order(s: Speeds, devices: int) -> bool:
-    """Whether ranks store rows in their own order, so that one group of all works with them in
-    place: over several full nodes, stored rows are ordered by place in the node first."""
+    """Whether the shards that ranks store follow each other in the order of the ranks, so that one
+    group of all ranks works with them in place. Over several full nodes they do not: stored rows
+    are ordered by the rank's place in its node first."""
     node = s.devices_per_node or devices
     return devices <= node or devices % node != 0
 
 
 def _ends(a: Architecture, s: Speeds, p: int, memory_bytes: int) -> OptionCost:
-    """Embedding, last norm, head and loss of whole tokens on each rank. Logits are of the type of
-    activations, read forward, read and written backward; they and their gradient live together,
-    those of a pack's tokens, but of no more than a chunk: either is a bound, and the chunk is
-    taken where it leaves most of the memory."""
-    dense = a.hidden if a.masked else 0
+    """The costs of embedding, last norm, head and loss on one of p ranks, each with whole tokens.
+
+    Logits have the type of activations; they are read in the forward, read and written in the
+    backward. Logits and their gradient are alive together, for the tokens of a pack but never for
+    more than a chunk. Both are upper bounds of their bytes: the chunk is taken where it leaves most
+    of the memory.
+    """
+    dense = a.hidden if a.masked else 0  # BERT's dense layer before the vocabulary
     head = Quadratic(b=2 * a.hidden * (a.vocabulary + dense) * a.head_share / p / s.flops_per_s)
-    words = a.vocabulary * s.element_bytes
-    most = 2 * HEAD_CHUNK_TOKENS * words
-    roomy = most <= _ROOMY * memory_bytes
-    unit, logits = a.hidden * s.element_bytes / p, words * a.head_share / p
-    there = Quadratic(b=(4 * unit + logits) / s.touched_bytes_per_s)
-    back = Quadratic(b=(7 * unit + 2 * logits) / s.touched_bytes_per_s)
+    token_logit_bytes = a.vocabulary * s.element_bytes
+    chunk_bytes = 2 * HEAD_CHUNK_TOKENS * token_logit_bytes
+    roomy = chunk_bytes <= _ROOMY * memory_bytes
+    unit, logit_bytes = a.hidden * s.element_bytes / p, token_logit_bytes * a.head_share / p
+    touch = Quadratic(b=(4 * unit + logit_bytes) / s.touched_bytes_per_s)
+    touch_back = Quadratic(b=(7 * unit + 2 * logit_bytes) / s.touched_bytes_per_s)
     idle_s = 2 * s.idle_outputs / s.flops_per_s
     return OptionCost(
-        forward=head + there + Quadratic(c=s.launch_s + a.hidden * idle_s),
-        backward=head * 2 + back + Quadratic(c=2 * s.launch_s + a.vocabulary * idle_s),
+        forward=head + touch + Quadratic(c=s.launch_s + a.hidden * idle_s),
+        backward=head * 2 + touch_back + Quadratic(c=2 * s.launch_s + a.vocabulary * idle_s),
         kept=Linear(slope=unit),
-        transient=Linear(constant=most) if roomy else Linear(slope=2 * logits),
+        transient=Linear(constant=chunk_bytes) if roomy else Linear(slope=2 * logit_bytes),
     )

@@ -41,34 +41,39 @@ def composed(
     p: int,
     element_bytes: int,
 ) -> dict[str, OptionCost]:
-    """The layer options of a group size by their names: all pairs of branches of one level, and
-    ``full`` of each pair that was measured without recomputing.
+    """Put the measured branches of groups of p ranks together: the costs of layer options by their
+    text, for all pairs of an attention and a feed-forward of one recompute level. The level
+    ``full`` is computed from each pair without recompute.
 
     ``feed_forwards`` names for a method the one whose feed-forward it uses. Raises CostError when
     a branch is missing or claims the level ``full``.
     """
     attentions, followers = (_by_level(branches, name, p) for name in ("attention", "feed_forward"))
     share = shape.attention_share
-    found: dict[str, OptionCost] = {}
+    costs: dict[str, OptionCost] = {}
     for (method, level), attention in attentions.items():
         for (other, other_level), follower in followers.items():
             if level != other_level:
                 continue
+            # A feed-forward that the attention's method uses anyway goes by that method's name.
             own = feed_forwards.get(method, method) == feed_forwards.get(other, other)
             option = LayerOption(
                 attention=method, feed_forward=method if own else other, recompute=level
             )
-            found[str(option)] = _layer_cost(attention, follower, share)
+            costs[str(option)] = _layer_cost(attention, follower, share)
             if level == "none":
-                again = replace(option, recompute="full")
-                found[str(again)] = recomputed(found[str(option)], shape.hidden, p, element_bytes)
-    return found
+                full = replace(option, recompute="full")
+                costs[str(full)] = recomputed(costs[str(option)], shape.hidden, p, element_bytes)
+    return costs
 
 
 def recomputed(none: OptionCost, hidden: int, p: int, element_bytes: int) -> OptionCost:
-    """The level ``full`` of a layer from what it costs without recomputing anything."""
-    row = hidden * element_bytes
-    kept = Linear(slope=row / p, constant=0.0 if p == 1 else row)
+    """The costs of a layer with full recompute from its costs without (``none``): the backward runs
+    the forward again, only the layer's input is kept, and what the layer would keep is needed in
+    passing instead."""
+    row_bytes = hidden * element_bytes
+    # The busiest rank may have one row more than an even share.
+    kept = Linear(slope=row_bytes / p, constant=0.0 if p == 1 else row_bytes)
     return replace(
         none,
         backward=none.backward + none.forward,
@@ -98,15 +103,16 @@ def _by_level(branches: Branches, name: Branch, p: int) -> dict[tuple[str, Recom
 def _layer_cost(attention: OptionCost, follower: OptionCost, share: float) -> OptionCost:
     """The costs of a layer from those of its branches: seconds and kept bytes add up, of
     passing ones the larger count; ``share`` is the attention's share of the weights."""
-    kept, other = attention.kept, follower.kept
-    passing, behind = attention.transient, follower.transient
     return OptionCost(
         forward=attention.forward + follower.forward,
         backward=attention.backward + follower.backward,
-        kept=Linear(slope=kept.slope + other.slope, constant=kept.constant + other.constant),
+        kept=Linear(
+            slope=attention.kept.slope + follower.kept.slope,
+            constant=attention.kept.constant + follower.kept.constant,
+        ),
         transient=Linear(
-            slope=max(passing.slope, behind.slope),
-            constant=max(passing.constant, behind.constant),
+            slope=max(attention.transient.slope, follower.transient.slope),
+            constant=max(attention.transient.constant, follower.transient.constant),
         ),
         order=attention.order,
         fetched=share * attention.fetched + (1 - share) * follower.fetched,
@@ -136,33 +142,35 @@ class FittedPart:
     points: tuple[ProfilePoint, ...]
 
     def measured_s(self, point: ProfilePoint) -> float:
-        """What was measured of this part at a point."""
+        """Seconds that were measured at a point for this part, its forward or its backward."""
         return point.forward_s if self.part == "forward" else point.backward_s
 
     @property
     def kept(self) -> Linear:
-        """Bytes kept, as counted at the points. Raises CostError for too few."""
+        """Bytes that a rank keeps for the backward, as a line over tokens through the points.
+        Raises CostError for too few points."""
         return _bytes_line(self.points, "kept_bytes")
 
     @property
     def transient(self) -> Linear:
-        """Bytes needed in passing, likewise."""
+        """Bytes that a rank needs in passing, as a line over tokens through the points. Raises
+        CostError for too few points."""
         return _bytes_line(self.points, "transient_bytes")
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Where measurements fall as documents grow, at most one note for each thing measured.
+        """Warnings, for people, that a longer document measured less than a shorter one: at most
+        one for each quantity, seconds and, with the forward, bytes.
 
-        They count as all others: a fit cannot know which of two is wrong, but a reader should.
-        Bytes are noted with the forward.
+        Such points are fitted as all others are, as nothing says which of two is wrong.
         """
-        found = [_falls("seconds", [(x, self.measured_s(x)) for x in self.points])]
-        if self.part == "forward":
-            found += [
+        notes = [_falls("seconds", [(x, self.measured_s(x)) for x in self.points])]
+        if self.part == "forward":  # bytes are those of both parts, so they are noted once
+            notes += [
                 _falls("bytes kept", [(x, x.kept_bytes) for x in self.points]),
                 _falls("bytes in passing", [(x, x.transient_bytes) for x in self.points]),
             ]
-        return tuple(f"cp{self.p} {self.option} {self.part}: {note}" for note in found if note)
+        return tuple(f"cp{self.p} {self.option} {self.part}: {note}" for note in notes if note)
 
     def to_json(self) -> list[dict[str, Any]]:
         """One JSON object per point: what was measured and what the fit says."""
@@ -181,10 +189,11 @@ class FittedPart:
 
 
 def _falls(what: str, values: Sequence[tuple[ProfilePoint, float | None]]) -> str:
-    """A note on single documents that measured at least a tenth less than a shorter one."""
-    alone = [(x.lengths[0], v) for x, v in values if len(x.lengths) == 1 and v is not None]
-    lengths, most, share = list[int](), 0.0, 0.0
-    for length, value in sorted(alone):
+    """A note on single documents that measured at least a tenth less than a shorter one; empty
+    without any. ``values`` are pairs (point, its value or None), ``what`` names the quantity."""
+    singles = [(x.lengths[0], v) for x, v in values if len(x.lengths) == 1 and v is not None]
+    lengths, most, share = list[int](), 0.0, 0.0  # share: the largest fall, as a fraction
+    for length, value in sorted(singles):
         if value < most * (1 - _FALL):
             lengths.append(length)
             share = max(share, 1 - value / most)
@@ -197,11 +206,11 @@ def _falls(what: str, values: Sequence[tuple[ProfilePoint, float | None]]) -> st
 
 
 def costs_from_profile(profile: Profile) -> CostModel:
-    """The cost model of a profile: every option's forward and backward by a relative least
-    squares quadratic (Hydraulis, appendix C), its bytes by lines.
+    """Fit the cost model of a profile: a quadratic to each option's forward and backward, by least
+    squares of relative errors (Hydraulis, appendix C), and lines to its bytes.
 
-    Raises CostError when a ladder has too few points, naming lengths to add, or when the branches
-    of a group size do not belong together.
+    Raises CostError when an option was measured at too few lengths, naming some to add, or when the
+    branches of a group size do not belong together.
     """
     curves = {(f.p, f.option, f.part): f.curve for f in fit_parts(profile)}
     costs: dict[int, dict[str, OptionCost]] = {}
@@ -232,7 +241,7 @@ def costs_from_profile(profile: Profile) -> CostModel:
 
 
 def not_fitting_notes(profile: Profile) -> list[str]:
-    """A sentence for each ladder that ended where memory ran out."""
+    """A sentence for each option and group size whose measurement ended where memory ran out."""
     return [
         f"cp{pack.p} {pack.option}: two layers of {pack.tokens:,} tokens do not fit"
         for pack in profile.not_fitting
@@ -240,10 +249,12 @@ def not_fitting_notes(profile: Profile) -> list[str]:
 
 
 def _margin(profile: Profile, costs: Mapping[int, Mapping[str, OptionCost]]) -> float:
-    """The part of the memory to keep free for the costs to agree with what did not fit.
+    """The fraction of the memory that plans have to leave free, so that the costs predict that the
+    packs at which the profile ran out of memory do not fit.
 
-    A pack of T tokens at which memory ran out needs 2 kept(T) + transient(T) by its lines; where
-    that is a share s < 1 of the memory beside what is stored, 1 - s of it was not to be had.
+    By its lines such a pack of T tokens, run through two layers, needs 2 kept(T) + transient(T)
+    bytes. Where that is a fraction s < 1 of the memory besides the stored state, 1 - s was not
+    available.
     """
     room = profile.cluster.memory_bytes - profile.state_bytes
     shares = [1.0]
@@ -255,7 +266,9 @@ def _margin(profile: Profile, costs: Mapping[int, Mapping[str, OptionCost]]) -> 
 
 
 def _options(profile: Profile, p: int, costs: Mapping[str, OptionCost]) -> dict[str, OptionCost]:
-    """The layer options of a group size: those measured whole, before those put together."""
+    """The costs of the layer options of groups of p ranks by their text: layers that were measured
+    whole, and others put together from measured branches. ``costs`` are those of all that was
+    measured."""
     whole: dict[str, OptionCost] = {}
     branches: dict[Branch, dict[str, OptionCost]] = {}
     for point in profile.points:
@@ -275,7 +288,8 @@ def _options(profile: Profile, p: int, costs: Mapping[str, OptionCost]) -> dict[
 
 
 def _agreed_on(points: Sequence[ProfilePoint], name: str) -> Any:
-    """What all points of a ladder say alike. Raises CostError when they do not."""
+    """The value of the field ``name`` that all points of one option share. Raises CostError when
+    they do not share one."""
     values = {getattr(point, name) for point in points}
     if len(values) > 1:
         raise CostError(
@@ -302,12 +316,14 @@ def _exchange(profile: Profile) -> ExchangeCost:
 
 
 def fit_parts(profile: Profile) -> list[FittedPart]:
-    """Every curve of a profile with its error."""
+    """Fit a quadratic to the forward and the backward of every option and group size. Raises
+    CostError where the points do not determine one."""
     fits = []
     for (p, option), points in points_by_option(profile).items():
         packs = [point.lengths for point in points]
         parts: tuple[Part, Part] = ("forward", "backward")
         for part in parts:
+            # Above zero, as errors are relative.
             seconds = [max(1e-9, getattr(point, f"{part}_s")) for point in points]
             try:
                 curve, error = fit_quadratic(packs, seconds)
@@ -330,37 +346,40 @@ def reconciled(points: Sequence[ProfilePoint]) -> list[ProfilePoint]:
     so of what several levels measured of the same work on the same pack the least counts; without
     this, noise makes the thriftiest level look like the fastest.
     """
-    found: dict[tuple[int, str, tuple[int, ...]], dict[str, ProfilePoint]] = {}
+    # Points by (group size, method, lengths of the pack), then by recompute level.
+    levels_of: dict[tuple[int, str, tuple[int, ...]], dict[str, ProfilePoint]] = {}
     for point in points:
         method, _, level = point.option.partition("+")
-        found.setdefault((point.p, method, point.lengths), {})[level or "none"] = point
-    return [_consistent_point(point, found) for point in points]
+        levels_of.setdefault((point.p, method, point.lengths), {})[level or "none"] = point
+    return [_consistent_point(point, levels_of) for point in points]
 
 
 def _consistent_point(
     point: ProfilePoint,
     levels_of: Mapping[tuple[int, str, tuple[int, ...]], dict[str, ProfilePoint]],
 ) -> ProfilePoint:
-    """A point with its levels made consistent: all have the same forward, and ``full`` adds just
-    that forward to the least backward."""
+    """A point with seconds that agree with those of the other recompute levels on the same pack
+    (``levels_of``): the least forward of all levels; the least backward without recompute; for
+    ``full`` both together; for ``attention`` what was measured, within these two."""
     method, _, level = point.option.partition("+")
     levels = levels_of[point.p, method, point.lengths]
-    forward = min(other.forward_s for other in levels.values())
-    alone = [
-        other.backward_s - (forward if name == "full" else 0.0)
+    forward_s = min(other.forward_s for other in levels.values())
+    backwards_s = [
+        other.backward_s - (forward_s if name == "full" else 0.0)
         for name, other in levels.items()
         if name in ("none", "full")
     ]
-    least = min((x for x in alone if x > 0), default=point.backward_s)
-    backward = {
-        "full": least + forward,
-        "attention": min(max(point.backward_s, least), least + forward),
-    }.get(level, least)
-    return replace(point, forward_s=forward, backward_s=backward)
+    least_s = min((seconds for seconds in backwards_s if seconds > 0), default=point.backward_s)
+    backward_s = {
+        "full": least_s + forward_s,
+        "attention": min(max(point.backward_s, least_s), least_s + forward_s),
+    }.get(level, least_s)
+    return replace(point, forward_s=forward_s, backward_s=backward_s)
 
 
 def points_by_option(profile: Profile) -> dict[tuple[int, str], list[ProfilePoint]]:
-    """The points of every (group size, option), reconciled, in the order of their measurement."""
+    """The points of a profile by (group size, option), in the order of their measurement, with
+    seconds on which the recompute levels agree (:func:`reconciled`)."""
     found: dict[tuple[int, str], list[ProfilePoint]] = {}
     for point in reconciled(profile.points):
         found.setdefault((point.p, point.option), []).append(point)
@@ -368,8 +387,8 @@ def points_by_option(profile: Profile) -> dict[tuple[int, str], list[ProfilePoin
 
 
 def _bytes_line(points: Sequence[ProfilePoint], name: str) -> Linear:
-    """Bytes over tokens as a line through the points that counted them; raises CostError for fewer
-    than two."""
+    """A line over tokens fitted to the byte counts ``name`` (``kept_bytes`` or ``transient_bytes``)
+    of the points that have them; raises CostError for fewer than two."""
     counted = [
         (sum(point.lengths), value)
         for point in points

@@ -97,19 +97,20 @@ def speeds_of(
     element_bytes: int = 2,
     implementation: Implementation = IMPLEMENTATIONS[DEFAULT_IMPLEMENTATION],
 ) -> Speeds:
-    """What an implementation attains of the hardware's peaks with elements of a size."""
+    """The speeds that an implementation attains on some hardware with elements of ``element_bytes``
+    (2, 4 or 8). Raises CostError for another size."""
     device, inside, across = hardware.device, hardware.inside, hardware.across
     if element_bytes not in _DTYPES:
         wanted = " or ".join(map(str, _DTYPES))
         raise CostError("bytes of an element", got=element_bytes, wanted=wanted)
     peak = device.peak(_DTYPES[element_bytes]) * device.clock
     attained = implementation.on_device(device)
-    touched = device.memory_bytes_per_s * device.attained_memory
+    memory_bytes_per_s = device.memory_bytes_per_s * device.attained_memory
     return Speeds(
         flops_per_s=peak * attained.products,
         attention_flops_per_s=peak * attained.attention,
-        memory_bytes_per_s=touched,
-        touched_bytes_per_s=touched / attained.passes,
+        memory_bytes_per_s=memory_bytes_per_s,
+        touched_bytes_per_s=memory_bytes_per_s / attained.passes,
         link_bytes_per_s=inside.bytes_per_s * inside.attained,
         latency_s=inside.latency_s,
         across_bytes_per_s=across.bytes_per_s * across.attained,
@@ -120,5 +121,6 @@ def speeds_of(
         counted=True,
         block_tokens=attained.block_tokens,
         exposed=attained.exposed,
+        # The last wave of tiles, one on each multiprocessor, is half empty on average.
         idle_outputs=device.multiprocessors * implementation.tile_outputs / 2,
     )
