@@ -41,7 +41,9 @@ class Damaged(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stored:
-    """What a cache folder holds; ``tokens`` is None when they lie elsewhere."""
+    """What a cache folder holds: ``table`` [documents, 3] (array, first token, tokens), ``lengths``
+    [documents] in tokens, the ``tokens`` (None when they are elsewhere), ``masks`` with a 1 for
+    each token that has a loss (None where all have), what was skipped, and notes for people."""
 
     fingerprint: str
     tokens: TokenFile | None
@@ -53,7 +55,8 @@ class Stored:
 
 
 def read(folder: Path) -> Stored | None:
-    """What a folder holds, None when there is none of this version; raises Damaged."""
+    """Open a cache folder. None when there is none, or one of another version; raises Damaged when
+    it is not what its checksums say."""
     if not folder.is_dir():
         return None
     try:
@@ -77,34 +80,41 @@ def read(folder: Path) -> Stored | None:
 
 
 def _array(folder: Path, name: str, meta: dict[str, Any]) -> NDArray[Any]:
-    """A whole array, checked before it is parsed."""
+    """Read the array in the file ``name``, whose checksum in ``meta`` is compared before it is
+    parsed. Raises Damaged when it differs."""
     raw = (folder / name).read_bytes()
     _check(name, zlib.crc32(raw), meta["sums"][name])
     return np.load(io.BytesIO(raw), allow_pickle=False)
 
 
 def _check(name: str, found: int, wanted: int) -> None:
+    """Raise Damaged, naming the file ``name``, where its checksum is another one."""
     if found != wanted:
         raise Damaged(f"{name}: its checksum differs")
 
 
 def _meta_sum(meta: dict[str, Any]) -> int:
-    """What json reads it writes again in the same text, so the text need not be kept."""
+    """CRC-32 of the JSON text of ``meta`` without its own checksum. JSON that was read is written
+    as the same text again, so the checksum can be compared after reading."""
     return zlib.crc32(json.dumps({k: v for k, v in meta.items() if k != "crc32"}).encode())
 
 
 def _tokens(folder: Path, meta: dict[str, Any]) -> TokenFile:
+    """Open the ids of all tokens."""
     return _open_values(folder, meta, "tokens.bin", "blocks.npy", np.dtype(meta["dtype"]))
 
 
 def _masks(folder: Path, meta: dict[str, Any]) -> TokenFile:
+    """Open the mask of the loss: a byte for each token, 1 where it has a loss."""
     return _open_values(folder, meta, "learned.bin", "mask_blocks.npy", np.dtype(np.uint8))
 
 
 def _open_values(
     folder: Path, meta: dict[str, Any], name: str, blocks: str, dtype: np.dtype[Any]
 ) -> TokenFile:
-    """A file with a value for each token, held open."""
+    """Open the file ``name``, which has a value of ``dtype`` for each token; the file ``blocks``
+    has the checksums of its blocks. It stays open. Raises Damaged for another size than ``meta``
+    says."""
     stream = open(folder / name, "rb", buffering=0)  # noqa: SIM115 (held while tokens are)
     size, sums = os.fstat(stream.fileno()).st_size, _array(folder, blocks, meta)
     if size != meta["tokens"] * dtype.itemsize or len(sums) != -(-size // BLOCK_BYTES):
@@ -131,8 +141,9 @@ def write_table(
     skipped: tuple[Skipped, ...],
     notes: tuple[str, ...],
 ) -> None:
-    """Write ``documents.npy`` and ``meta.json``; the tokens are there when their ``dtype`` and the
-    checksums of their ``blocks`` are given, and the masks of the loss when those of theirs are."""
+    """Write ``documents.npy`` and ``meta.json`` into a cache folder. ``dtype`` and ``blocks`` (the
+    checksums of blocks of tokens) are given where the folder has the tokens, ``mask_blocks`` where
+    it has masks of the loss."""
     arrays: dict[str, NDArray[Any]] = {"documents.npy": table}
     if blocks is not None:
         arrays["blocks.npy"] = blocks
@@ -157,7 +168,7 @@ def write_table(
 
 
 def _write_array(path: Path, array: NDArray[Any]) -> int:
-    """Write an array; its file's checksum."""
+    """Write an array to a file, down to the disk. Returns the CRC-32 of the file."""
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
     with open(path, "wb") as stream:
@@ -167,7 +178,8 @@ def _write_array(path: Path, array: NDArray[Any]) -> int:
 
 
 def build(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a new folder aside, then put it in the place of the old one, if any; under the lock.
+    """Let ``fill`` write a new folder beside ``folder``, then put it in the place of the old one,
+    if there is one. The caller holds the lock.
 
     Raises DataError when the disk does not take it; nothing is left behind then.
     """
@@ -186,7 +198,9 @@ def build(folder: Path, fill: Callable[[Path], None]) -> None:
 
 @contextmanager
 def locked(folder: Path, waiting: Callable[[], None]) -> Generator[None, None, None]:
-    """Keep others from building the same folder; the lock goes with the process that holds it."""
+    """Hold the lock of a cache folder, so that no other process builds it meanwhile. ``waiting`` is
+    called once if another process has it. The lock is released when its holder ends, too. Raises
+    DataError where the lock's file cannot be made."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         stream = open(folder.with_suffix(".lock"), "w")  # noqa: SIM115 (closed below)

@@ -27,7 +27,7 @@ FINGERPRINT_TOKENS = 1 << 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """A file, a line or ``count`` of them left out of a corpus, and why."""
+    """``count`` files or lines at ``path`` that were left out of a corpus, and the reason."""
 
     path: str
     reason: str
@@ -51,7 +51,7 @@ class Corpus(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A sha256 that is equal for corpora of equal documents, tokens and vocabulary."""
+        """A SHA-256 that is equal for corpora of equal documents, tokens and vocabulary."""
         ...
 
     @property
@@ -66,7 +66,7 @@ class Corpus(Protocol):
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """What was found but left out."""
+        """Files and lines that were found but left out."""
         ...
 
     @property
@@ -90,7 +90,8 @@ class Corpus(Protocol):
     def learned(
         self, index: int, start: int = 0, stop: int | None = None
     ) -> NDArray[np.bool_] | None:
-        """Which tokens of a document, or of a part of it, have a loss; None where all have."""
+        """A bool for each token of a document, or of its tokens from start to stop: whether it has
+        a loss. None where all have."""
         ...
 
 
@@ -120,13 +121,14 @@ class StoredCorpus:
     def learned(
         self, index: int, start: int = 0, stop: int | None = None
     ) -> NDArray[np.bool_] | None:
-        """Which tokens of a document, or of a part of it, have a loss; None where all have."""
+        """A bool for each token of a document, or of its tokens from start to stop: whether it has
+        a loss. None where all have."""
         if self.masks is None:
             return None
         _, first, count = (int(number) for number in self.table[index])
-        part = range(first, first + count)[start:stop]
-        found = np.asarray(self.masks[part.start : part.stop]) != 0
-        return None if found.all() else found
+        part = range(first, first + count)[start:stop]  # places of the tokens in the flat array
+        has_loss = np.asarray(self.masks[part.start : part.stop]) != 0
+        return None if has_loss.all() else has_loss
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -138,7 +140,7 @@ class StoredCorpus:
         tokenizer than the one named.
         """
         array, first, count = (int(number) for number in self.table[index])
-        part = range(first, first + count)[start:stop]
+        part = range(first, first + count)[start:stop]  # places of the tokens in the flat array
         stored = self.arrays[array][part.start : part.stop]
         if len(stored) and (int(stored.min()) < 0 or int(stored.max()) >= self.vocabulary):
             raise DataError(
@@ -151,7 +153,8 @@ class StoredCorpus:
 
 
 def fingerprint_of(arrays: Sequence[Tokens], table: NDArray[np.int64], vocabulary: int) -> str:
-    """Sha256 over the vocabulary, the table of documents and both ends of each array."""
+    """SHA-256 over the vocabulary, the table of documents and both ends of each array: whole arrays
+    may be too large to read."""
     digest = hashlib.sha256(f"headrace corpus 1 {vocabulary}".encode())
     digest.update(np.ascontiguousarray(table).data)
     for array in arrays:

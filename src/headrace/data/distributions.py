@@ -15,7 +15,8 @@ __all__ = ["Bins", "Counted", "Distribution", "LogNormal", "Mixture", "Resampled
 
 
 def _text(number: float) -> str:
-    """The shortest text that reads back."""
+    """The number as text: without a point when it is whole, otherwise all digits that are needed to
+    read the same float back."""
     return str(int(number)) if number == int(number) else repr(float(number))
 
 
@@ -28,7 +29,7 @@ class Distribution(Protocol):
         ...
 
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
-        """So many lengths, ``[count]``, each >= 1."""
+        """Draw ``count`` lengths in tokens, an array [count], each >= 1."""
         ...
 
 
@@ -67,6 +68,8 @@ class LogNormal:
         """Draw ``count`` lengths in tokens, an array [count]."""
         logs = np.log(self.median) + self.sigma * generator.standard_normal(count)
         if self.tail:
+            # A Pareto law is exponential in the logarithm, so lengths beyond the quantile where the
+            # tail begins are replaced by that quantile plus an exponential.
             begin = np.log(self.median) + self.sigma * NormalDist().inv_cdf(1 - self.tail)
             beyond = begin + generator.standard_exponential(count) / self.alpha
             logs = np.where(logs > begin, beyond, logs)
@@ -105,6 +108,7 @@ class Bins:
 
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
         """Draw ``count`` lengths in tokens, an array [count]."""
+        # Inverse transform sampling: the cumulative shares at the edges, inverted linearly.
         borders = np.cumsum([0.0, *self.shares]) / sum(self.shares)
         logs = np.interp(generator.random(count), borders, np.log(self.edges))
         return np.clip(np.exp(logs).astype(np.int64), self.edges[0], self.longest)
@@ -161,7 +165,7 @@ class Counted:
 
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
         """Draw ``count`` lengths in tokens, an array [count]."""
-        borders = np.cumsum(self.counts)
+        borders = np.cumsum(self.counts)  # length i is drawn between borders i - 1 and i
         which = np.searchsorted(borders, generator.random(count) * borders[-1], side="right")
         return np.array(self.lengths)[which]
 
@@ -190,7 +194,7 @@ class Mixture:
         """Draw ``count`` lengths in tokens, an array [count]."""
         shares = np.array(self.weights) / sum(self.weights)
         which = np.searchsorted(np.cumsum(shares)[:-1], generator.random(count), side="right")
-        drawn = np.stack([part.draw(count, generator) for part in self.parts])
+        drawn = np.stack([part.draw(count, generator) for part in self.parts])  # [parts, count]
         return drawn[which, np.arange(count)]
 
     def __str__(self) -> str:

@@ -16,8 +16,9 @@ __all__ = ["Document", "Skips", "check_ids", "no_memory", "usable"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Document:
-    """Text, or ids that are tokens already; ``read_bytes`` of its file have been read by then.
-    ``learned`` [ids] says which ids have a loss, None for all."""
+    """A document: its ``content`` is text, or token ids. ``read_bytes`` are the bytes of its file
+    that have been read up to its end. ``learned`` [ids] says which ids have a loss, None for
+    all."""
 
     label: str
     content: str | NDArray[np.int64]
@@ -27,14 +28,15 @@ class Document:
 
 @dataclass(slots=True)
 class Skips:
-    """What was left out; only the first ``listed`` are named, the rest counted."""
+    """Documents and files that were left out, with reasons: the first ``listed`` are ``items``, the
+    others are only counted, in ``more``."""
 
     listed: int = 1000
     items: list[Skipped] = field(default_factory=list)
     more: int = 0
 
     def add(self, path: str, reason: str) -> None:
-        """Note one thing that was left out, and why."""
+        """Note that what is at ``path`` was left out, and why."""
         if len(self.items) < self.listed:
             self.items.append(Skipped(path=path, reason=reason))
         else:
@@ -47,7 +49,8 @@ class Skips:
 
 
 def usable(document: Document, skips: Skips) -> str | NDArray[np.int64] | None:
-    """The content when it is text or ids and not empty, else None, with the reason in ``skips``."""
+    """The content of a document: its text, or an array of its ids. None, with the reason in
+    ``skips``, when it is empty or neither of the two."""
     content: Any = document.content
     if isinstance(content, str) and content:
         if _encodes(content):
@@ -68,13 +71,15 @@ def usable(document: Document, skips: Skips) -> str | NDArray[np.int64] | None:
 
 def _ids(numbers: list[Any]) -> NDArray[np.int64]:
     """An array of ids; raises TypeError or OverflowError for what is no 64-bit integer."""
+    # ``type``, as a bool of JSON is an instance of int too.
     if any(type(number) is not int for number in numbers):
         raise TypeError
     return np.array(numbers, dtype=np.int64)
 
 
 def _encodes(text: str) -> bool:
-    """Whether the text is Unicode: JSON may hold half a surrogate pair, no tokenizer takes it."""
+    """Whether the text can be encoded in UTF-8. JSON may hold half a surrogate pair, which cannot,
+    and which no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -93,7 +98,7 @@ def no_memory(label: str) -> DataError:
 
 
 def check_ids(ids: NDArray[Any], *, label: str, vocabulary: int) -> None:
-    """Raises DataError when an id is outside the vocabulary."""
+    """Raise DataError, about ``label``, when an id is below 0 or not below ``vocabulary``."""
     if ids.min() < 0 or ids.max() >= vocabulary:
         worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
         raise DataError(

@@ -36,7 +36,7 @@ __all__ = ["PRESETS", "draw_batches", "parse_distribution"]
 _MOST_SEQUENCES = 2_000_000
 
 _SORTED = 1 << 16
-"""Lengths that are drawn and sorted to know the shortest share of a distribution."""
+"""Lengths that are drawn and sorted to know the shortest ones of a distribution."""
 
 PRESETS: dict[str, Distribution] = {
     # ParaDySe, Table 3: shares below 4K, 8K, ... and the longest, K = 1024 as its Table 5 shows
@@ -89,7 +89,7 @@ def parse_distribution(text: str) -> Distribution:
         if len(parts) > 1:
             raise ConfigError("lengths", got=repr(text), wanted="WEIGHT*PART + WEIGHT*PART")
         return _parse_one(parts[0])
-    pairs = [(found[1], _parse_one(found[2])) for found in weighted if found]
+    pairs = [(match[1], _parse_one(match[2])) for match in weighted if match]
     if len(pairs) != len(parts):
         raise ConfigError("lengths", got=repr(text), wanted="a weight before each part")
     weights = tuple(_float("weight", weight) for weight, _ in pairs)
@@ -110,7 +110,9 @@ def _parse_one(text: str) -> Distribution:
 
 
 def _options(kind: str, text: str, known: tuple[str, ...], needed: int) -> dict[str, str]:
-    """``a=1,b=2`` as a dict; the first ``needed`` of the known names must be there."""
+    """The options ``a=1,b=2`` of a distribution of this kind as a dict of texts. Raises ConfigError
+    for a name that is not ``known``, and unless the first ``needed`` of the known names are
+    there."""
     pairs = [pair.partition("=") for pair in text.split(",")]
     options = {name.strip(): value.strip() for name, _, value in pairs}
     for name in options:
@@ -124,6 +126,7 @@ def _options(kind: str, text: str, known: tuple[str, ...], needed: int) -> dict[
 
 
 def _float(name: str, text: str) -> float:
+    """The number in a text; raises ConfigError, about ``name``, for other text."""
     try:
         return float(text)
     except ValueError:
@@ -140,6 +143,7 @@ def _int(text: str) -> int:
 
 
 def _float_or_count(text: str) -> float:
+    """A number of tokens, possibly a fraction, or a count such as ``4Ki``."""
     try:
         return float(text)
     except ValueError:
@@ -166,10 +170,12 @@ def _bins(text: str) -> Bins:
 
 
 def _one_length(text: str) -> Resampled:
+    """The distribution in which every length is the same."""
     return Resampled(lengths=(_int(text),))
 
 
 def _list(text: str) -> Resampled:
+    """The distribution of lengths with slashes between them, all as likely as each other."""
     if "," in text:
         wanted = "lengths parted by '/', as in list:512/700/90000"
         raise ConfigError("list lengths", got=repr(text), wanted=wanted)
@@ -210,15 +216,16 @@ class _Draws:
     def __init__(self, distribution: Distribution, seed: int, curriculum_steps: int) -> None:
         self._distribution, self._steps = distribution, curriculum_steps
         self._generator, self._chunk = _generator(seed, 0), iter(list[int]())
+        # Lengths after the curriculum do not depend on it: it has streams of its own.
         if curriculum_steps:
             self._early = _generator(seed, 1)
             self._sorted = np.sort(distribution.draw(_SORTED, _generator(seed, 2)))
 
     def next(self, step: int) -> int:
-        """The next length, for the batch of a step."""
+        """The next length in tokens, for the batch of a step."""
         if step < self._steps:
-            shortest = ceil(_SORTED * (step + 1) / self._steps)
-            return int(self._sorted[self._early.integers(shortest)])
+            allowed = ceil(_SORTED * (step + 1) / self._steps)  # the shortest that may be drawn
+            return int(self._sorted[self._early.integers(allowed)])
         length = next(self._chunk, None)
         if length is None:
             self._chunk = iter(self._distribution.draw(1024, self._generator).tolist())
@@ -227,7 +234,7 @@ class _Draws:
 
 
 def _generator(seed: int, stream: int) -> np.random.Generator:
-    """A generator of a seed; its streams are independent of each other."""
+    """A generator for one of a seed's streams of random numbers, which are independent."""
     key = np.array([seed, stream], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key))
 
@@ -241,14 +248,17 @@ def draw_batches(
     batch_sequences: int | None = None,
     curriculum_steps: int = 0,
 ) -> list[Lengths]:
-    """So many batches, each of at most ``batch_tokens`` tokens, where a single longer sequence
-    stands alone, or of ``batch_sequences`` sequences; one of the two is given.
+    """Draw ``batches`` batches of lengths from a distribution.
+
+    Exactly one of ``batch_tokens`` and ``batch_sequences`` is given. A batch has at most
+    ``batch_tokens`` tokens, except that a longer sequence is a batch alone, or it has
+    ``batch_sequences`` sequences.
 
     The first ``curriculum_steps`` batches draw from the shortest lengths, as a run with the
-    curriculum ``short-to-long`` does. Deterministic by seed, from 0 up to 2^64; ids count the
-    sequences over all batches. Raises ConfigError for a budget or a number of batches below one,
-    another seed, or more than two million sequences in all: a digit too many would take all memory,
-    or for ever.
+    curriculum ``short-to-long`` does. A seed, from 0 to below 2^64, always gives the same batches.
+    Ids of sequences count over all batches. Raises ConfigError for a budget or a number of batches
+    below one, another seed, or more than two million sequences in all, as a digit too many would
+    take all memory, or for ever.
     """
     if not 0 <= seed < 1 << 64:
         raise ConfigError("seed", got=seed, wanted="0 <= seed < 2^64")
@@ -264,7 +274,8 @@ def draw_batches(
         raise ConfigError("batches to draw", got=got, wanted="at least 1 of 1")
     draws = _Draws(distribution, seed, curriculum_steps)
     drawn: list[Lengths] = []
-    first, held = 0, 0  # held: drawn, but the batch was full
+    first = 0  # the id of the first sequence of the batch
+    held = 0  # a length that was drawn when its batch was full, for the next batch; 0 for none
     for step in range(batches):
         batch: list[int] = []
         tokens = 0

@@ -25,7 +25,8 @@ _NO_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file, the name it has whatever folder it was moved to, and what tells that it changed."""
+    """A file. Its ``label`` does not change when the folder that a source names is moved elsewhere;
+    ``size`` in bytes and ``mtime_ns`` tell whether the file has changed."""
 
     path: Path
     label: str
@@ -35,7 +36,8 @@ class FoundFile:
 
 @dataclass(slots=True)
 class Found:
-    """Files in order, what was passed over, and what a person should be told."""
+    """Files in order, those that were skipped, and ``notes`` that a person should be told. Files
+    are known by (device, inode) in ``seen``; ``named`` counts all files that paths led to."""
 
     files: list[FoundFile] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
@@ -44,7 +46,8 @@ class Found:
     named: int = 0
 
     def add(self, path: Path, label: str) -> None:
-        """Take a file once, however often it is named; pass over what is not a plain file."""
+        """Take a file once, however often it is named. One that is empty, cannot be read or is not
+        a plain file is skipped."""
         self.named += 1
         try:
             status = path.stat()
@@ -60,20 +63,25 @@ class Found:
             self.files.append(FoundFile(path, label, status.st_size, status.st_mtime_ns))
 
     def walk(self, root: Path, label: str, patterns: tuple[str, ...]) -> None:
-        """Take the files under a folder that match, sorted by their path inside it."""
+        """Take the files under ``root`` that match one of the patterns, sorted by their path inside
+        it, by which they are labelled after ``label``. Hidden folders are left out."""
 
         def unlisted(error: OSError) -> None:
             self.skipped.append(Skipped(path=str(error.filename), reason=str(error.strerror)))
 
-        inside: list[str] = []
-        for folder, names, files in os.walk(root, onerror=unlisted):
-            names[:] = [n for n in names if n not in _NO_FOLDERS and not n.startswith(".")]
+        inside: list[str] = []  # paths relative to the root
+        for folder, subfolders, files in os.walk(root, onerror=unlisted):
+            # ``os.walk`` goes into the subfolders that are left in its list.
+            subfolders[:] = [
+                name for name in subfolders if name not in _NO_FOLDERS and not name.startswith(".")
+            ]
             inside += [os.path.relpath(os.path.join(folder, name), root) for name in files]
         for path in sorted(path for path in inside if _matches(path, patterns)):
             self.add(root / path, f"{label}/{path}")
 
 
 def _matches(path: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a path matches a pattern: one with a slash is for the path, others for the name."""
     name = os.path.basename(path)
     return any(fnmatch(path if "/" in pattern else name, pattern) for pattern in patterns)
 
@@ -82,14 +90,14 @@ def find_files(source: Source) -> Found:
     """The files a source names; raises DataError when a path names none."""
     found = Found()
     for path in source.paths:
-        before = found.named
+        named_before = found.named
         if path.startswith("python:"):
             _take_stdlib(path, source, found)
         elif path.startswith("package:"):
             _take_package(path, source, found)
         else:
             _take_path(path, source, found)
-        if found.named == before:
+        if found.named == named_before:
             patterns = ", ".join(source.patterns or PATTERNS[source.kind])
             raise DataError(f"data path {path!r}", got="no files", wanted=f"files like {patterns}")
     return found
@@ -106,7 +114,8 @@ def _take_path(path: str, source: Source, found: Found) -> None:
 
 
 def _places(path: str, kind: Kind) -> Iterator[Path]:
-    """The files and folders a path or glob names, sorted."""
+    """The files and folders that a path or glob names, sorted. Raises DataError for a path that
+    does not exist."""
     expanded = os.path.expanduser(path)
     if os.path.lexists(expanded):
         yield Path(expanded)
@@ -120,8 +129,10 @@ def _places(path: str, kind: Kind) -> Iterator[Path]:
 
 
 def _python_files(source: Source, root: Path, label: str, found: Found) -> None:
-    """The .py files under a folder, of those that the source's patterns ask for."""
-    taken = Found(seen=found.seen)  # what was seen stays shared
+    """Add the .py files under ``root`` that match the source's patterns, if it has some, to
+    ``found``."""
+    # ``seen`` is shared with ``found``, so that no file is taken twice.
+    taken = Found(seen=found.seen)
     taken.walk(root, label, source.patterns or ("*.py",))
     python = [file for file in taken.files if file.path.suffix == ".py"]
     found.files += python

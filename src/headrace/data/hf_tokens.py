@@ -43,51 +43,57 @@ class HfTokenizer:
     each while it works."""
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int32]]:
-        """Ids of each text, with the end id when there is one."""
+        """Ids of each text, with the end id when there is one. Short texts are encoded together,
+        long ones piece by piece."""
         end = np.array([] if self.end_id is None else [self.end_id], dtype=np.int32)
         short = [text for text in texts if len(text) <= self.piece]
         encoded = iter(self._ids(short) if short else [])
-        parts = [[next(encoded)] if len(t) <= self.piece else self._long(t) for t in texts]
-        return [np.concatenate([*of_text, end]) for of_text in parts]
+        pieces = [[next(encoded)] if len(t) <= self.piece else self._long(t) for t in texts]
+        return [np.concatenate([*pieces_of_text, end]) for pieces_of_text in pieces]
 
     def _ids(self, texts: list[str]) -> list[NDArray[np.int32]]:
+        """The library's ids of each text, without special tokens."""
         encoded = self.library.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(item.ids, dtype=np.int32) for item in encoded]
 
     def _long(self, text: str) -> Iterator[NDArray[np.int32]]:
-        """The ids of a long text, piece by piece: the same as of the whole."""
-        at = 0
+        """The ids of a long text, piece by piece. Joined they are the ids of the whole text, as it
+        is cut only where that does not change them."""
+        start = 0
         for border in borders(text, self.piece, self._parts):
-            yield self._ids([text[at:border]])[0]
-            at = border
-        yield self._ids([text[at:]])[0]
+            yield self._ids([text[start:border]])[0]
+            start = border
+        yield self._ids([text[start:]])[0]
 
     def _parts(self, left: str, right: str) -> bool:
-        """Whether two neighbours have the ids of both together."""
-        both, one, other = self._ids([left + right, left, right])
-        return np.array_equal(both, np.concatenate([one, other]))
+        """Whether two neighbouring texts can be encoded apart: their ids, joined, are the ids of
+        the joined text."""
+        joined, left_ids, right_ids = self._ids([left + right, left, right])
+        return np.array_equal(joined, np.concatenate([left_ids, right_ids]))
 
 
 def _wrap(library: Any, *, name: str, end_token: str | None) -> HfTokenizer:
-    """Set a tokenizer of the library for whole documents and find what ends one."""
+    """A tokenizer of the library, set to encode whole documents as plain text. Documents end in
+    ``end_token``; where that is None, in the first of END_TOKENS that it knows."""
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = True
     content = hashlib.sha256(library.to_str().encode())
     special = {item.content: i for i, item in library.get_added_tokens_decoder().items()}
 
-    def first(names: tuple[str, ...]) -> int | None:
-        found = [special.get(token, library.token_to_id(token)) for token in names]
-        return next((i for i in found if i is not None), None)
+    def first_id(tokens: tuple[str, ...]) -> int | None:
+        """The id of the first of these tokens that the tokenizer knows, None when it knows none."""
+        ids = [special.get(token, library.token_to_id(token)) for token in tokens]
+        return next((i for i in ids if i is not None), None)
 
-    end_id = first(END_TOKENS if end_token is None else (end_token,))
+    end_id = first_id(END_TOKENS if end_token is None else (end_token,))
     content.update(f"end {end_id}".encode())
     return HfTokenizer(
         name=name,
         fingerprint=content.hexdigest(),
         vocabulary=max(library.get_vocab(with_added_tokens=True).values()) + 1,
         end_id=end_id,
-        mask_id=first(MASK_TOKENS),
+        mask_id=first_id(MASK_TOKENS),
         library=library,
     )
 
@@ -130,8 +136,8 @@ def sizes_of_file(path: Path) -> tuple[int, int | None]:
         if isinstance(vocabulary, list):  # Unigram: pairs of text and score
             vocabulary = {text: i for i, (text, _) in enumerate(vocabulary)}
         ids = vocabulary | {item["content"]: item["id"] for item in value["added_tokens"]}
-        found = [int(ids[token]) for token in MASK_TOKENS if token in ids]
-        return max(int(i) for i in ids.values()) + 1, found[0] if found else None
+        mask_ids = [int(ids[token]) for token in MASK_TOKENS if token in ids]
+        return max(int(i) for i in ids.values()) + 1, mask_ids[0] if mask_ids else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         hint = f"{type(error).__name__}: {error}"
         raise DataError("tokenizer", got=str(path), wanted="a tokenizer.json", hint=hint)

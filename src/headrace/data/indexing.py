@@ -27,8 +27,8 @@ __all__ = ["Progress", "index_documents", "tokenize"]
 Progress = Callable[[str, int, int], None]
 """``progress(what, done, total)``, in bytes of the files; a total of 0 is one not known."""
 
-GROUP_DOCUMENTS, GROUP_CHARACTERS = 256, 1 << 20
-THREADS, WAITING = 2, 4
+GROUP_DOCUMENTS, GROUP_CHARACTERS = 256, 1 << 20  # a group is full when it has as many of either
+THREADS, WAITING = 2, 4  # groups that wait or are encoded at most
 
 Encoded = tuple[list[tuple[str, NDArray[np.int32], NDArray[np.bool_] | None]], int]
 """(label, ids [n], which tokens have a loss [n] or None) of each document of a group, and the bytes
@@ -36,7 +36,8 @@ of its file that were read by its end."""
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents in order, in handfuls that are worth a thread's while."""
+    """The documents in order, in groups that are large enough to be worth a call of the tokenizer
+    in a thread."""
     group: list[Document] = []
     characters = 0
     for document in documents:
@@ -68,7 +69,8 @@ def _encode(group: list[Document], tokenizer: Tokenizer) -> Encoded:
 
 
 def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Encode in a few threads, in the order of the documents, a few groups ahead."""
+    """Encode documents in a few threads. Groups come out in the order of the documents; at most
+    WAITING of them are read before they are asked for, so that memory stays small."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize") as pool:
         waiting: deque[Future[Encoded]] = deque()
         try:
@@ -101,7 +103,7 @@ def index_documents(
     documents = read_documents(found.files, reading)
     with open(folder / "tokens.bin", "wb") as stream:
         for group, done in tokenize(documents, tokenizer):
-            full = [np.empty(0, np.int32)]
+            full = [np.empty(0, np.int32)]  # ids of documents that are kept; there may be none
             for label, ids, mask in group:
                 if reason := _empty(ids, mask):
                     skips.add(label, reason)
@@ -142,9 +144,10 @@ def index_documents(
 
 
 def _empty(ids: NDArray[np.int32], mask: NDArray[np.bool_] | None) -> str:
-    """Why nothing is learned of a document; empty where something is."""
+    """The reason why no token of a document has a loss; an empty text where one has."""
     if not len(ids):
         return "no tokens"
+    # The first token is never predicted, so its mask does not count.
     return "" if mask is None or mask[1:].any() else "no token with a loss"
 
 

@@ -46,7 +46,8 @@ _WANTED = "a line of names before the numbers: " + "; or ".join(map(",".join, _T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bin:
-    """``count`` sequences of ``low`` to less than ``high`` tokens, and where a file says so."""
+    """``count`` sequences of ``low`` to less than ``high`` tokens. ``place`` is the line or entry
+    of the file that says so, for errors."""
 
     place: str
     low: float
@@ -83,8 +84,8 @@ def read_lengths(path: Path) -> Distribution:
 
 
 def _of_numbers(what: str, content: str, suffix: str) -> Resampled:
-    """Numbers apart by space or comma. Raises DataError for columns without names, as what each
-    means is not to be guessed."""
+    """The lengths in a text of numbers with spaces, commas or lines between them; ``suffix`` is
+    that of the file. Raises DataError for columns without names, whose meaning is not known."""
     rows = [re.split(r"[,;\t]", line.strip()) for line in content.splitlines() if line.strip()]
     if suffix in (".csv", ".tsv") and len(rows) > 1 and all(len(row) > 1 for row in rows):
         got = f"{len(rows[0])} columns without names"
@@ -97,7 +98,8 @@ def _of_numbers(what: str, content: str, suffix: str) -> Resampled:
 
 
 def _of_json(what: str, content: str) -> Distribution:
-    """A list of lengths, or an object with a histogram."""
+    """The lengths in a JSON list, or the distribution of an object's histogram. Raises DataError,
+    about ``what``, for other JSON."""
     try:
         value: Any = json.loads(content)
     except ValueError as error:
@@ -123,14 +125,15 @@ def _of_json(what: str, content: str) -> Distribution:
 
 def _list(what: str, value: Mapping[str, Any], key: str) -> list[Any]:
     """The list under a key; raises DataError for anything else."""
-    found = value[key]
-    if not isinstance(found, list):
-        raise DataError(f"{what}, {key}", got=repr(found), wanted="a list")
-    return found
+    listed = value[key]
+    if not isinstance(listed, list):
+        raise DataError(f"{what}, {key}", got=repr(listed), wanted="a list")
+    return listed
 
 
 def _histogram(what: str, value: Mapping[str, Any]) -> Bins:
-    """Bins of lists of edges and counts; raises DataError unless there is one edge more."""
+    """The distribution of a JSON object with lists of edges and counts. Raises DataError unless
+    there is one more edge than counts."""
     edges = [
         _number(f"{what}, edge {i}", each) for i, each in enumerate(_list(what, value, "edges"))
     ]
@@ -152,7 +155,8 @@ def _histogram(what: str, value: Mapping[str, Any]) -> Bins:
 
 
 def _of_table(what: str, content: str) -> Distribution:
-    """A table whose first line names its columns. Raises DataError, naming the line, for others."""
+    """The distribution in a table whose first line names its columns. Raises DataError, naming the
+    line, for other names or cells."""
     lines = content.splitlines()
     head = next(line for line in lines if line.strip())
     delimiter = next((mark for mark in "\t;" if mark in head), ",")
@@ -192,23 +196,25 @@ def _of_table(what: str, content: str) -> Distribution:
 
 
 def _counted(rows: Iterable[tuple[str, Any, Any]]) -> Counted:
-    """How often each length occurs, of rows of a place, a length and its count; counts of equal
-    lengths add up."""
-    found: dict[int, float] = {}
+    """The distribution of rows (place in the file, length, count), not yet checked. The counts of
+    equal lengths are added."""
+    counts: dict[int, float] = {}  # by length
     for place, given, count in rows:
         length = _length(place, given)
-        found[length] = found.get(length, 0.0) + _count(place, count)
-    return Counted(lengths=tuple(found), counts=tuple(found.values()))
+        counts[length] = counts.get(length, 0.0) + _count(place, count)
+    return Counted(lengths=tuple(counts), counts=tuple(counts.values()))
 
 
 def _bins(rows: Sequence[_Bin]) -> Bins:
-    """Bins of whole lengths. Between two that do not touch there is an empty one. Raises DataError
-    for bins that overlap or fall, and for counts where no whole length is."""
+    """The distribution of bins with whole edges; a gap between two bins becomes an empty bin.
+    Raises DataError for bins that overlap or are not ascending, and for a bin with a count that
+    contains no whole length."""
+    # Where every bin begins one token after the end of the one before, ends are inclusive.
     if len(rows) > 1 and all(after.low == before.high + 1 for before, after in pairwise(rows)):
         rows = [replace(row, high=row.high + 1) for row in rows]
     edges, shares = list[int](), list[float]()
     for row in rows:
-        # A whole length is at least an edge where it is at least the next whole number.
+        # The lengths in a bin are whole, so its edges can be rounded up without moving any.
         low, high = max(1, ceil(row.low)), max(1, ceil(row.high))
         if row.high <= row.low or row.low < 0:
             got = f"{row.low:g} to {row.high:g}"
@@ -216,14 +222,14 @@ def _bins(rows: Sequence[_Bin]) -> Bins:
         if edges and low < edges[-1]:
             wanted = f"a bin from {edges[-1]:,} tokens on, where the one before ends"
             raise DataError(row.place, got=f"one from {row.low:g}", wanted=wanted)
-        if low == high:
+        if low == high:  # no whole length is in the bin
             if row.count:
                 got = f"{row.count:g} sequences of {row.low:g} to {row.high:g} tokens"
                 raise DataError(row.place, got=got, wanted="a bin that holds a whole length >= 1")
             continue
         if not edges:
             edges.append(low)
-        elif low > edges[-1]:
+        elif low > edges[-1]:  # a gap
             edges.append(low)
             shares.append(0.0)
         edges.append(high)
@@ -236,33 +242,33 @@ def _bins(rows: Sequence[_Bin]) -> Bins:
 def _number(place: str, given: Any) -> float:
     """A finite number of tokens, of a JSON number or a text; raises DataError for anything else."""
     try:
-        found = float("nan") if isinstance(given, bool) else float(given)
-    except ValueError:
+        number = float("nan") if isinstance(given, bool) else float(given)
+    except ValueError:  # perhaps a text such as 32Ki
         try:
-            found = float(parse_count(given))
+            number = float(parse_count(given))
         except SpecError:
-            found = float("nan")
+            number = float("nan")
     except TypeError:
-        found = float("nan")
-    if not isfinite(found):
+        number = float("nan")
+    if not isfinite(number):
         raise DataError(place, got=repr(given), wanted="a finite number of tokens")
-    return found
+    return number
 
 
 def _length(place: str, given: Any) -> int:
     """A whole length >= 1; raises DataError for anything else."""
-    found = _number(place, given)
-    if found < 1 or found != int(found):
+    number = _number(place, given)
+    if number < 1 or number != int(number):
         raise DataError(place, got=repr(given), wanted="a whole length >= 1")
-    return int(found)
+    return int(number)
 
 
 def _count(place: str, given: Any) -> float:
     """A finite count or share >= 0; raises DataError for anything else."""
     try:
-        found = -1.0 if isinstance(given, bool) else float(given)
+        number = -1.0 if isinstance(given, bool) else float(given)  # -1 is refused below
     except (TypeError, ValueError):
-        found = -1.0
-    if not 0 <= found < float("inf"):
+        number = -1.0
+    if not 0 <= number < float("inf"):
         raise DataError(place, got=repr(given), wanted="a count >= 0")
-    return found
+    return number

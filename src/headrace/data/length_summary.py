@@ -48,7 +48,7 @@ class Summary:
     counts: tuple[int, ...]
 
     def facts(self) -> dict[str, Any]:
-        """What a run writes down of its data, as JSON."""
+        """The facts about its data that a run records, as a JSON object."""
         return {
             "name": self.name,
             "documents": self.documents,
@@ -82,15 +82,16 @@ class Summary:
 
 
 def _histogram(lengths: NDArray[np.int64]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Edges at half powers of two from one to past the longest, and the documents between."""
+    """(edges, counts): edges in tokens at half powers of two, from 1 to above the longest length,
+    and the number of documents between each two."""
     steps = 2 * ceil(log2(int(lengths.max()) + 1)) + 1
-    edges = np.unique(np.round(2.0 ** (np.arange(steps) / 2)).astype(np.int64))
+    edges = np.unique(np.round(2.0 ** (np.arange(steps) / 2)).astype(np.int64))  # 1 occurs twice
     counts, _ = np.histogram(lengths, bins=edges)
     return tuple(edges.tolist()), tuple(counts.tolist())
 
 
 def summarise_lengths(lengths: ArrayLike, *, name: str, skipped: int = 0) -> Summary:
-    """Sum up bare lengths (tokens, each >= 1); raises DataError when there are none."""
+    """The summary of lengths in tokens, each >= 1. Raises DataError when there are none."""
     sizes = np.asarray(lengths, dtype=np.int64)
     if not sizes.size or sizes.min() < 1:
         raise DataError(f"lengths of {name}", got=f"{sizes.size} lengths", wanted="some, all >= 1")
@@ -121,7 +122,7 @@ def summarise_lengths(lengths: ArrayLike, *, name: str, skipped: int = 0) -> Sum
 
 
 def summarise(corpus: Corpus) -> Summary:
-    """Sum up the lengths of a corpus; documents without a token are left out."""
+    """The summary of a corpus's lengths. Documents without a token are left out."""
     lengths = corpus.lengths[corpus.lengths > 0]
     skipped = sum(item.count for item in corpus.skipped)
     return summarise_lengths(lengths, name=corpus.name, skipped=skipped)

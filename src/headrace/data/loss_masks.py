@@ -21,7 +21,7 @@ __all__ = ["IGNORED", "MaskFile"]
 IGNORED = -100
 """The label of a token without a loss."""
 
-_FILL = 1 << 20
+_FILL = 1 << 20  # ones that are written at once
 
 
 @dataclass(slots=True)
@@ -36,7 +36,8 @@ class MaskFile:
     _stream: IO[bytes] | None = None
 
     def add(self, tokens: int, mask: NDArray[np.bool_] | None) -> None:
-        """Append the mask of a document of so many tokens."""
+        """Append the mask of a document of so many tokens, None when all have a loss. With the
+        first mask the file is made, and the documents before it are written as ones."""
         if mask is not None and self._stream is None:
             self._stream = open(self.path, "wb")  # noqa: SIM115 (closed by ``close``)
             for start in range(0, self._tokens, _FILL):
@@ -54,7 +55,8 @@ class MaskFile:
         self._stream.write(part.data)
 
     def close(self) -> NDArray[np.uint32] | None:
-        """End the file; the checksums of its blocks, None where there is none."""
+        """Write the file down to the disk and close it. Returns the checksums of its blocks, None
+        where no document had a mask."""
         if self._stream is None:
             return None
         self._stream.flush()

@@ -23,7 +23,7 @@ from headrace.errors import DataError
 __all__ = ["Progress", "open_corpus"]
 
 _HELD_OPEN = 256
-"""Systems let a process open about a thousand files."""
+"""The most files that are held open, as systems let a process open about a thousand."""
 
 
 def open_corpus(
@@ -71,13 +71,15 @@ def _silent(what: str, done: int, total: int) -> None:
 
 
 def _token_files(source: Source, found: Found) -> tuple[TokenFile, ...]:
-    """The files of ready tokens; few are held open, so that they may be deleted."""
+    """The ids in each file of ready tokens. Where the files are few they are held open, so that
+    they may be deleted meanwhile."""
     hold = len(found.files) <= _HELD_OPEN
     return tuple(token_file(file, source.dtype, hold=hold) for file in found.files)
 
 
 def _key(source: Source, tokenizer: Tokenizer, found: Found) -> str:
-    """The cache folder's name: a hash over files, their sizes and times, tokenizer and options."""
+    """The cache folder's name: a hash over the files, their sizes and times, the tokenizer and the
+    source's options."""
     options = {**source.to_json(), "paths": None, "patterns": None, "tokens": tokenizer.fingerprint}
     digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
     for file in found.files:
@@ -90,7 +92,8 @@ def _key(source: Source, tokenizer: Tokenizer, found: Found) -> str:
 
 
 def _read(folder: Path) -> tuple[store.Stored | None, str | None]:
-    """What is stored, if it is whole, and what is wrong with it otherwise."""
+    """(what the cache folder holds or None, what is damaged in it or None); both None when there is
+    no folder of this version."""
     try:
         return store.read(folder), None
     except store.Damaged as error:
@@ -98,7 +101,8 @@ def _read(folder: Path) -> tuple[store.Stored | None, str | None]:
 
 
 def _fill(source: Source, tokenizer: Tokenizer, found: Found, tell: Progress, folder: Path) -> None:
-    """Write a new cache folder."""
+    """Write the files of the cache ``folder``: a table of documents and, where the source's files
+    are not tokens already, the tokens."""
     if source.kind == "memmap":
         _fill_table(source, tokenizer, found, tell, folder)
     else:
@@ -128,7 +132,7 @@ def _fill_table(
             if len(table) == 1:
                 notes.append(f"{file.label} is one document: no end {end_id} inside")
         done += file.size
-        tables.append(np.insert(table, 0, number, axis=1))
+        tables.append(np.insert(table, 0, number, axis=1))  # the file's number is the first column
     merged = np.concatenate(tables) if tables else np.empty((0, 3), dtype=np.int64)
     if not len(merged):
         raise DataError(f"corpus {source.name}", got="no documents", wanted="at least one")
@@ -142,6 +146,8 @@ def _fill_table(
 
 
 def _tell_scan(tell: Progress, before: int, total: int, itemsize: int, tokens: int) -> None:
+    """Tell the progress, in bytes of all files, after ``tokens`` tokens of ``itemsize`` bytes of
+    one that comes after ``before`` bytes of others."""
     tell("looking for the ends of documents", before + tokens * itemsize, total)
 
 

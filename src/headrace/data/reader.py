@@ -68,6 +68,7 @@ class Reader:
                 item = self._read(self._sampler.next_batch())
             except Exception as error:  # whatever it is, the trainer must hear of it
                 item = error
+            # A full queue is tried again and again, so that ``close`` ends the thread.
             while not self._stop.is_set():
                 try:
                     self._ready.put(item, timeout=POLL_S)

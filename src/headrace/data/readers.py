@@ -31,7 +31,8 @@ _PADDING = "attention_mask"
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a reader needs besides the file."""
+    """What a reader needs besides the file: the source's options, the list of what was skipped, and
+    a folder for files of its own."""
 
     source: Source
     skips: Skips
@@ -40,7 +41,8 @@ class Reading:
     """Fields of rows that are neither read nor named to be ignored."""
 
     def pass_over(self, names: Iterable[str], read: str) -> None:
-        """Remember the fields of a row that are not read."""
+        """Remember which of the fields ``names`` of a row nothing reads: all but the document's own
+        field ``read``, labels and masks, and fields that the source names to be ignored."""
         self.unused.update(names)
         self.unused.difference_update((read, _LABELS, *_MASKS, _PADDING, *self.source.ignore))
 
@@ -55,7 +57,8 @@ class Reading:
 
 @contextmanager
 def _open_text(file: FoundFile) -> Generator[tuple[IO[bytes], IO[bytes]], None, None]:
-    """A file, through gzip when its name says so, and the raw file that tells the position."""
+    """(content, raw): the stream of a file's content, unpacked when its name ends in .gz, and that
+    of its bytes, whose position tells how much was read."""
     with open(file.path, "rb") as raw:
         if file.path.suffix == ".gz":
             with gzip.GzipFile(fileobj=raw) as unpacked:
@@ -65,6 +68,7 @@ def _open_text(file: FoundFile) -> Generator[tuple[IO[bytes], IO[bytes]], None, 
 
 
 def _texts(file: FoundFile, reading: Reading) -> Iterator[Document]:
+    """The one document of a text file."""
     with _open_text(file) as (stream, _):
         yield Document(file.label, stream.read().decode("utf-8-sig"), file.size)
 
@@ -94,14 +98,16 @@ def _lines(file: FoundFile, reading: Reading) -> Iterator[Document]:
 def _tokens_to_learn(
     row: Mapping[str, Any], name: str, label: str, ignored: Iterable[str]
 ) -> NDArray[np.bool_] | None:
-    """Which tokens of a row [n] have a loss, by its labels and masks; None where all have. Raises
-    DataError for labels and masks that say something else."""
+    """A bool for each of a row's n tokens: whether it has a loss, by the row's labels and masks.
+    None where all have. ``name`` is the field of the tokens. Raises DataError for labels and masks
+    that cannot be followed, such as labels that are not the ids."""
     ids, left_out = row[name], list[NDArray[np.bool_]]()
     given = {k: row[k] for k in (_LABELS, *_MASKS, _PADDING) if row.get(k) is not None}
     for field_name, values in given.items():
         if field_name in ignored or (field_name == _LABELS and not isinstance(ids, list)):
             continue
         if not isinstance(ids, list):
+            # A mask of ones leaves nothing out, so it does not matter for a text.
             if not isinstance(values, list) or any(value != 1 for value in values):
                 raise _unfit(label, field_name, "a text", "ids, as a mask is of tokens")
         elif not isinstance(values, list) or len(values) != len(ids):
@@ -138,16 +144,21 @@ def _field(names: Any, source: Source) -> str | None:
 
 
 def _wanted_text(source: Source) -> str:
+    """The fields that may hold a document, for a message."""
     return repr(source.field) if source.field else "'text' or 'input_ids'"
 
 
 def _some(names: Any) -> str:
+    """The first six names as a text for a message."""
     listed = [repr(name) for name in names]
-    return ", ".join(listed[:6]) + (" ..." if len(listed) > 6 else "") if listed else "no fields"
+    if not listed:
+        return "no fields"
+    return ", ".join(listed[:6]) + (" ..." if len(listed) > 6 else "")
 
 
 def _rows(file: FoundFile, reading: Reading) -> Iterator[Document]:
-    """The documents of a parquet file; a file without the field is noted as skipped."""
+    """The documents of a parquet file, one for each row; a file without the document's field is
+    noted as skipped."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -167,6 +178,7 @@ def _rows(file: FoundFile, reading: Reading) -> Iterator[Document]:
                 for row in batch.to_pylist():
                     label, done = f"{file.label}:{done}", done + 1
                     learned = _tokens_to_learn(row, name, label, reading.source.ignore)
+                    # The bytes read are estimated by the share of rows.
                     yield Document(label, row[name], file.size * done // rows, learned)
     except ArrowException as error:
         reading.skips.add(file.label, f"not a parquet file: {str(error).partition(chr(10))[0]}")
@@ -203,9 +215,10 @@ READERS: dict[str, Callable[[FoundFile, Reading], Iterator[Document]]] = {
 
 
 def read_documents(files: list[FoundFile], reading: Reading) -> Iterator[Document]:
-    """The documents of all files in order; what cannot be read is left out and told."""
+    """The documents of all files in order, with the bytes of all files read so far. What cannot be
+    read is left out and noted as skipped."""
     reader = READERS[reading.source.kind]
-    before = 0
+    before = 0  # bytes of the files before this one
     for file in files:
         try:
             for document in reader(file, reading):

@@ -37,7 +37,8 @@ TooLong = Literal["truncate", "split", "refuse"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pieces:
-    """All samples, ``[samples]`` each: ``lengths[i]`` tokens of document ``documents[i]``."""
+    """All samples, in arrays [samples]: sample i is ``lengths[i]`` tokens of document
+    ``documents[i]`` from its token ``starts[i]`` on."""
 
     documents: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -63,13 +64,14 @@ def cut(lengths: NDArray[np.int64], *, context: int | None, too_long: TooLong) -
         raise _too_long_error(lengths, context)
     if too_long == "truncate":
         return Pieces(documents=documents, starts=starts, lengths=np.minimum(lengths, context))
-    stride = max(1, context - 1)
-    counts = np.maximum(-(-(lengths - 1) // stride), 1)
+    stride = max(1, context - 1)  # pieces overlap by one token
+    counts = np.maximum(-(-(lengths - 1) // stride), 1)  # pieces of each document, rounded up
+    # For each piece the index of the first piece of its document.
     first = np.repeat(np.cumsum(counts) - counts, counts)
     starts = (np.arange(len(first)) - first) * stride
     documents = np.repeat(documents, counts)
-    rest = np.minimum(lengths[documents] - starts, context)
-    return Pieces(documents=documents, starts=starts, lengths=rest)
+    piece_lengths = np.minimum(lengths[documents] - starts, context)
+    return Pieces(documents=documents, starts=starts, lengths=piece_lengths)
 
 
 def _too_long_error(lengths: NDArray[np.int64], context: int) -> DataError:
@@ -141,7 +143,7 @@ class SamplerOptions:
     def to_json(self) -> dict[str, Any]:
         """A JSON object that :meth:`from_json` reads back."""
         value = asdict(self)
-        if self.shuffle:  # states of old know of no other order
+        if self.shuffle:  # left out, as states saved before this option existed do not have it
             del value["shuffle"]
         return value
 
@@ -151,7 +153,8 @@ class SamplerOptions:
         return cls(**value)
 
     def full(self, *, sequences: int, tokens: int, following: int) -> bool:
-        """Whether a batch of so many sequences and tokens cannot take the following sample."""
+        """Whether a batch of so many sequences and tokens cannot take another sample, of
+        ``following`` tokens. An empty batch takes any."""
         if self.batch_tokens is None:
             return sequences == self.batch_sequences
         return sequences > 0 and tokens + following > self.batch_tokens
@@ -182,15 +185,17 @@ def order_epoch(
     epoch: int,
     first_step: int,
 ) -> EpochOrder:
-    """Permute samples ``ids`` of these ``lengths`` and cut them into batches.
+    """Permute the samples ``ids``, whose lengths in tokens are ``lengths``, and cut them into
+    batches.
 
     ``first_step`` is the training step of the first batch: a curriculum may span epochs. Every
     sample is in exactly one batch; the last batch of an epoch may be small.
     """
     key = np.array([options.seed, epoch], dtype=np.uint64)  # a list would pass through a float
     bits = np.random.Philox(key=key)
-    drawn = np.argsort(bits.random_raw(len(ids)), kind="stable")
-    order = drawn if options.shuffle else np.arange(len(ids))
+    # Raw random numbers are sorted, as numpy may change its own permutations between versions.
+    permutation = np.argsort(bits.random_raw(len(ids)), kind="stable")
+    order = permutation if options.shuffle else np.arange(len(ids))  # places in ``ids``
     early: list[list[int]] = []
     if first_step < options.curriculum_steps:
         chances = bits.random_raw(len(ids))
@@ -205,7 +210,8 @@ def order_epoch(
 
 
 def _cut(lengths: NDArray[np.int64], options: SamplerOptions, bounds: list[int]) -> None:
-    """Append the ends of the batches that follow ``bounds[-1]``, each as full as order allows."""
+    """Append to ``bounds`` the ends of the batches that follow ``bounds[-1]``: each takes the next
+    samples of ``lengths``, in order, until it is full."""
     totals, budget = np.cumsum(lengths), options.batch_tokens
     while (start := bounds[-1]) < len(lengths):
         if budget is None:
@@ -213,6 +219,7 @@ def _cut(lengths: NDArray[np.int64], options: SamplerOptions, bounds: list[int])
         else:
             before = int(totals[start - 1]) if start else 0
             stop = int(np.searchsorted(totals, before + budget, side="right"))
+        # At least one sample, as one above the budget is a batch alone.
         bounds.append(min(max(stop, start + 1), len(lengths)))
 
 
@@ -223,21 +230,24 @@ def _curriculum(
     first_step: int,
     chances: NDArray[np.uint64],
 ) -> list[list[int]]:
-    """The batches of the curriculum's steps, as places in ``lengths``.
+    """The batches of the curriculum's steps from ``first_step`` on, as lists of places in
+    ``lengths``.
 
-    Samples are released from short to long, early when the pool runs dry, and each is drawn from
-    all of the pool alike; ``chances`` are the random numbers for that. (To take the pool in the
-    order of the permutation would favour what was released last.)
+    Samples are released into a pool from short to long: a share in each step, and more when the
+    pool is empty. Each sample of the pool is as likely to be drawn; ``chances`` are the random
+    numbers for that. (To take the pool in the order of the permutation would favour what was
+    released last.)
     """
     sizes, by_length = lengths.tolist(), np.argsort(lengths, kind="stable").tolist()
     numbers = iter(chances.tolist())
     pool: list[int] = []
     batches: list[list[int]] = []
-    released, held = 0, -1  # held: drawn, but the batch was full
+    released = 0  # samples that have been in the pool
+    held = -1  # a sample that was drawn when its batch was full, for the next batch; -1 for none
     for step in range(first_step, options.curriculum_steps):
-        share = max(released, ceil(len(sizes) * (step + 1) / options.curriculum_steps))
-        pool += by_length[released:share]
-        released = share
+        due = max(released, ceil(len(sizes) * (step + 1) / options.curriculum_steps))
+        pool += by_length[released:due]
+        released = due
         batch: list[int] = []
         tokens = 0
         while held >= 0 or pool or released < len(sizes):
@@ -250,16 +260,16 @@ def _curriculum(
                 break
             batch.append(held)
             tokens, held = tokens + sizes[held], -1
-        if not batch:
+        if not batch:  # the epoch's samples are used up before the curriculum's steps
             break
         batches.append(batch)
     return batches
 
 
 def _draw(pool: list[int], number: int) -> int:
-    """Take one of the pool, chosen by a random number of 64 bits."""
-    at = (number * len(pool)) >> 64
-    pool[at], pool[-1] = pool[-1], pool[at]
+    """Remove a sample from the pool and return it, chosen by a random number of 64 bits."""
+    at = (number * len(pool)) >> 64  # number / 2^64 of the way through the pool
+    pool[at], pool[-1] = pool[-1], pool[at]  # so that it is removed in constant time
     return pool.pop()
 
 
@@ -292,7 +302,8 @@ class Batch:
 
 
 class MeasuredDocuments(Protocol):
-    """What a sampler asks of a corpus, or of anyone's data set."""
+    """Documents whose lengths are known: all that a sampler needs to know of a corpus or of another
+    data set."""
 
     @property
     def name(self) -> str:
@@ -323,7 +334,8 @@ class Position:
     first_step: int = 0
 
     def after(self, batches: int) -> Position:
-        """The next position, in an epoch of so many batches."""
+        """The next position where the epoch has ``batches`` batches: the next batch, or after the
+        last one the first of the next epoch."""
         if self.batch + 1 < batches:
             return replace(self, step=self.step + 1, batch=self.batch + 1)
         step = self.step + 1
@@ -386,7 +398,8 @@ class SampleTable:
 def position_in(
     state: Mapping[str, Any], table: SampleTable, options: Mapping[str, Any]
 ) -> Position:
-    """The position in a saved state of a sampler with these samples and ``options``, as JSON.
+    """The position in ``state``, which a sampler with these samples and ``options`` (as JSON) has
+    saved.
 
     Raises DataError for a state that is damaged, or of another corpus or other options, naming what
     differs.
@@ -416,12 +429,12 @@ def position_in(
 
 
 class BatchSampler(Protocol):
-    """What draws the batches of a run, every sample once per epoch: a :class:`Sampler`, or
-    iterations that choose their own samples."""
+    """An object that draws the batches of a run, every sample once per epoch: a :class:`Sampler`,
+    or one in which iterations choose their own samples."""
 
     @property
     def per_batch(self) -> float:
-        """Samples of a batch, about."""
+        """Samples of a batch, about: an average where batches have a budget of tokens."""
         ...
 
     def next_batch(self) -> Batch:
@@ -437,8 +450,8 @@ class BatchSampler(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What :meth:`restore` takes to continue with the next batch; JSON, with the ``epoch`` of
-        the next batch and its ``step``."""
+        """The state that :meth:`restore` takes to continue with the next batch: a JSON object, in
+        which ``epoch`` and ``step`` are those of the next batch."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -508,7 +521,7 @@ class Sampler:
         ids = order.batch(at.batch)
         self._at = at.after(order.batches)
         if self._at.epoch != at.epoch:
-            self._order = None
+            self._order = None  # the next epoch has another order
         return self._table.batch(ids, step=at.step, epoch=at.epoch, state_after=self.state())
 
     def copy(self) -> Sampler:
@@ -521,7 +534,8 @@ class Sampler:
         return tuple(ahead.next_batch() for _ in range(batches))
 
     def state(self) -> dict[str, Any]:
-        """What :meth:`restore` takes to continue with the next batch; JSON."""
+        """The state that :meth:`restore` takes to continue with the next batch: a JSON object with
+        the fingerprint of the corpus, the options and the fields of :class:`Position`."""
         return {
             "corpus": self._table.fingerprint,
             "options": self._options.to_json(),

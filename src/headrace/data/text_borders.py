@@ -17,13 +17,15 @@ _TRIES = 16
 
 
 def borders(text: str, piece: int, parts: Callable[[str, str], bool]) -> Iterator[int]:
-    """Borders within a text, about ``piece`` characters apart or, where none is found, more.
+    """Places within a text where it may be cut: half to a whole ``piece`` of characters after the
+    last one or, where none is found there, further on.
 
-    ``parts(left, right)`` is whether two neighbours have the tokens of both together.
+    ``parts(left, right)`` tells whether two neighbouring texts have, one after the other, the
+    tokens of the joined text.
     """
-    begin = 0
+    begin = 0  # the last border
     while len(text) - begin > piece:
-        border, stop = None, begin
+        border, stop = None, begin  # the text up to ``stop`` has been searched
         while border is None and len(text) - stop > piece:
             first, stop = stop + piece // 2, stop + piece
             border = _border(text, first, stop, parts)
@@ -34,8 +36,9 @@ def borders(text: str, piece: int, parts: Callable[[str, str], bool]) -> Iterato
 
 
 def _border(text: str, first: int, stop: int, parts: Callable[[str, str], bool]) -> int | None:
-    """The last good border in ``[first, stop)``: after a newline, else before a blank."""
-    for blank, after in (("\n", 1), (" ", 0)):
+    """The last border in ``[first, stop)`` at which the tokens stay the same: after a newline, else
+    before a blank. None when there is none, or the last few candidates of both are none."""
+    for blank, after in (("\n", 1), (" ", 0)):  # ``after``: characters of the blank before the cut
         at = stop
         for _ in range(_TRIES):
             at = text.rfind(blank, first, at)

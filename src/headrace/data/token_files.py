@@ -34,12 +34,13 @@ CHUNK_TOKENS = 1 << 24
 
 
 def is_megatron(file: FoundFile) -> bool:
-    """Whether an .idx lies beside the file."""
+    """Whether an .idx is beside the file, as it is beside a .bin of Megatron."""
     return file.path.with_suffix(".idx").exists()
 
 
 def token_file(file: FoundFile, dtype: str, *, hold: bool) -> TokenFile:
-    """The ids of a file, ``[tokens]``; ``dtype`` is that of a flat one, ``hold`` keeps it open.
+    """The ids of a file, ``[tokens]``. ``dtype`` is that of a flat file; the .idx of Megatron says
+    it itself. With ``hold`` the file stays open.
 
     Raises DataError when the file cannot be read or its size is no number of ids.
     """
@@ -53,7 +54,8 @@ def token_file(file: FoundFile, dtype: str, *, hold: bool) -> TokenFile:
 
 
 def _layout(file: FoundFile, dtype: str) -> tuple[np.dtype[Any], int]:
-    """The type of the ids and the byte where they begin."""
+    """(type of the ids, byte of the file where they begin). Raises DataError where the size of a
+    flat file is no number of ids."""
     if is_megatron(file):
         return _read_header(file.path.with_suffix(".idx"))[0], 0
     offset = FLAT_HEADER_BYTES if _has_header(file.path) else 0
@@ -66,12 +68,14 @@ def _layout(file: FoundFile, dtype: str) -> tuple[np.dtype[Any], int]:
 
 
 def _has_header(path: Path) -> bool:
+    """Whether a flat file begins with the header of llm.c."""
     with open(path, "rb") as stream:
         head = stream.read(FLAT_HEADER_BYTES)
     return len(head) == FLAT_HEADER_BYTES and struct.unpack("<2i", head[:8]) == (FLAT_MAGIC, 1)
 
 
 def _chunks(ids: Tokens) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Pairs (first token, ids) of parts that fit in memory."""
     for start in range(0, len(ids), CHUNK_TOKENS):
         yield start, ids[start : start + CHUNK_TOKENS]
 
@@ -79,7 +83,8 @@ def _chunks(ids: Tokens) -> Iterator[tuple[int, NDArray[Any]]]:
 def flat_table(
     ids: Tokens, *, end_id: int, vocabulary: int, label: str, progress: Callable[[int], None]
 ) -> NDArray[np.int64]:
-    """First token and tokens of each document of a flat file, ``[documents, 2]``.
+    """The index of the first token and the number of tokens of each document of a flat file, as
+    columns ``[documents, 2]``.
 
     A document holds its end id; what follows the last one is a document too. ``progress`` is told
     the tokens looked at. Raises DataError when an id is outside the vocabulary.
@@ -94,7 +99,8 @@ def flat_table(
 
 
 def megatron_table(file: FoundFile) -> NDArray[np.int64]:
-    """First token and tokens of each document of a Megatron .bin, ``[documents, 2]``.
+    """The index of the first token and the number of tokens of each document of a Megatron .bin,
+    as columns ``[documents, 2]``.
 
     Documents without a token are left out. Raises DataError when the .idx beside it is damaged or
     does not belong to it.
@@ -111,7 +117,7 @@ def megatron_table(file: FoundFile) -> NDArray[np.int64]:
         raise _damage_error(index, "borders of documents that do not fit the sequences")
     if (pointers % dtype.itemsize).any() or (sizes < 0).any() or (pointers < 0).any():
         raise _damage_error(index, "a sequence that starts inside a token")
-    ends = pointers + sizes * dtype.itemsize
+    ends = pointers + sizes * dtype.itemsize  # the byte after each sequence
     if len(ends) and max(pointers.max(), ends.max()) > file.size:  # a sum past 2^63 is negative
         got, wanted = f"{file.size:,} bytes", f"{max(pointers.max(), ends.max()):,} or more"
         raise DataError(str(file.path), got=got, wanted=f"{wanted}, says its .idx")
@@ -119,9 +125,9 @@ def megatron_table(file: FoundFile) -> NDArray[np.int64]:
     inner[borders[:-1][borders[:-1] < len(sizes)]] = False
     if (pointers[1:] != ends[:-1])[inner[1:]].any():
         raise _damage_error(index, "a document whose sequences do not follow each other")
-    full = np.flatnonzero(np.diff(borders))
-    first = borders[:-1][full]
-    totals = np.concatenate([[0], np.cumsum(sizes)])
+    full = np.flatnonzero(np.diff(borders))  # documents with a sequence
+    first = borders[:-1][full]  # the first sequence of each
+    totals = np.concatenate([[0], np.cumsum(sizes)])  # tokens before each sequence
     counts = totals[borders[1:][full]] - totals[first]
     table = np.stack([pointers[first] // dtype.itemsize, counts], axis=1)
     return table[counts > 0]
@@ -130,7 +136,8 @@ def megatron_table(file: FoundFile) -> NDArray[np.int64]:
 def _read_index(
     path: Path,
 ) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Dtype of the tokens, tokens and byte offset of each sequence, borders of documents."""
+    """(dtype of the ids, tokens of each sequence, byte offset of each sequence in the .bin, borders
+    of documents in sequences). Raises DataError for a damaged .idx."""
     dtype, sequences, documents = _read_header(path)
     raw = path.read_bytes()
     size = IDX_HEADER.size + 12 * sequences + 8 * documents
@@ -144,7 +151,8 @@ def _read_index(
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
-    """Dtype of the tokens, sequences, borders of documents."""
+    """(dtype of the ids, number of sequences, number of borders of documents) from the header of
+    an .idx. Raises DataError where it is none."""
     with open(path, "rb") as stream:
         raw = stream.read(IDX_HEADER.size)
     if len(raw) < IDX_HEADER.size:

@@ -26,13 +26,14 @@ BLOCK_BYTES = 1 << 16
 
 @dataclass(slots=True)
 class BlockSums:
-    """The checksums of blocks of bytes that come in pieces of any size."""
+    """CRC-32 checksums of all blocks of BLOCK_BYTES of a stream, whose bytes come in pieces of any
+    size."""
 
     sums: list[int] = field(default_factory=list)
-    _room: int = 0
+    _room: int = 0  # bytes that the last block can still take
 
     def update(self, data: bytes | memoryview) -> None:
-        """Take the next bytes into the checksums."""
+        """Continue the checksums with the next bytes of the stream."""
         rest = memoryview(data).cast("B")
         while len(rest):
             if not self._room:
@@ -53,8 +54,8 @@ class TokenFile:
 
     ``stream`` is the file held open, so that it may be deleted; without it each slice opens
     ``path``. With ``sums`` each block is checked when it is first read. A slice raises DataError
-    when the file has shrunk, cannot be read, or is not what was written; ``sums`` that differ
-    take ``mark`` away too, without which the next to open a cache makes it anew.
+    when the file has shrunk, cannot be read, or is not what was written. Where a checksum differs,
+    the file ``mark`` is deleted too: without it the next process to open the cache builds it anew.
     """
 
     path: Path
@@ -64,9 +65,10 @@ class TokenFile:
     stream: IO[bytes] | None = None
     sums: NDArray[np.uint32] | None = None
     mark: Path | None = None
-    _right: NDArray[np.bool_] = field(init=False)
+    _right: NDArray[np.bool_] = field(init=False)  # [blocks], whether its checksum was compared
 
     def __post_init__(self) -> None:
+        """Note that no block has been checked; ``object.__setattr__`` as the class is frozen."""
         blocks = 0 if self.sums is None else len(self.sums)
         object.__setattr__(self, "_right", np.zeros(blocks, dtype=bool))
 
@@ -79,8 +81,8 @@ class TokenFile:
         return np.frombuffer(self._read(first, end), self.dtype)
 
     def _read(self, first: int, end: int) -> bytes | memoryview:
-        """Bytes ``first`` to ``end`` (excluded) of the ids; blocks are checked by their checksums
-        the first time."""
+        """Bytes ``first`` to ``end`` (excluded) of the ids. When a block is read for the first time
+        it is read whole and its checksum compared; raises DataError where that differs."""
         blocks = range(first // BLOCK_BYTES, -(-end // BLOCK_BYTES))
         if self.sums is None or self._right[blocks.start : blocks.stop].all():
             return self._bytes(first, end)
@@ -95,7 +97,8 @@ class TokenFile:
         return read[first - begin : end - begin]
 
     def _bytes(self, first: int, end: int) -> bytes:
-        """The same bytes without a check; raises DataError where the file cannot be read."""
+        """Bytes ``first`` to ``end`` (excluded) of the ids without comparing checksums. Raises
+        DataError where the file cannot be read."""
         try:
             if self.stream is not None:
                 return self._pread(self.stream, first, end)
@@ -105,7 +108,8 @@ class TokenFile:
             raise DataError(str(self.path), got=error.strerror, wanted="a file that can be read")
 
     def _pread(self, stream: IO[bytes], first: int, end: int) -> bytes:
-        """The same bytes from an open file; raises DataError where the file has become shorter."""
+        """Bytes ``first`` to ``end`` (excluded) of the ids from the open file. Raises DataError
+        where the file has become shorter."""
         parts, at = list[bytes](), first
         while at < end:  # the system reads at most 2 GiB at once
             parts.append(os.pread(stream.fileno(), end - at, self.offset + at))
@@ -120,8 +124,8 @@ class TokenFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _damage_error(self, block: int) -> DataError:
-        """The error for a block with another checksum; the mark of a whole cache is removed, so
-        that it is built anew."""
+        """The error for a block whose checksum differs. The file ``mark`` is deleted, so that the
+        next process builds the cache anew."""
         hint = f"the disk or the memory is at fault; delete the folder {self.path.parent}"
         if self.mark is not None:
             try:

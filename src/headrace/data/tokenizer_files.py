@@ -46,7 +46,8 @@ def save_tokenizer(spec: str, folder: Path) -> dict[str, int | None]:
 
 
 def _write(tokenizer: Tokenizer, spec: str, folder: Path) -> dict[str, Any]:
-    """Write the files; returns the content of tokenizer_config.json."""
+    """Write the files of a tokenizer into ``folder``. Returns the content of tokenizer_config.json,
+    an empty dict for a tokenizer that has no files."""
     if isinstance(tokenizer, Bytes):
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _END}
         (folder / _FILE).write_text(json.dumps(_bytes(tokenizer)), encoding="utf-8")
@@ -63,8 +64,8 @@ def _write(tokenizer: Tokenizer, spec: str, folder: Path) -> dict[str, Any]:
         from transformers import AutoTokenizer
 
         AutoTokenizer.from_pretrained(spec, local_files_only=True).save_pretrained(folder)
-    found: dict[str, Any] = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-    return found
+    written: dict[str, Any] = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    return written
 
 
 def _copy(path: Path, folder: Path, tokenizer: HfTokenizer) -> None:
@@ -82,18 +83,20 @@ def _copy(path: Path, folder: Path, tokenizer: HfTokenizer) -> None:
 
 
 def _text(token: Any) -> str:
-    """A special token of tokenizer_config.json, which is a text or an object with one."""
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) else ""
+    """The text of a special token of tokenizer_config.json, which is a text or an object with its
+    ``content``; empty for anything else."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
 
 
 def _bytes(tokenizer: Bytes) -> dict[str, Any]:
-    """Bytes in the words of the library ``tokenizers``: pairs that are never merged, of letters
-    that stand for bytes."""
+    """The tokenizer.json of :class:`Bytes`: byte-level BPE of the library ``tokenizers`` without a
+    merge, so that every byte is a token. The library writes bytes as letters, like GPT-2: a
+    printable byte as itself, any other as one of the letters from 256 on."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     letters = {byte: chr(byte) for byte in shown}
-    letters |= {byte: chr(256 + place) for place, byte in enumerate(hidden)}  # as GPT-2 has them
+    letters |= {byte: chr(256 + place) for place, byte in enumerate(hidden)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     return {
         "version": "1.0",

@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Differs whenever the ids of some text would."""
+        """A text that differs between any two tokenizers that give some text different ids."""
         ...
 
     @property
@@ -69,6 +69,7 @@ class Bytes:
         return [self._encode(text.encode()) for text in texts]
 
     def _encode(self, raw: bytes) -> NDArray[np.int32]:
+        """The values of the bytes, then the end id."""
         ids = np.full(len(raw) + 1, self.end_id, dtype=np.int32)
         ids[:-1] = np.frombuffer(raw, dtype=np.uint8)
         return ids
@@ -91,7 +92,7 @@ class Kmers:
 
     @property
     def fingerprint(self) -> str:
-        """The name: nothing else matters."""
+        """The name and a version: the ids depend on nothing else."""
         return f"{self.name} 1"
 
     @property
@@ -117,13 +118,13 @@ class Kmers:
         """An id for every k letters: digits 0 to 3 for A, C, G, T in base 4, and 4^k where another
         letter is among them; then the end."""
         letters = np.frombuffer(text.encode("ascii", "replace"), dtype=np.uint8)
-        table = np.full(256, 4, dtype=np.uint8)
+        table = np.full(256, 4, dtype=np.uint8)  # the digit of each byte, 4 for other letters
         for digit, letter in enumerate(b"ACGT"):
-            table[letter] = table[letter + 32] = digit
+            table[letter] = table[letter + 32] = digit  # 32 further on is the small letter
         digits = table[letters[: len(letters) // self.k * self.k]].reshape(-1, self.k)
         ids = np.full(len(digits) + 1, self.end_id, dtype=np.int32)
         ids[:-1] = 0
-        for column in digits.T:  # column by column: a chromosome is large
+        for column in digits.T:  # column by column, to save memory: a chromosome is large
             ids[:-1] = 4 * ids[:-1] + column
         ids[:-1][(digits > 3).any(axis=1)] = 4**self.k
         return ids
@@ -144,11 +145,11 @@ class ReadyIds:
 
     @property
     def fingerprint(self) -> str:
-        """The name: nothing else matters."""
+        """The name and a version: nothing else can differ."""
         return f"{self.name} 1"
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int32]]:
-        """Raises DataError: there is nothing to make ids of text with."""
+        """Raise DataError, as this tokenizer cannot encode text."""
         raise DataError(
             "tokenizer",
             got=f"{self.name!r} and documents of text",
@@ -158,6 +159,7 @@ class ReadyIds:
 
 
 def _kmers(spec: str) -> Kmers:
+    """The tokenizer of text ``kmer:K``; raises DataError for other text."""
     _, _, k = spec.partition(":")
     if not k.isdecimal() or not 1 <= int(k) <= 8:
         raise DataError("tokenizer", got=repr(spec), wanted="'kmer:K' with K from 1 to 8")
@@ -178,7 +180,8 @@ def _ready(spec: str) -> ReadyIds:
 
 
 def _file(spec: str) -> Path | None:
-    """The tokenizer.json that a text names."""
+    """The tokenizer.json that a text names by its path or its folder's, None where no such file
+    exists."""
     path = Path(os.path.expanduser(spec))
     if os.path.isdir(path):
         path /= "tokenizer.json"
@@ -186,8 +189,8 @@ def _file(spec: str) -> Path | None:
 
 
 def tokenizer_sizes(spec: str) -> tuple[int, int | None]:
-    """Vocabulary and mask id of the tokenizer that a text names, as of :func:`make_tokenizer`; that
-    of a file is read without the library that would run it."""
+    """(vocabulary, mask id or None) of the tokenizer that :func:`make_tokenizer` makes of a text.
+    Those of a tokenizer.json are read without the library that would run it."""
     path = None if spec == "bytes" or spec.startswith(("kmer:", "ids:")) else _file(spec)
     if path is not None:
         return sizes_of_file(path)

@@ -79,7 +79,7 @@ def write_comparison(
 
 
 def _lead(comparison: Comparison) -> str:
-    """How many batches, sequences, tokens and devices, in words."""
+    """The line under the heading: how many batches, sequences, tokens and devices there are."""
     count = len(comparison.plans)
     several = f"{count:,} batch{'' if count == 1 else 'es'}"
     sequences = counted(sum(map(len, comparison.batches)), "sequence")
@@ -90,7 +90,7 @@ def _lead(comparison: Comparison) -> str:
 
 
 def _cards(comparison: Comparison) -> list[Card]:
-    """The headline figures of the first planner."""
+    """The headline figures of the first planner, which is headrace."""
     own = comparison.results[0]
     static = comparison.ratios("best static")
     rate = comparison.tokens_per_s(own.name)
@@ -193,29 +193,30 @@ def _statistics(comparison: Comparison) -> CorpusStatistics:
 
 
 def _assigned(comparison: Comparison) -> Assigned:
-    """Sequences of all plans by their length bin and the ranks that they run on."""
-    found: Counter[tuple[int, int]] = Counter()
+    """The number of sequences of all plans by (bin of their length, number of ranks that they run
+    on)."""
+    sequences: Counter[tuple[int, int]] = Counter()
     for plan in comparison.plans:
         for micro in plan.micro_batches:
             ranks = len(plan.pipelines[micro.pipeline].ranks)
-            found.update((length_bin(tokens), ranks) for tokens in plan.tokens_of(micro))
-    return found
+            sequences.update((length_bin(tokens), ranks) for tokens in plan.tokens_of(micro))
+    return sequences
 
 
 def _placed_text(comparison: Comparison) -> str:
-    """On how many ranks the tokens run, and the longest sequence of all."""
-    tokens: Counter[int] = Counter()
-    longest, widest = 0, 0
+    """The size of groups that most tokens run on, and that of the longest sequence."""
+    tokens: Counter[int] = Counter()  # by ranks of a group
+    longest, widest = 0, 0  # tokens of the longest sequence, and the ranks it runs on
     for plan in comparison.plans:
         for micro in plan.micro_batches:
-            ranks, own = len(plan.pipelines[micro.pipeline].ranks), plan.tokens_of(micro)
-            tokens[ranks] += sum(own)
-            if max(own) > longest:
-                longest, widest = max(own), ranks
-    most, held = tokens.most_common(1)[0]
-    share = share_text(held / comparison.tokens)
+            ranks, lengths = len(plan.pipelines[micro.pipeline].ranks), plan.tokens_of(micro)
+            tokens[ranks] += sum(lengths)
+            if max(lengths) > longest:
+                longest, widest = max(lengths), ranks
+    size, tokens_of_size = tokens.most_common(1)[0]
+    share = share_text(tokens_of_size / comparison.tokens)
     return (
-        f"{share} of the tokens run on groups of {counted(most, 'rank')}, the longest sequence "
+        f"{share} of the tokens run on groups of {counted(size, 'rank')}, the longest sequence "
         f"({longest:,} tokens) on {counted(widest, 'rank')}."
     )
 

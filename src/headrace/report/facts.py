@@ -18,11 +18,13 @@ __all__ = ["config_rows", "fact_groups", "plan_rows", "started_text", "trust_row
 Rows = list[tuple[str, str]]
 
 _TRUST_ROWS = 30
-_FEWEST, _REMEMBERED = 15, 50  # values to speak of a rank; values that an estimate remembers
+_FEWEST = 15  # values that an estimate of a rank needs before it is told
+_REMEMBERED = 50  # of the values of an estimate, those that matter
 
 
 def started_text(run: Run) -> str:
-    """``21 Nov 2026, 07:10``; the text itself when it is no ISO time."""
+    """When the run started, such as ``21 Nov 2026, 07:10``; its own text when that is no ISO
+    time."""
     try:
         when = datetime.fromisoformat(run.facts.started)
     except ValueError:
@@ -31,7 +33,7 @@ def started_text(run: Run) -> str:
 
 
 def fact_groups(run: Run) -> dict[str, Rows]:
-    """Rows of name and text by their headings."""
+    """Rows (name, text) about the run, by the headings of the groups that they are in."""
     facts, steps, machine, c = run.facts, run.steps, run.facts.machine, run.facts.corpus
     lengths = [("median", c.median), ("p90", c.p90), ("p99", c.p99), ("longest", c.max)]
     return {
@@ -100,9 +102,9 @@ def plan_rows(step: StepMetrics, limit: int = 40) -> list[tuple[str, ...]]:
 
 
 def trust_rows(run: Run) -> list[tuple[str, str, str, str]]:
-    """What was predicted, in how many steps, how far off it was usually, and how much that
-    scattered: all micro-batches of a step first, then the options used most, relative to their
-    steps."""
+    """Rows (what was predicted, in how many steps, how much longer it usually took than predicted,
+    how much that scattered): one for all micro-batches of a step, then those of the most used
+    layer options, whose errors are relative to that of their step."""
     learnt = run.calibration
     if learnt is None or not learnt.whole.count:
         return []
@@ -111,14 +113,16 @@ def trust_rows(run: Run) -> list[tuple[str, str, str, str]]:
 
 
 def _row(name: str, estimate: Estimate) -> tuple[str, str, str, str]:
-    """A row (name, count, mean, spread), of an estimate of logarithms in percent."""
+    """A row (name, count, mean, spread) in percent. The estimate is of the logarithm of measured
+    over predicted, so exp(x) - 1 is the relative error."""
     usual, spread = math.expm1(estimate.mean), math.expm1(estimate.spread)
     sign = "" if usual < 0 else "+"
     return name, f"{estimate.count:,}", f"{sign}{share_text(usual)}", f"\u00b1 {share_text(spread)}"
 
 
 def trust_text(run: Run) -> str:
-    """One sentence on memory and ranks; empty when nothing was learnt of them."""
+    """One sentence on how far off peak memory was and which rank was slowest; empty when nothing
+    was learnt of them."""
     learnt, parts = run.calibration, list[str]()
     if learnt is None:
         return ""
@@ -136,7 +140,8 @@ def trust_text(run: Run) -> str:
 
 
 def _sure(estimate: Estimate) -> bool:
-    """Whether a rank was slower by more than its mean may be off."""
+    """Whether a rank was certainly slower than the others: by more than 5 % and by more than three
+    standard errors of the mean."""
     seen = min(estimate.count, _REMEMBERED)
-    error = estimate.spread / math.sqrt(max(1, seen))
+    error = estimate.spread / math.sqrt(max(1, seen))  # standard error of the mean
     return seen >= _FEWEST and estimate.mean > max(math.log(1.05), 3 * error)

@@ -30,41 +30,41 @@ class Card:
     remark: str = ""
 
 
-def cards(of: RunSummary) -> list[Card]:
+def cards(summary: RunSummary) -> list[Card]:
     """The headline figures of a run; a number that it does not know is shown as a dash."""
-    peak, rank = of.peak
-    capacity = of.run.facts.capacity_bytes
+    peak, rank = summary.peak
+    capacity = summary.run.facts.capacity_bytes
     memory = [
         known(peak, lambda _: f"rank {rank}", ""),
         known(peak / capacity, lambda s: f"{share_text(s)} of {bytes_text(capacity)}", ""),
     ]
     speed = [
-        known(of.step_s, lambda s: f"{seconds_text(s)} a step", ""),
-        known(of.mfu, lambda mfu: f"MFU {share_text(mfu)}", ""),
+        known(summary.step_s, lambda s: f"{seconds_text(s)} a step", ""),
+        known(summary.mfu, lambda mfu: f"MFU {share_text(mfu)}", ""),
     ]
     chosen = (
-        f"{of.best_static} in every step"
-        if of.one_static
-        else f"the best size of each step, mostly {of.best_static}"
+        f"{summary.best_static} in every step"
+        if summary.one_static
+        else f"the best size of each step, mostly {summary.best_static}"
     )
-    static = known(of.against_static, lambda _: f"{chosen}, both predicted", "")
-    waited = known(of.waited_s, lambda s: f"training waited {seconds_text(s)}", "")
+    static = known(summary.against_static, lambda _: f"{chosen}, both predicted", "")
+    waited = known(summary.waited_s, lambda s: f"training waited {seconds_text(s)}", "")
     return [
         Card(
             name="gain",
-            value=known(of.against_static, lambda ratio: f"{ratio:.2f}"),
+            value=known(summary.against_static, lambda ratio: f"{ratio:.2f}"),
             label="times as fast as the best static choice",
             remark=static,
         ),
         Card(
             name="speed",
-            value=known(of.tokens_per_s, count_text),
+            value=known(summary.tokens_per_s, count_text),
             label="tokens/s",
             remark=", ".join(filter(None, speed)),
         ),
         Card(
             name="idle",
-            value=known(of.idle, share_text),
+            value=known(summary.idle, share_text),
             label="idle",
             remark="ranks wait or move weights",
         ),
@@ -76,13 +76,13 @@ def cards(of: RunSummary) -> list[Card]:
         ),
         Card(
             name="planner",
-            value=known(of.planning_s, seconds_text),
+            value=known(summary.planning_s, seconds_text),
             label="to plan a step",
             remark=waited,
         ),
         Card(
             name="predictions",
-            value=known(of.error, share_text),
+            value=known(summary.error, share_text),
             label="off in a typical step",
             remark="predicted against measured",
         ),
@@ -92,15 +92,15 @@ def cards(of: RunSummary) -> list[Card]:
 def summary_text(run: Path) -> str:
     """What the run in a folder did, in about eleven lines of a name and a text; needs no extra
     package. Raises DataError when the folder cannot be read."""
-    of = summed_up(read_run(run))
-    facts, corpus, steps = of.run.facts, of.run.facts.corpus, len(of.run.steps)
-    strategy, share, _ = of.strategies[0]
-    first, last = of.loss
+    summary = summed_up(read_run(run))
+    facts, corpus, steps = summary.run.facts, summary.run.facts.corpus, len(summary.run.steps)
+    strategy, share, _ = summary.strategies[0]
+    first, last = summary.loss
     rows = [
         (
             "run",
             f"{facts.name}  {_count(steps, 'step')} on {_count(facts.ranks, 'rank')} "
-            f"({facts.machine.device})  {started_text(of.run)}",
+            f"({facts.machine.device})  {started_text(summary.run)}",
         ),
         (
             "corpus",
@@ -111,28 +111,29 @@ def summary_text(run: Path) -> str:
         ("loss", f"{first:.3f} -> {last:.3f}" if isfinite(first) else "never a number"),
         (
             "plans",
-            f"changed {_count(of.changes, 'time')}  most often {strategy} "
+            f"changed {_count(summary.changes, 'time')}  most often {strategy} "
             f"({share_text(share)} of steps)  "
-            f"gap to the bound {known(of.gap, share_text)}",
+            f"gap to the bound {known(summary.gap, share_text)}",
         ),
-        ("methods", _methods(of)),
+        ("methods", _methods(summary)),
         *[
             (card.name, f"{card.value} {card.label}{card.remark and f' ({card.remark})'}")
-            for card in cards(of)
+            for card in cards(summary)
         ],
-        *[("warning" if i == 0 else "", text) for i, text in enumerate(warnings(of.run))],
+        *[("warning" if i == 0 else "", text) for i, text in enumerate(warnings(summary.run))],
     ]
     return "\n".join(f"{name:<14}{text}" for name, text in rows)
 
 
 def _count(number: int, noun: str) -> str:
+    """A number with its noun in the plural where it is not one: ``1 step``, ``2 switches``."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending}"
 
 
 def _methods(summary: RunSummary) -> str:
-    """The layer options with the largest shares, in text, and how often a run switched between
-    options."""
+    """The layer options with the largest shares as text, and how often methods changed between
+    layers and between steps."""
     use = layer_use(summary.run)
     if not use.shares:
         return "not recorded"

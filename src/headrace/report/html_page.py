@@ -49,7 +49,8 @@ def extra_module(name: str, needed_for: str) -> ModuleType:
 
 
 def html_page(template: str, *, converter: ModuleType, **values: Any) -> str:
-    """The HTML of a template with some values and the libraries that draw its figures."""
+    """The HTML of a template of this package, filled with ``values`` and with the JavaScript that
+    draws its figures, which comes from ``converter``, the module vl_convert."""
     environment = Environment(
         loader=PackageLoader("headrace.report", ""),
         autoescape=True,
@@ -72,12 +73,14 @@ def write_page(page: Path, html: str, what: str) -> None:
 
 
 def _tight(text: str) -> str:
-    """Numbers stay on one line with their units."""
+    """The text with a no-break space between each number and its unit, so that they stay on one
+    line."""
     return re.sub(r"(?<=\d) (?=(?:%|ms|us|s|B|[KMGT]iB)\b|%)", "\u00a0", text)
 
 
 def sections_of(figures: Iterable[DrawnFigure]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Figures by section, in order, each as what the template needs of it."""
+    """Pairs (section, its figures) in order; a figure is a dict of the values that the template
+    uses."""
     sections: dict[str, list[dict[str, Any]]] = {}
     for figure in figures:
         text = _script_text({key: value for key, value in figure.spec.items() if key != "$schema"})
@@ -95,7 +98,8 @@ def sections_of(figures: Iterable[DrawnFigure]) -> list[tuple[str, list[dict[str
 
 
 def _script_text(value: Any) -> str:
-    """JSON that may stand inside a script element, keys in their own order."""
+    """JSON text that is safe inside a script element: ``<``, ``>`` and ``&`` are escaped, so that
+    no text of it ends the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -24,8 +24,8 @@ class LayerUse:
 
     ``tokens[i][option]`` tokens passed layer i with ``option``. ``between_layers`` counts, over
     all micro-batches, neighbouring layers whose methods differ; ``between_steps`` counts the
-    steps in which some layer ran other methods than in the step before. What they recompute is no
-    method. Empty when the run did not write its layer plans.
+    steps in which some layer ran other methods than in the step before. Recomputation is not part
+    of the methods. Empty when the run did not write its layer plans.
     """
 
     tokens: tuple[Mapping[LayerOption, int], ...] = ()
@@ -69,20 +69,22 @@ def layer_use(run: Run) -> LayerUse:
 
 
 def spans(run: Run, limit: int) -> list[Span]:
-    """The token-layers of each step, or of at most ``limit`` runs of steps of equal number."""
+    """The token-layers of each step; where there are more than ``limit`` steps, of ``limit`` spans
+    of about equally many neighbouring steps."""
     edges = np.linspace(0, len(run.steps), min(limit, len(run.steps)) + 1).astype(int)
-    found = []
+    result = []
     for low, high in pairwise(edges):
         steps, sums = run.steps[low:high], Counter[LayerOption]()
         for text, tokens in _tokens(run, steps).items():
             for option, layers in run.layer_plans[text].counts:
                 sums[option] += layers * tokens
-        found.append(Span(first=steps[0].step, last=steps[-1].step, token_layers=dict(sums)))
-    return found
+        result.append(Span(first=steps[0].step, last=steps[-1].step, token_layers=dict(sums)))
+    return result
 
 
 def _tokens(run: Run, steps: Sequence[StepMetrics]) -> Counter[str]:
-    """Tokens by the text of the layer plan they ran with, where one was written."""
+    """The tokens of these steps by the text of the layer plan that they ran with. Micro-batches
+    whose layer plan the run did not write are left out."""
     tokens: Counter[str] = Counter()
     for step in steps:
         for micro in step.micro_batches:
@@ -92,11 +94,13 @@ def _tokens(run: Run, steps: Sequence[StepMetrics]) -> Counter[str]:
 
 
 def _largest_first(sums: Counter[LayerOption]) -> list[tuple[LayerOption, int]]:
-    """The largest first; of equal ones the first by name, so that a report is reproducible."""
+    """Pairs (option, count), the largest count first; equal ones in the order of options, so that a
+    report is reproducible."""
     return sorted(sums.items(), key=lambda item: (-item[1], item[0]))
 
 
 def _switches(plan: LayerPlan) -> int:
+    """How many layers run other methods than the layer before."""
     return sum(_methods(a) != _methods(b) for a, b in pairwise(plan.options))
 
 
@@ -105,10 +109,11 @@ def _methods(option: LayerOption) -> _Methods:
 
 
 def _changed_steps(run: Run) -> int:
-    """Steps whose layers ran other methods than in the step before; steps that say nothing of
-    their layers are passed over."""
+    """The number of steps whose layers ran other methods than in the step before. Steps that say
+    nothing of their layers are left out."""
+    # The methods of each layer by the texts of a step's layer plans: steps mostly repeat them.
     known: dict[frozenset[str], tuple[frozenset[_Methods], ...]] = {}
-    ran = []
+    ran = []  # the methods of each layer, by step
     for step in run.steps:
         texts = frozenset(m.layers for m in step.micro_batches if m.layers in run.layer_plans)
         if texts:
@@ -119,7 +124,8 @@ def _changed_steps(run: Run) -> int:
 
 
 def _by_layer(plans: Iterable[LayerPlan]) -> tuple[frozenset[_Methods], ...]:
-    """For every layer the methods that some micro-batch ran it with."""
+    """The set of methods that each layer runs with in some of the plans, which may have different
+    numbers of layers."""
     sets: list[set[_Methods]] = []
     for plan in plans:
         sets += [set() for _ in range(len(plan.options) - len(sets))]

@@ -41,21 +41,21 @@ def write_report(run: Path, out: Path | None = None, *, pictures: bool = True) -
     """
     figures = extra_module("headrace.report.charts.figures", "the report")
     converter = extra_module("vl_convert", "the report")
-    of = summed_up(read_run(run))
+    summary = summed_up(read_run(run))
     page = out if out is not None else run / "report.html"
     drawn = [
         DrawnFigure(
             name=figure.name,
             title=figure.title,
             section=figure.section,
-            caption=figure.caption(of),
-            spec=figure.draw(of.run).to_dict(),
+            caption=figure.caption(summary),
+            spec=figure.draw(summary.run).to_dict(),
             wide=figure.wide,
         )
         for figure in figures.FIGURES
-        if figure.known(of.run)
+        if figure.known(summary.run)
     ]
-    write_page(page, _page(of, drawn, converter, figures.TRUST_HEADING), "report")
+    write_page(page, _page(summary, drawn, converter, figures.TRUST_HEADING), "report")
     if pictures:
         _write_pictures(page.parent / "pictures", drawn, converter)
     return page
@@ -75,7 +75,8 @@ def _write_pictures(folder: Path, drawn: Sequence[DrawnFigure], converter: Modul
 def _page(
     summary: RunSummary, drawn: Sequence[DrawnFigure], converter: ModuleType, trust_heading: str
 ) -> str:
-    """The HTML of a report with some figures."""
+    """The HTML of a report with the figures ``drawn``, those of the section ``trust_heading``
+    beside the table of what was learnt about the costs."""
     run = summary.run
     return html_page(
         "page.html.j2",

@@ -15,7 +15,8 @@ __all__ = ["PlanBars", "WorkBar", "bars_of_plan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkBar:
-    """Something that devices ``first`` to ``last`` do from ``start_s`` to ``end_s``; nothing but
+    """What devices ``first`` to ``last`` do together from ``start_s`` to ``end_s`` seconds: the
+    micro-batch of a scheme ``where`` with ``longest`` tokens in its longest sequence. They only
     wait, as stages of a pipeline do, where ``longest`` is 0."""
 
     first: int
@@ -45,18 +46,20 @@ class PlanBars:
 
 
 def bars_of_plan(plan: Plan, timeline: Timeline) -> PlanBars:
-    """What the ranks do on the clock, forwards and backwards by their micro-batch; the rest (pull,
-    push, update) is nothing but waiting here."""
+    """The bars of a plan: forwards and backwards with the lengths of their micro-batch. Other
+    actions (pull, push, update) are drawn as waiting. Neighbouring ranks that do the same at the
+    same time share a bar."""
+    # Ranks by (action, start, end).
     together: dict[tuple[str, float, float], list[int]] = {}
     for row in without_waits(timeline.rows):
         if row.end_s > row.start_s:
             together.setdefault((row.action, row.start_s, row.end_s), []).append(row.rank)
     bars, placed = list[WorkBar](), dict[str, list[int]]()
     for (text, start_s, end_s), ranks in together.items():
-        action, own, where = parse_action(text), (), ""
+        action, lengths, where = parse_action(text), (), ""
         if isinstance(action, Forward | Backward):
             micro = plan.micro_batches[action.micro_batch]
-            own, where = plan.tokens_of(micro), str(plan.pipelines[micro.pipeline].scheme)
+            lengths, where = plan.tokens_of(micro), str(plan.pipelines[micro.pipeline].scheme)
         for first, last in _runs(sorted(ranks)):
             bars.append(
                 WorkBar(
@@ -65,9 +68,9 @@ def bars_of_plan(plan: Plan, timeline: Timeline) -> PlanBars:
                     start_s=start_s,
                     end_s=end_s,
                     where=where,
-                    longest=max(own, default=0),
-                    tokens=sum(own),
-                    sequences=len(own),
+                    longest=max(lengths, default=0),
+                    tokens=sum(lengths),
+                    sequences=len(lengths),
                 )
             )
     for micro in plan.micro_batches:
@@ -83,7 +86,7 @@ def bars_of_plan(plan: Plan, timeline: Timeline) -> PlanBars:
 
 
 def _runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbouring ranks taken together, as (first, last) of each run."""
+    """The runs of consecutive numbers in the ascending ``ranks``, as pairs (first, last)."""
     runs: list[tuple[int, int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

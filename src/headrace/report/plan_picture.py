@@ -19,7 +19,7 @@ __all__ = ["FORMATS", "draw_plan", "require_place", "write_plan_picture"]
 FORMATS = (".svg", ".png", ".json")
 """By the ending of the file: pictures, and the Vega-Lite specification."""
 
-_LANES = 260
+_LANES = 260  # pixels of the height of all devices
 
 
 def draw_plan(plan: PlanBars, title: str) -> Drawing:
@@ -85,13 +85,14 @@ def draw_plan(plan: PlanBars, title: str) -> Drawing:
 
 
 def _map(plan: PlanBars, shortest: int, longest: int) -> alt.Chart:
-    """A stroke for each sequence, by its length, on the line of where it went."""
+    """The chart with a stroke for each sequence at its length, in a row for each scheme or group
+    size that sequences went to."""
     rows = [
         {"where": where, "length": length}
         for where, lengths in plan.placed.items()
         for length in lengths
     ]
-    order = sorted(plan.placed, key=lambda where: -max(plan.placed[where]))
+    order = sorted(plan.placed, key=lambda where: -max(plan.placed[where]))  # longest on top
     high = max(longest, shortest + 1)
     x = alt.X(
         "length:Q",

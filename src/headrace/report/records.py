@@ -37,7 +37,7 @@ __all__ = [
 
 
 def _within(key: str, *keys: str) -> Any:
-    """A field that is stored under other keys, each within the object of the one before."""
+    """A field that is stored at a path of keys in nested objects, not under its own name."""
     return Field(validation_alias=AliasPath(key, *keys))
 
 

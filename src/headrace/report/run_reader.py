@@ -26,7 +26,7 @@ _PLAN_SAMPLES = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Numbered:
-    """What every line of a run has."""
+    """The field that every line of a run's files has, its step."""
 
     step: int
 
@@ -100,9 +100,11 @@ def _steps(
     notices: list[str],
     notes: list[str],
 ) -> tuple[StepMetrics, ...]:
-    """All steps in order; a step that a resumed run did again counts once, the last time."""
+    """All steps in order. A step that a resumed run did again counts once, the last time. Adds to
+    ``assigned`` the sequences by (length bin, ranks), to ``layer_plans`` the plans by their text,
+    and to ``notices`` what the run told."""
     steps: dict[int, StepMetrics] = {}
-    again = 0
+    again = 0  # lines of a step that an earlier line had
     for line in read_lines(path, notes):
         step = line.read(StepMetrics, planned=line.values)
         again += step.step in steps
@@ -125,6 +127,7 @@ def _steps(
 
 
 def _list(line: Object, key: str) -> list[object]:
+    """The list under a key, empty where there is none; raises DataError for anything else."""
     value = line.values.get(key) or []
     if not isinstance(value, list):
         raise DataError(f"{line.place}, {key}", got=repr(value)[:60], wanted="a list")
@@ -132,7 +135,8 @@ def _list(line: Object, key: str) -> list[object]:
 
 
 def _assignments(line: Object) -> Iterator[tuple[int, int]]:
-    """(length bin, ranks) of every sequence of a step."""
+    """Pairs (length bin, number of ranks) of every sequence of a step. Raises DataError for
+    malformed ones."""
     for pair in _list(line, "assignment"):
         match pair:
             case [int(tokens), int(ranks)] if tokens > 0 and ranks > 0:
@@ -146,12 +150,13 @@ def _assignments(line: Object) -> Iterator[tuple[int, int]]:
 def _plans(
     path: Path, longest: StepMetrics, steps: int, notes: list[str]
 ) -> tuple[Plan | None, dict[tuple[int, str], int]]:
-    """The plan of the step ``longest``, None where it is not written down, and the layers by length
-    bin and recompute level, counted over about ``_PLAN_SAMPLES`` plans spread over the run."""
+    """(the plan of the step ``longest`` or None, the number of layers by (length bin, recompute
+    level)). The layers are counted in about ``_PLAN_SAMPLES`` plans spread over the run, as there
+    may be many."""
     if not path.is_file():
         notes.append(f"{path.name} is missing: no plan is explained")
         return None, {}
-    found: Plan | None = None
+    longest_plan: Plan | None = None
     levels: Counter[tuple[int, str]] = Counter()
     stride = max(1, steps // _PLAN_SAMPLES)
     for number, line in enumerate(read_lines(path, notes)):
@@ -159,10 +164,10 @@ def _plans(
         if not (wanted or number % stride == 0):
             continue
         plan = line.checked(partial(Plan.from_json, dict(line.values)))
-        found = plan if wanted else found
+        longest_plan = plan if wanted else longest_plan
         if number % stride == 0:
             levels.update(_levels(plan))
-    return found, dict(levels)
+    return longest_plan, dict(levels)
 
 
 def _levels(plan: Plan) -> Counter[tuple[int, str]]:
@@ -196,6 +201,7 @@ def _longest_recorded(
         notes.append(f"{path.name} is missing: no step is drawn")
         return None
     lengths = {step.step: step.longest for step in steps}
+    # (whether it is not the first step, tokens of its longest sequence, step), and its line.
     best: tuple[tuple[bool, int, int], Object] | None = None
     for line in read_lines(path, notes):
         number = line.read(_Numbered).step

@@ -50,13 +50,13 @@ class RunSummary:
 
 
 def summed_up(run: Run) -> RunSummary:
-    """Sum up the steps of a run: means, totals and the worst peak."""
+    """Sum up the steps of a run in means, medians and the highest peak."""
     steps = run.warm
     seconds = [step.step_s for step in steps]
     planned = [step.planned for step in steps]
     peaks = [(peak, rank) for s in run.steps for rank, peak in enumerate(s.peak_bytes)]
     best_static, static_s, one_static = _static(planned)
-    both = [
+    both = [  # predicted seconds of (best static plan, plan that ran), where both are known
         (static, own.predicted_s)
         for static, own in zip(static_s, planned, strict=True)
         if isfinite(static) and isfinite(own.predicted_s)
@@ -94,8 +94,9 @@ def summed_up(run: Run) -> RunSummary:
 
 
 def _static(planned: Sequence[PlanMetrics]) -> tuple[str, list[float], bool]:
-    """What plans are compared with: its name, its predicted seconds in each step, and whether it is
-    one group size for all steps."""
+    """The static choice that plans are compared with: (its name, its predicted seconds in each
+    step, whether it is one group size for all steps). With several sizes the name is that of the
+    most frequent one."""
     common = set[str].intersection(*(set(p.static_s) for p in planned))
     if common:
         best = min(sorted(common), key=lambda name: sum(p.static_s[name] for p in planned))
@@ -131,6 +132,6 @@ def known(value: float, text: Callable[[float], str], otherwise: str = "-") -> s
 
 
 def share_text(fraction: float) -> str:
-    """``41 %``, ``2.8 %``, ``0.3 %``: two digits at most, for people who read along."""
-    percent = 100 * fraction
+    """A fraction in percent with two digits at most: ``41 %``, ``2.8 %``, ``0.3 %``."""
+    percent = 100 * fraction  # 9.95 is the first that one decimal would write as 10.0
     return f"{percent:.0f} %" if abs(percent) >= 9.95 or percent == 0 else f"{percent:.1f} %"

@@ -17,12 +17,13 @@ from headrace.errors import DataError, HeadraceError
 __all__ = ["Amount", "Count", "Number", "Object", "Ranks", "read_lines", "read_object"]
 
 _LARGEST = 10**18
-"""No count, size or time of a run comes near; sums of what is smaller stay finite."""
+"""Above every count, size and time of a run; sums of smaller numbers stay finite."""
 
 _Value = TypeVar("_Value")
 
 
 def _amount(value: float) -> float:
+    """The value; raises ValueError for a negative one. NaN passes."""
     if value < 0:
         raise ValueError(">= 0")
     return value
@@ -56,10 +57,11 @@ class Object:
         return self.checked(lambda: _adapter(kind).validate_python(self.values | more))
 
     def checked(self, make: Callable[[], _Value]) -> _Value:
-        """``make()``, which reads this object; its errors become DataErrors that name the place."""
+        """The result of ``make``, a function that reads this object. Its errors become DataErrors
+        that name the place."""
         try:
             return make()
-        except ValidationError as error:
+        except ValidationError as error:  # of pydantic: the first of its errors is told
             first = error.errors(include_url=False)[0]
             absent = first["type"] == "missing"
             got = "nothing" if absent else repr(first["input"])[:60]
@@ -75,6 +77,7 @@ class Object:
 
 @cache
 def _adapter(kind: type[_Value]) -> TypeAdapter[_Value]:
+    """The validator of a dataclass, made once, as that takes long."""
     return TypeAdapter(kind)
 
 
@@ -113,7 +116,7 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[Object]:
 
 
 def _parse(text: str) -> dict[str, Any] | None:
-    """The object a text is the JSON of, None when it is not."""
+    """The JSON object in a text, None when it is not JSON or not an object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -18,18 +18,21 @@ _TOLD = 6
 
 
 def warnings(run: Run) -> list[str]:
-    """What a reader must know before trusting the figures, most serious first."""
-    found = [_lost_losses(run), _over_capacity(run), _bad_predictions(run), _bad_fits(run)]
-    found += [run.facts.costs.compared, *_notices(run), _skipped_text(run), _waits(run)]
-    return [text for text in found if text] + list(run.notes)
+    """Sentences that a reader must know before trusting the figures, the most serious first."""
+    texts = [_lost_losses(run), _over_capacity(run), _bad_predictions(run), _bad_fits(run)]
+    texts += [run.facts.costs.compared, *_notices(run), _skipped_text(run), _waits(run)]
+    return [text for text in texts if text] + list(run.notes)
 
 
 def _lost_losses(run: Run) -> str:
+    """A sentence about steps whose loss was not finite; empty where there are none."""
     bad = [s.step for s in run.steps if not isfinite(s.loss)]
     return f"the loss is not a number in {_steps_text(bad)}" if bad else ""
 
 
 def _over_capacity(run: Run) -> str:
+    """A sentence about steps whose peak memory was above the capacity; empty where there are
+    none."""
     over = [s.step for s in run.steps if max(s.peak_bytes, default=0) > run.facts.capacity_bytes]
     capacity = known(run.facts.capacity_bytes, bytes_text)
     return f"peak memory exceeded the capacity of {capacity} in {_steps_text(over)}" if over else ""
@@ -62,13 +65,15 @@ def _bad_fits(run: Run) -> str:
 
 
 def _notices(run: Run) -> list[str]:
-    """What the run told of drift and memory while it trained, the latest first."""
+    """Notices on drift and memory that the run gave while it trained, the latest first; the oldest
+    are only counted where there are many."""
     told = list(reversed(run.notices))
     more = len(told) - _TOLD
     return told[:_TOLD] + ([f"{more:,} earlier notices are in metrics.jsonl"] if more > 0 else [])
 
 
 def _skipped_text(run: Run) -> str:
+    """A sentence about documents that were skipped; empty where there are none."""
     count = run.facts.corpus.skipped
     plural = "documents were" if count > 1 else "document was"
     return f"{count:,} {plural} skipped when the corpus was read" if count else ""
@@ -84,6 +89,7 @@ def _waits(run: Run) -> str:
 
 
 def _steps_text(steps: list[int]) -> str:
+    """Steps in text: their number and the first five."""
     shown = ", ".join(map(str, steps[:5]))
     if len(steps) == 1:
         return f"step {shown}"

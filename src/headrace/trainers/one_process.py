@@ -19,7 +19,7 @@ __all__ = ["OneProcess", "as_one_process", "one_process_loader"]
 
 
 class OneProcess:
-    """An accelerator of one process; what it does not know is the real one's."""
+    """An accelerator of one process in the place of ``real``, whose other attributes it has."""
 
     num_processes = 1
     process_index = 0
@@ -35,14 +35,15 @@ class OneProcess:
         return values
 
     def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
-        """The values, of the last batch of a data loader those of the samples that are left."""
+        """The values without those of padding samples: of the last batch of a data loader only the
+        first ``remainder``."""
         from accelerate.utils import recursively_apply
 
         state = self.real.gradient_state
-        left = state.remainder if state.end_of_dataloader else 0
-        if left <= 0:
+        remainder = state.remainder if state.end_of_dataloader else 0
+        if remainder <= 0:  # not the last batch, or no padding in it
             return values
-        return recursively_apply(partial(_first, left), values)
+        return recursively_apply(partial(_first_rows, remainder), values)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or mean over one process."""
@@ -56,20 +57,20 @@ class OneProcess:
         """Return at once: there is nobody to wait for."""
 
     def unwrap_model(self, model: Any, *args: Any, **named: Any) -> Any:
-        """The model in wrappers of Accelerate, and in a stand-in."""
+        """The model within wrappers of Accelerate or within a stand-in."""
         return self.real.unwrap_model(getattr(model, "stands_for", model), *args, **named)
 
     def prepare(self, *given: Any, **named: Any) -> Any:
-        """A data loader that gives every process all batches; what else is given, as Accelerate
-        prepares it."""
+        """Prepare objects as Accelerate does, except for a single data loader, which gives every
+        process all batches."""
         if len(given) == 1 and isinstance(given[0], DataLoader):
             return one_process_loader(self.real, given[0])
         return self.real.prepare(*given, **named)
 
 
 def one_process_loader(accelerator: Any, loader: DataLoader[Any], *, moves: bool = True) -> Any:
-    """What Accelerate makes of a data loader in a single process: the same batches on all ranks, in
-    the same order. Where it ``moves``, tensors are moved to the device."""
+    """The loader that Accelerate makes of a data loader in a single process: it gives the same
+    batches on all ranks, in the same order. If ``moves``, tensors are moved to the device."""
     from accelerate.data_loader import prepare_data_loader
 
     return prepare_data_loader(
@@ -85,15 +86,17 @@ def one_process_loader(accelerator: Any, loader: DataLoader[Any], *, moves: bool
     )
 
 
-def _first(count: int, x: torch.Tensor) -> torch.Tensor:
-    return x[:count] if x.dim() else x
+def _first_rows(count: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The first rows of a tensor; a scalar as it is."""
+    return tensor[:count] if tensor.dim() else tensor
 
 
 @contextmanager
 def as_one_process(trainer: Any) -> Iterator[None]:
-    """Within the block ``trainer`` meets no other process."""
+    """Within the block ``trainer`` does no collective: its accelerator is that of one process.
+    Blocks may be nested."""
     before, gathers = trainer.accelerator, trainer.gather_function
-    if isinstance(before, OneProcess):
+    if isinstance(before, OneProcess):  # within another such block
         yield
         return
     alone = OneProcess(before)

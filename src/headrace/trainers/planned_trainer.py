@@ -62,7 +62,7 @@ __all__ = ["TrainerOptions", "trainer"]
 Base = TypeVar("Base")
 
 _STATE = "headrace.json"
-"""The file of a checkpoint with what plans follow from."""
+"""The file of a checkpoint with the state of planning, so that a resumed run plans alike."""
 
 _SAME = {torch.float32: 1e-4, torch.float64: 1e-9}
 """How near the loss of the trainer's own batch must be to that of the same samples spread; 3e-2 for
@@ -149,7 +149,8 @@ def trainer(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Coming:
-    """What a trainer takes for the batches of a step: all but the last have none."""
+    """What a trainer takes for a batch of a step: the last one has all ``batches`` of the step, the
+    others have none, as a planned step is taken at once."""
 
     batches: Sequence[list[Collated]] = ()
 
@@ -161,14 +162,15 @@ else:
 
 
 class _Planned(_Trainer):
-    """Before a trainer's own class in the order of its methods: takes planned steps."""
+    """A mixin that takes planned steps. It stands before a trainer's own class in the order in
+    which methods are looked up."""
 
     _planned: TrainerOptions
 
     def __init__(self, *args: Any, **named: Any) -> None:
-        self._run: Attached | None = None
-        self._looked = False
-        self._outcomes: list[Outcome] | None = None
+        self._run: Attached | None = None  # made when training begins
+        self._loss_checked = False
+        self._outcomes: list[Outcome] | None = None  # those of a policy's step while it is taken
         super().__init__(*args, **named)
         self._kind: Kind = kind_of(type(self))
         budget = self._planned.batch_tokens is not None
@@ -178,10 +180,10 @@ class _Planned(_Trainer):
     # What the trainer asks for before its steps.
 
     def get_train_dataloader(self) -> Any:
-        """A loader of the samples of all ranks, in the order of one process; of prompts, from which
-        each rank samples, the trainer's own."""
+        """A loader that gives every rank the samples of all ranks, in the order of one process. A
+        trainer that samples completions of prompts has its own loader."""
         if self.train_dataset is None or self._kind == "policy":
-            return super().get_train_dataloader()  # of no data set it says what is missing
+            return super().get_train_dataloader()  # raises an error where there is no data set
         return train_loader(
             self,
             alone=self._kind in ("sums", "sft"),
@@ -198,7 +200,7 @@ class _Planned(_Trainer):
             self._run = None
         found = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self._run = self._attached()
-        self._looked = not self._planned.check_loss
+        self._loss_checked = not self._planned.check_loss
         if resume_from_checkpoint is not None:
             path = Path(resume_from_checkpoint, _STATE)
             state = json.loads(path.read_text("utf-8")) if path.exists() else None
@@ -206,12 +208,15 @@ class _Planned(_Trainer):
         return found
 
     def _attached(self) -> Attached:
-        """The run over the trainer's model, wrapped as it is, which leaves the update to it."""
+        """The run over the trainer's model, as the trainer has wrapped it; the trainer does the
+        update. Raises SpecError where the trainer knows another number of processes than there
+        are."""
         options, model = self._planned, self.model_wrapped
         model.train()
         longest, total = self._longest()
         samples = self._train_batch_size * self.args.world_size
         samples *= self.args.gradient_accumulation_steps
+        # Tokens of a step to plan for: the mean length times its samples where lengths are known.
         most = longest * samples
         if total is not None:
             most = min(most, max(longest, total * samples // max(1, len(self.train_dataset))))
@@ -231,13 +236,15 @@ class _Planned(_Trainer):
             return self._attach(model, longest, example, options.batch_tokens or most)
 
     def _spread_forward(self) -> AbstractContextManager[None]:
-        """Within it the model's forward is the one that is spread."""
+        """A context in which the model's forward gives a value of each token, as spreading needs;
+        for models other than reward models it does already."""
         if self._kind != "scores":
             return nullcontext()
         return scores_of_tokens(self.model, self.accelerator.autocast)
 
     def _attach(self, model: Any, longest: int, example: Any, batch_tokens: int | str) -> Attached:
-        """A run over a model as it is wrapped, measured up to ``longest`` tokens."""
+        """A run over ``model``, whose costs are measured for sequences up to ``longest`` tokens.
+        ``batch_tokens`` are those of a step, ``example`` is a sample to try the model with."""
         options = self._planned
         spread = SampleOptions(
             labels="same" if self._kind == "scores" else None, own=self._kind == "policy"
@@ -261,8 +268,9 @@ class _Planned(_Trainer):
         )
 
     def _longest(self) -> tuple[int, int | None]:
-        """Tokens of the longest sample that may come, and those of all where they are known. Raises
-        SpecError where nobody said it of completions that are sampled."""
+        """(tokens of the longest sample that may come, tokens of all samples or None where they are
+        not counted). Raises SpecError for completions that are sampled when the user has not given
+        the longest."""
         if self._kind != "policy":
             return longest_of(self, self._planned.longest)
         if self._planned.longest is None:
@@ -279,7 +287,8 @@ class _Planned(_Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[_Coming], None]:
-        """The samples of a step, all in the last of as many batches as it has."""
+        """As many entries as the step has batches, of which the last one has all samples; and None
+        for the number of items, which planned steps count themselves."""
         batches = list(islice(epoch_iterator, num_batches))
         if not batches:
             return [], None
@@ -297,7 +306,7 @@ class _Planned(_Trainer):
                 hint="call super().training_step(model, inputs, num_items_in_batch) with its own",
             )
         loss = 0.0
-        if inputs.batches:
+        if inputs.batches:  # none for all but the last batch of a step
             model.train()
             if callable(getattr(self.optimizer, "train", None)):
                 self.optimizer.train()
@@ -310,15 +319,17 @@ class _Planned(_Trainer):
         return torch.tensor(loss, device=self.args.device)
 
     def _one_pass(self, model: Any, batches: Sequence[list[Collated]]) -> float:
-        """A step of a loss that is a sum over tokens."""
+        """A planned step of a loss that is a sum over tokens: the trainer's own loss of each
+        micro-batch, and its backward. Returns the loss of the step."""
         assert self._run is not None, "made before the first step"
         items = [item for batch in batches for item in batch]
-        if not self._looked:
-            self._look(model, items)
-            self._looked = True
+        if not self._loss_checked:
+            self._check_loss_of(model, items)
+            self._loss_checked = True
         samples = [sample.fields for item in items for sample in item.samples]
         step, sums = self._run.step(samples), Sums()
         for micro in step:
+            # Micro-batches without sequences, or that check a plan, are not reported.
             counted = micro.sequences and not micro.checking
             with micro:
                 loss = self._part_loss(
@@ -339,8 +350,8 @@ class _Planned(_Trainer):
         targets: int,
         sums: Sums | None = None,
     ) -> torch.Tensor:
-        """The trainer's own loss of the local tokens of a micro-batch, over the targets of the
-        step."""
+        """The trainer's own loss of the local tokens of a micro-batch: a sum over them, divided by
+        the number of ``targets`` of the whole step."""
         part = PartOfModel(model, inputs, labels, shifts=self._shifts, sums=sums)
         items = torch.tensor(targets, device=labels.device)
         with self._unreported(), as_one_process(self), self.compute_loss_context_manager():
@@ -348,28 +359,28 @@ class _Planned(_Trainer):
 
     @property
     def _shifts(self) -> bool:
-        """Whether labels are of the next token."""
+        """Whether each token predicts the label of the next one, not its own."""
         assert self._run is not None, "made before the first step"
         return bool(self._run.predicts_next)
 
-    def _look(self, model: Any, items: Sequence[Collated]) -> None:
-        """Compare the loss of a batch as the trainer collates and computes it with that of the same
-        samples spread over all ranks. Collective. Raises ModelError on all ranks where they
+    def _check_loss_of(self, model: Any, items: Sequence[Collated]) -> None:
+        """Compare the loss of a few items as the trainer collates and computes it with that of the
+        same samples spread over all ranks. Collective. Raises ModelError on all ranks where they
         differ."""
         assert self._run is not None, "made before the first step"
-        few = sorted(items, key=_tokens_of)[:2]
+        few = sorted(items, key=_tokens_of)[:2]  # the shortest, as every rank computes them whole
         with_loss = [item for item in few if _has_target(item)]
         if not with_loss:
             few = [item for item in items if _has_target(item)][:2]
         if not few:
-            return  # the step says so
+            return  # the step itself raises an error for samples without a label
         batch = self._prepare_inputs(self.data_collator([item.item for item in few]))
         _require_same(samples_of(batch, "input_ids", "a batch"), few)
         with torch.no_grad(), held_still(model, training=True):
             with self._unreported(), as_one_process(self), self.compute_loss_context_manager():
                 count = self._get_num_items_in_batch([batch], self.args.device)
                 plain = self.compute_loss(model, dict(batch), num_items_in_batch=count)
-            rows = {k: v for k, v in batch.items() if _is_of_tokens(v, batch["input_ids"])}
+            rows = {k: v for k, v in batch.items() if _has_value_per_token(v, batch["input_ids"])}
             with self._run.shard(rows) as part:
                 assert part.labels is not None, "looked for above"
                 own = self._part_loss(model, part.inputs, part.labels, part.targets)
@@ -377,6 +388,7 @@ class _Planned(_Trainer):
         wanted, dtype = float(plain), next(self.model.parameters()).dtype
         half = self.args.bf16 or dtype not in _SAME
         limit = (3e-2 if half else _SAME[dtype]) * max(abs(wanted), abs(total))
+        # ``not <=`` refuses a total that is NaN, too.
         if math.isfinite(wanted) and not abs(total - wanted) <= limit:
             raise ModelError(
                 f"loss of {type(self).__name__}",
@@ -389,7 +401,8 @@ class _Planned(_Trainer):
     # What is counted and reported.
 
     def _note_tokens(self, tokens: int) -> None:
-        """Count the tokens of a step, which all ranks know; padding there is none."""
+        """Add the tokens of a step and their FLOPs to the trainer's counts. All ranks know the
+        whole number, so nothing is gathered; there is no padding to leave out."""
         if str(getattr(self.args, "include_num_input_tokens_seen", "no")) != "no":
             self.state.num_input_tokens_seen += tokens
         if self.is_world_process_zero() and hasattr(self.model, "floating_point_ops"):
@@ -398,39 +411,42 @@ class _Planned(_Trainer):
             )
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """0 of a batch: the operations of a step are counted with it."""
+        """0 for a batch of a planned step, as :meth:`_note_tokens` counts the whole step."""
         return 0 if isinstance(inputs, _Coming) else super().floating_point_ops(inputs)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Nothing of a batch: the tokens of a step are counted with it."""
+        """Count no tokens of a batch of a planned step, as :meth:`_note_tokens` counts the whole
+        step."""
         if not isinstance(inputs, _Coming):
             super()._track_num_input_tokens(inputs)
 
     @contextmanager
     def _unreported(self) -> Iterator[None]:
-        """Within the block TRL's trainers report nothing: what a part has is reported with all."""
+        """Within the block TRL's trainers collect no metrics: those of a micro-batch are part of
+        what is reported of the whole step."""
         if self._kind == "sums":
             yield
             return
         metrics, tokens = self._metrics, self._total_train_tokens
-        self._metrics = {mode: _Lists() for mode in metrics}
+        self._metrics = {mode: _ListsByName() for mode in metrics}
         try:
             yield
         finally:
             self._metrics, self._total_train_tokens = metrics, tokens
 
     def _report(self, sums: Sums, tokens: int, targets: int) -> None:
-        """Have SFTTrainer report a step as one batch of ``tokens``, of which ``targets`` have a
-        loss, by its own formulas. Collective.
+        """Have SFTTrainer add the metrics of a step, by its own formulas, as if it had been one
+        batch of ``tokens``, of which ``targets`` have a loss. Collective.
 
-        Its metrics are sums of values of tokens over the sum of their mask, so one sum in the place
-        of all tokens gives those of the whole step; so does one number in the place of the mask
-        that it counts tokens by. The loss that it returns is not used: what would compute another
-        one, from logits that are not here, is put aside.
+        Its metrics are the sum of a value of tokens over the sum of their mask, so tensors of one
+        element, the sum over all tokens, give those of the whole step; so does one number in the
+        place of the mask by which it counts tokens. The loss that it returns is not used. A label
+        smoother or a loss function of the user's would need logits, which are not here, so both are
+        taken away meanwhile.
         """
-        rows = gather_floats(sums.values, dist.group.WORLD)
-        found = [torch.tensor([sum(column)]) for column in zip(*rows, strict=True)]
-        outputs = SimpleNamespace(**dict(zip(REPORTED, found, strict=True)), aux_loss=None)
+        rows = gather_floats(sums.values, dist.group.WORLD)  # [ranks, values]
+        totals = [torch.tensor([sum(column)]) for column in zip(*rows, strict=True)]
+        outputs = SimpleNamespace(**dict(zip(REPORTED, totals, strict=True)), aux_loss=None)
         # Not super(): a user's class in between may have a compute_loss of its own.
         own: Any = next(
             kind
@@ -443,7 +459,7 @@ class _Planned(_Trainer):
             with as_one_process(self):
                 own.compute_loss(
                     self,
-                    partial(_given, outputs),
+                    partial(_constant_model, outputs),
                     {"attention_mask": torch.tensor([tokens])},
                     num_items_in_batch=torch.tensor(targets),
                 )
@@ -453,8 +469,9 @@ class _Planned(_Trainer):
     # Losses of whole sequences.
 
     def _two_passes(self, model: Any, batches: Sequence[list[Collated]]) -> float:
-        """A step of a loss of whole sequences: their values, its gradient by them, and a planned
-        step with these gradients."""
+        """A step of a loss of whole sequences: planned forwards give the values of all tokens, the
+        trainer's loss of them has gradients by these values, and a planned step runs the backward
+        from there. Returns the loss of the step."""
         assert self._run is not None, "made before the first step"
         outcomes, total, tokens = list[Outcome](), 0.0, 0
         for items in batches:
@@ -464,6 +481,7 @@ class _Planned(_Trainer):
                 loss = self.compute_loss(whole, batch) / len(batches)
             loss.backward()
             total += float(loss)
+        # The models' calls have added their outcomes while the losses were computed.
         samples = [sample for outcome in outcomes for sample in outcome.given()]
         gradients = [gradient for outcome in outcomes for gradient in outcome.gradients()]
         scores = self._kind == "scores"
@@ -480,12 +498,12 @@ class _Planned(_Trainer):
     # Completions that are sampled.
 
     def _policy_step(self, model: Any, batches: Sequence[Any]) -> float:
-        """A step of a trainer that samples: its own losses of its batches, on each rank those of
-        its completions, and a planned step with their gradients. The loss is that of this rank, as
-        the trainer takes the mean over ranks."""
+        """A step of a trainer that samples completions: on each rank the trainer's loss of its own
+        batches has gradients by the values of their tokens, and one planned step runs the backward
+        of all ranks. Returns the loss of this rank, as the trainer takes the mean over ranks."""
         assert self._run is not None, "made before the first step"
         outcomes = list[Outcome]()
-        self._outcomes = outcomes
+        self._outcomes = outcomes  # filled by PolicyModel within ``compute_loss``
         total, began_s = 0.0, time.perf_counter()
         try:
             for at, batch in enumerate(batches):
@@ -508,15 +526,15 @@ class _Planned(_Trainer):
         return total
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **named: Any) -> Any:
-        """What GRPOTrainer reads of a model, by forwards that all ranks share once a run has
-        begun."""
+        """The log-probabilities and entropies that GRPOTrainer computes its loss of, by forwards
+        that all ranks share once training has begun."""
         if self._run is not None:
             named.pop("batch_size", None)  # plans cut a batch into what fits
-            other = getattr(self, "ref_model", None)
+            reference = getattr(self, "ref_model", None)
             model = PolicyModel(
                 self._run,
                 model,
-                spread=other if model is other else None,
+                spread=reference if model is reference else None,
                 outcomes=self._outcomes,
             )
         return super()._get_per_token_logps_and_entropies(model, *args, **named)
@@ -525,8 +543,9 @@ class _Planned(_Trainer):
     def _stood_in(
         self, outcomes: list[Outcome] | None = None, *, makes_logits: bool = True
     ) -> Iterator[Any]:
-        """Within the block the trainer works as one process, and its models are planned forwards on
-        all ranks; gives the one that stands in the place of the model."""
+        """Within the block the trainer works as one process, and calls of its models are planned
+        forwards on all ranks. Yields the object to be called in the place of its model, which adds
+        the values that a loss is computed of to ``outcomes``."""
         run = self._run
         assert run is not None, "made before"
         model, reference = self.model, getattr(self, "ref_model", None)
@@ -553,8 +572,8 @@ class _Planned(_Trainer):
             yield whole
 
     def _reference(self, run: Attached, model: Any, reference: Any) -> Any:
-        """What stands in the place of DPO's reference: another model, or this one without its
-        adapter."""
+        """The object to be called in the place of DPO's reference model, which is a model of its
+        own, or ``model`` without its adapter. None where the trainer needs no reference."""
         if reference is not None:
             return WholeModel(run, reference, spread=reference)
         inner = self.accelerator.unwrap_model(model)
@@ -569,7 +588,7 @@ class _Planned(_Trainer):
     # completions that are sampled each rank has its own, as in training.
 
     def _alone(self) -> AbstractContextManager[None]:
-        """Within it the trainer works as one process, unless each rank samples."""
+        """A context in which the trainer works as one process, unless each rank samples."""
         return nullcontext() if self._kind == "policy" else as_one_process(self)
 
     def get_eval_dataloader(self, *args: Any, **named: Any) -> Any:
@@ -590,7 +609,8 @@ class _Planned(_Trainer):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
-        """The results of a batch, whose forwards all ranks share once a run has begun."""
+        """The trainer's results (loss, logits, labels) of a batch, by forwards that all ranks share
+        once training has begun."""
         if self._run is None or self._kind == "policy":
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         with torch.no_grad(), self._stood_in(makes_logits=not prediction_loss_only) as whole:
@@ -599,7 +619,7 @@ class _Planned(_Trainer):
     # Checkpoints.
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write the trainer's checkpoint, and beside it what plans follow from."""
+        """Write the trainer's checkpoint and into it the state of planning."""
         super()._save_checkpoint(model, trial)
         if self._run is not None and self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
@@ -608,23 +628,23 @@ class _Planned(_Trainer):
                 (folder / _STATE).write_text(text, encoding="utf-8")
 
 
-class _Lists(dict[str, list[Any]]):
-    """Lists that are there when they are asked for."""
+class _ListsByName(dict[str, list[Any]]):
+    """A dict in which each name that is asked for has a list."""
 
     def __missing__(self, name: str) -> list[Any]:
-        found = self[name] = list[Any]()
-        return found
+        values = self[name] = list[Any]()
+        return values
 
 
-def _given(outputs: Any, **_: Any) -> Any:
-    """What stands for a model that gives these outputs."""
+def _constant_model(outputs: Any, **_: Any) -> Any:
+    """A model that returns ``outputs`` for any inputs, once the first argument is bound."""
     return outputs
 
 
 def _log_probs(outputs: Any, micro: Any) -> torch.Tensor:
     """The log-probability of each local token's label, [1, s_r]."""
-    found: torch.Tensor = outputs.log_probs
-    return found
+    log_probs: torch.Tensor = outputs.log_probs
+    return log_probs
 
 
 def _scores(outputs: torch.Tensor, micro: Any) -> torch.Tensor:
@@ -633,10 +653,12 @@ def _scores(outputs: torch.Tensor, micro: Any) -> torch.Tensor:
 
 
 def _tokens(value: int | str | None) -> int | None:
+    """A number of tokens, which may be a text such as ``64Ki``."""
     return parse_count(value) if isinstance(value, str) else value
 
 
 def _tokens_of(item: Collated) -> int:
+    """The tokens of all samples of an item."""
     return sum(len(sample.fields["input_ids"]) for sample in item.samples)
 
 
@@ -658,8 +680,8 @@ def _has_target(item: Collated) -> bool:
 
 
 def _require_same(together: Sequence[RowSample], items: Sequence[Collated]) -> None:
-    """Raise DataError where a data collator gives other samples of a batch than of its items alone:
-    it draws some, or makes them of several items."""
+    """Raise DataError unless the samples of a batch, ``together``, are those that the data collator
+    makes of its items alone: otherwise it draws at random, or makes samples of several items."""
     alone = [sample for item in items for sample in item.samples]
     if len(together) == len(alone) and all(
         own.fields.keys() == sample.fields.keys()
@@ -676,13 +698,15 @@ def _require_same(together: Sequence[RowSample], items: Sequence[Collated]) -> N
     )
 
 
-def _is_of_tokens(value: Any, ids: torch.Tensor) -> bool:
+def _has_value_per_token(value: Any, ids: torch.Tensor) -> bool:
+    """Whether a field of a batch has a value for each of the tokens ``ids`` [b, S]."""
     return isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape
 
 
 def _require_one_mean(own: Any, kind: Kind) -> None:
-    """Raise SpecError where one process would weigh the batches of a step alike, whatever tokens
-    they have: the loss of a model that is not given their number."""
+    """Raise SpecError where the trainer ``own`` takes the mean over the batches of a step, whatever
+    tokens they have: so it does when its loss is not given the number of the step's tokens. A
+    planned step weighs tokens alike, so its loss would be another one."""
     several = own.args.gradient_accumulation_steps > 1
     scaled = own.model_accepts_loss_kwargs or own.compute_loss_func is not None
     if (

@@ -28,9 +28,10 @@ class PolicyModel(ModelStandIn):
 
     Args:
         run: The attached run, to which each rank gives its own samples.
-        model: What it stands for.
-        spread: The model to run, where it is not that of the run.
-        outcomes: Gets what losses are made of, where gradients are wanted.
+        model: The model in whose place it is called.
+        spread: The model to run, where it is not that of the run, such as the reference.
+        outcomes: A list to which the values of each call are added for the loss to be computed of,
+            where gradients are enabled; None where no loss is computed.
     """
 
     def __init__(
@@ -45,15 +46,18 @@ class PolicyModel(ModelStandIn):
         self._run, self._spread, self._outcomes = run, spread, outcomes
 
     def __call__(self, **named: Any) -> Any:
-        """What TRL's models give of the tokens of a batch, [b, S - 1] each."""
+        """The outputs that TRL's models have for a batch: log-probabilities and entropies of its
+        tokens, [b, S - 1] each."""
         for name in ("fused_lm_head", "use_cache", "return_dict"):
             named.pop(name, None)
         ids = named["input_ids"]
         samples = samples_of(named, "input_ids", "a batch")
         given = [sample.fields for sample in samples]
-        found = self._run.map(given, policy_values, model=self._spread, more=fused_head)
-        values = columns_of(found, samples, tuple(ids.shape)).to(ids.device)[:, :-1]
+        by_sample = self._run.map(given, policy_values, model=self._spread, more=fused_head)
+        # [b, S - 1, 2]: the last column predicts nothing.
+        values = columns_of(by_sample, samples, tuple(ids.shape)).to(ids.device)[:, :-1]
         if self._outcomes is not None and torch.is_grad_enabled():
+            # The trainer's loss has gradients by this leaf; a planned step carries them on.
             values = values.clone().requires_grad_()
             self._outcomes.append(Outcome(leaf=values, samples=samples))
         log_probs, entropy = values.unbind(-1)
@@ -61,9 +65,11 @@ class PolicyModel(ModelStandIn):
 
 
 def policy_values(outputs: Any, micro: Any) -> torch.Tensor:
-    """The log-probability of each local token's label and the entropy there, [1, s_r, 2]; no
-    entropy of a model that makes none, such as the reference."""
-    first = outputs.log_probs
-    second = getattr(outputs, "entropy", None)
-    values = torch.stack([first, torch.zeros_like(first) if second is None else second], -1)
+    """The log-probability of each local token's label and the entropy of its prediction, as columns
+    [1, s_r, 2]. The entropy is 0 for a model that computes none, such as the reference."""
+    log_probs = outputs.log_probs
+    entropy = getattr(outputs, "entropy", None)
+    values = torch.stack(
+        [log_probs, torch.zeros_like(log_probs) if entropy is None else entropy], -1
+    )
     return values.to(torch.promote_types(values.dtype, torch.float32))

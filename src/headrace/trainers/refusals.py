@@ -37,8 +37,8 @@ _PLANNED = (
 
 
 def require_base(base: Any) -> None:
-    """Raise SpecError for what is no trainer, for one of TRL that is not known, and for one with
-    methods of its own where steps are planned."""
+    """Raise SpecError unless ``base`` is transformers' Trainer, a class made of it, or a known one
+    of TRL, and overrides no method that planned steps replace."""
     import transformers
 
     if not (isinstance(base, type) and issubclass(base, transformers.Trainer)):
@@ -60,13 +60,14 @@ def require_base(base: Any) -> None:
 
 
 def unknown_methods(base: type) -> list[str]:
-    """Methods of a trainer in whose place steps are planned, where they are its own."""
-    found = list[str]()
+    """The names of methods that planned steps replace although ``base``, or a user's class that it
+    derives from, overrides them: these overrides would never be called."""
+    overridden = list[str]()
     for name in _PLANNED:
         owner = next(kind for kind in base.__mro__ if name in vars(kind))
         if not owner.__module__.startswith(("transformers.", "trl.trainer.")):
-            found.append(name)
-    return found
+            overridden.append(name)
+    return overridden
 
 
 def kind_of(base: type) -> Kind:
@@ -107,7 +108,8 @@ def require_combinable(trainer: Any, kind: Kind, *, budget: bool) -> None:
 
 
 def _of_ranks(trainer: Any) -> list[tuple[str, Any, str]]:
-    """Other ways to spread a model over ranks: what, whether it is there, and why not."""
+    """Other ways to spread a model over ranks, as triples (name, what was found or something false,
+    hint), like those of the functions below."""
     args, accelerator = trainer.args, trainer.accelerator
     mesh = getattr(accelerator, "parallelism_config", None)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -149,7 +151,8 @@ def _of_ranks(trainer: Any) -> list[tuple[str, Any, str]]:
 
 
 def _of_steps(trainer: Any, *, budget: bool) -> list[tuple[str, Any, str]]:
-    """Arguments that change how a step is cut or computed."""
+    """Arguments that change how a step is cut or computed: triples (name, what was found or
+    something false, hint)."""
     args = trainer.args
     optim = str(getattr(args.optim, "value", args.optim))
     config = args.accelerator_config
@@ -191,7 +194,8 @@ def _of_steps(trainer: Any, *, budget: bool) -> list[tuple[str, Any, str]]:
 
 
 def _of_trl(trainer: Any, kind: Kind, *, budget: bool) -> list[tuple[str, Any, str]]:
-    """Arguments of TRL's trainers."""
+    """Arguments of TRL's trainers, and of their models: triples (name, what was found or something
+    false, hint). None for a trainer of transformers."""
     args, found = trainer.args, list[tuple[str, Any, str]]()
     if kind == "sums":
         return found

@@ -2,9 +2,9 @@
 
 Shape legend: a batch of b rows of S columns; a sample has n of the columns of one row.
 
-    collator([item])  one row, perhaps of several documents, with padding
-    Row.of(batch, i)  its samples: the columns of each document, without padding
-    rows_of(values)   values [n, ...] of samples at their columns, [b, S, ...]
+    collator([item])    one row, perhaps of several documents, with padding
+    samples_of(batch)   its samples: the columns of each document, without padding
+    columns_of(values)  values [n, ...] of samples at their columns, [b, S, ...]
 """
 
 from __future__ import annotations
@@ -69,24 +69,26 @@ def samples_of(batch: Mapping[str, Any], tokens: str, what: str) -> list[RowSamp
         raise DataError(
             f"attention_mask of {what}", got=f"shape {list(mask.shape)}", wanted="[b, S]"
         )
-    found = list[RowSample]()
+    samples = list[RowSample]()
     for row in range(len(ids)):
         kept = torch.arange(ids.shape[1]) if mask is None else mask[row].nonzero()[:, 0].cpu()
         for columns in _documents(fields, row, kept):
             values = {k: v[row, columns.to(v.device)] for k, v in fields.items()}
-            found.append(RowSample(row=row, columns=columns, fields=values))
-    return found
+            samples.append(RowSample(row=row, columns=columns, fields=values))
+    return samples
 
 
 def _documents(
     fields: Mapping[str, torch.Tensor], row: int, kept: torch.Tensor
 ) -> Sequence[torch.Tensor]:
-    """The columns of each document of a row."""
-    places, labels = fields.get("position_ids"), fields.get("labels")
-    if places is None or len(kept) < 2:
+    """The columns of each document of a row, of those that are ``kept``, which are not padding. A
+    document begins where position ids begin at 0 again; without them the row is one document."""
+    positions, labels = fields.get("position_ids"), fields.get("labels")
+    if positions is None or len(kept) < 2:
         return [kept] if len(kept) else []
-    starts = (places[row].cpu()[kept] == 0).nonzero()[:, 0]
+    starts = (positions[row].cpu()[kept] == 0).nonzero()[:, 0]
     starts = starts[starts > 0]
+    # A first token with a label is predicted by the document before: they cannot be separated.
     if labels is not None and bool((labels[row].cpu()[kept[starts]] != IGNORED).any()):
         return [kept]
     return torch.tensor_split(kept, starts)
@@ -95,7 +97,8 @@ def _documents(
 def columns_of(
     values: Sequence[torch.Tensor], samples: Sequence[RowSample], shape: tuple[int, int]
 ) -> torch.Tensor:
-    """Values [n, ...] of samples at their columns of a batch [b, S, ...]; zeros where none are."""
+    """A batch [b, S, ...] with the values [n, ...] of each sample at its columns, and zeros
+    elsewhere; ``shape`` is (b, S)."""
     out = values[0].new_zeros(*shape, *values[0].shape[1:])
     for value, sample in zip(values, samples, strict=True):
         out[sample.row, sample.columns.to(out.device)] = value

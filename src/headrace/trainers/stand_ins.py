@@ -31,7 +31,7 @@ from headrace.trainers.rows import RowSample, columns_of, samples_of
 __all__ = ["REPORTED", "Outcome", "PartOfModel", "ModelStandIn", "Sums", "WholeModel", "fused_head"]
 
 _FUSED = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-"""What TRL's models give of each token that has a label."""
+"""The values of each token with a label that TRL's models return."""
 
 REPORTED = ("log_probs", "entropy", "is_top1", "label_mask")
 """What SFTTrainer's metrics are made of, values of tokens: the log-probability, the entropy of the
@@ -51,11 +51,11 @@ class Sums:
     tokens: int = 0
 
     def add(self, outputs: Any) -> None:
-        """Add what a model gave of its local tokens."""
-        parts = [getattr(outputs, name) for name in REPORTED]
+        """Add the sums over the local tokens of a model's outputs."""
+        fields = [getattr(outputs, name) for name in REPORTED]
         self.values = [
-            total + float(part.detach().double().sum())
-            for total, part in zip(self.values, parts, strict=True)
+            total + float(values.detach().double().sum())
+            for total, values in zip(self.values, fields, strict=True)
         ]
 
 
@@ -70,8 +70,10 @@ class ModelStandIn:
 
 
 class PartOfModel(ModelStandIn):
-    """A model as it is called for the ``inputs`` of a micro-batch with ``labels`` [1, s_r] at the
-    places that predict them."""
+    """A model as a trainer's ``compute_loss`` calls it for the ``inputs`` of a micro-batch, whose
+    ``labels`` [1, s_r] are at the places that predict them. If ``shifts``, the trainer shifts
+    labels itself, so labels and logits have one more column, which that cuts off. What TRL reports
+    of the tokens is added to ``sums``."""
 
     def __init__(
         self,
@@ -89,7 +91,8 @@ class PartOfModel(ModelStandIn):
         self.inputs = {**inputs, "labels": self._given}
 
     def __call__(self, **named: Any) -> Any:
-        """The results of the model for the local tokens."""
+        """The outputs of the model for the local tokens. Raises ModelError for other labels than
+        those in ``inputs``, as the local ones could not be found in them."""
         labels = named.pop("labels", None)
         if labels is not None and labels is not self._given:
             raise ModelError(
@@ -106,6 +109,7 @@ class PartOfModel(ModelStandIn):
             return outputs
         if labels is not None:
             return self.stands_for(labels=self._labels, **named)
+        # Without labels the trainer computes the loss of the logits itself.
         outputs = self.stands_for(**named)
         if self._shifts and getattr(outputs, "logits", None) is not None:
             logits = outputs.logits
@@ -115,8 +119,9 @@ class PartOfModel(ModelStandIn):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """What a :class:`WholeModel` gave of a batch: the ``leaf`` [b, S] or [b] that a loss was made
-    of, and the samples of the batch."""
+    """The outputs of a model for a batch, of which the trainer makes its loss: the ``leaf``
+    [b, S - 1, ...] (or [b] for scores) by which the loss has a gradient, and the samples of the
+    batch."""
 
     leaf: torch.Tensor
     samples: list[RowSample]
@@ -126,11 +131,12 @@ class Outcome:
         return [sample.fields for sample in self.samples]
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradient of the loss by the value of each token of each sample, [n]."""
-        found = self.leaf.grad
-        if found is None:
-            found = torch.zeros_like(self.leaf)
-        wide = torch.cat([found, torch.zeros_like(found[:, :1])], dim=1)
+        """For each sample the gradient of the loss by the value of each of its tokens, [n, ...]."""
+        gradient = self.leaf.grad
+        if gradient is None:
+            gradient = torch.zeros_like(self.leaf)
+        # The leaf has no column for the last token, which predicts nothing.
+        wide = torch.cat([gradient, torch.zeros_like(gradient[:, :1])], dim=1)
         return [wide[s.row, s.columns.to(wide.device)] for s in self.samples]
 
 
@@ -139,12 +145,13 @@ class WholeModel(ModelStandIn):
 
     Args:
         run: The attached run.
-        model: What it stands for.
+        model: The model in whose place it is called.
         spread: The model to run, where it is not that of the run.
-        around: What forwards run within, as without an adapter.
-        shifts: Whether labels are of the next place.
+        around: Makes a context in which forwards run, such as one that disables an adapter.
+        shifts: Whether the logits of a column predict the label of the next one, not of its own.
         makes_logits: Whether logits are wanted where there are labels too.
-        outcomes: Gets what losses are made of, where gradients are wanted.
+        outcomes: A list to which the values of each call are added for the loss to be computed of,
+            where gradients are enabled; None where no loss is computed.
     """
 
     def __init__(
@@ -163,7 +170,8 @@ class WholeModel(ModelStandIn):
         self._makes_logits, self._outcomes = makes_logits, outcomes
 
     def __call__(self, **named: Any) -> Any:
-        """The results of the model for all rows, on every rank."""
+        """The outputs of the model for all rows, on every rank: a loss and logits where there are
+        labels, logits alone without; or TRL's values of tokens when ``fused_lm_head`` is given."""
         fused = named.pop("fused_lm_head", False)
         items = named.pop("num_items_in_batch", None)
         for name in ("use_cache", "return_dict", "output_router_logits"):
@@ -180,31 +188,35 @@ class WholeModel(ModelStandIn):
         logits = columns_of(values, samples, shape).to(ids.device)
         if labels is None:
             return _outputs(logits=logits)
+        # Logits of a column predict the label of the next one when the model shifts.
         first, last = (1, -1) if self._shifts else (0, None)
-        flat, kept = logits[:, :last].flatten(0, 1).float(), labels[:, first:].flatten()
-        total = cross_entropy(flat, kept, ignore_index=IGNORED, reduction="sum")
+        flat, targets = logits[:, :last].flatten(0, 1).float(), labels[:, first:].flatten()
+        total = cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum")
         return _outputs(loss=self._mean(total, labels, items), logits=logits)
 
     def _mean(self, total: torch.Tensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
-        """The loss of a batch: the sum over its tokens by what a trainer has counted, or by those
-        that have a label."""
+        """The loss of a batch: the sum ``total`` over its tokens, divided by the number ``items``
+        that the trainer has counted or, where that is None, by the number of labels."""
         if items is None:
             items = (labels[:, int(self._shifts) :] != IGNORED).sum()
         return total.to(labels.device) / items
 
     def _fused(self, named: Mapping[str, Any], samples: list[RowSample]) -> Any:
-        """What TRL's models give of the tokens of a batch, [b, S - 1] each."""
+        """The outputs that TRL's models have for a batch: the values _FUSED of its tokens,
+        [b, S - 1] each. Where gradients are enabled, log-probabilities are a leaf for the loss."""
         ids, labels = named["input_ids"], named["labels"]
 
         def values(outputs: Any, micro: Any) -> torch.Tensor:
+            """The values of the local tokens, [1, s_r, len(_FUSED)]; 0 for those that a model does
+            not compute."""
             parts = [getattr(outputs, name) for name in _FUSED]
             return torch.stack(
                 [torch.zeros_like(parts[0]) if p is None else p.to(parts[0]) for p in parts], -1
             ).float()
 
-        found = self._mapped(samples, values, more=fused_head)
-        wide = columns_of(found, samples, tuple(ids.shape)).to(ids.device)[:, :-1]
-        fields = dict(zip(_FUSED, wide.unbind(-1), strict=True))
+        by_sample = self._mapped(samples, values, more=fused_head)
+        batch_values = columns_of(by_sample, samples, tuple(ids.shape)).to(ids.device)[:, :-1]
+        fields = dict(zip(_FUSED, batch_values.unbind(-1), strict=True))
         if self._outcomes is not None and torch.is_grad_enabled():
             leaf = fields["log_probs"] = fields["log_probs"].clone().requires_grad_()
             self._outcomes.append(Outcome(leaf=leaf, samples=samples))
@@ -213,6 +225,8 @@ class WholeModel(ModelStandIn):
         return SimpleNamespace(**fields, label_mask=mask, aux_loss=None)
 
     def _mapped(self, samples: list[RowSample], fn: Any, more: Any = None) -> list[torch.Tensor]:
+        """For each sample the values of its tokens, [n, ...], that ``fn(outputs, micro)`` makes of
+        planned forwards; ``more(micro)`` gives further arguments of the model."""
         given = [sample.fields for sample in samples]
         with self._around():
             return self._run.map(given, fn, model=self._spread, more=more)
@@ -225,15 +239,15 @@ def fused_head(micro: Any) -> dict[str, Any]:
 
 def _logits(outputs: Any, micro: Any) -> torch.Tensor:
     """The logits of each local token, [1, s_r, V]."""
-    found: torch.Tensor = outputs.logits
-    return found
+    logits: torch.Tensor = outputs.logits
+    return logits
 
 
 def _token_losses(outputs: Any, micro: Any) -> torch.Tensor:
     """The cross entropy of each local token, [1, s_r], 0 where it has no label."""
     flat = outputs.logits.flatten(0, -2).float()
-    found = cross_entropy(flat, micro.labels.flatten(), ignore_index=IGNORED, reduction="none")
-    return found[None]
+    losses = cross_entropy(flat, micro.labels.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses[None]
 
 
 def _outputs(**named: torch.Tensor) -> Any:

@@ -44,14 +44,15 @@ def scores_of_tokens(
         labels: torch.Tensor | None = None,
         **rest: Any,
     ) -> torch.Tensor:
-        """Tokens [b, S] to scores [b, S, 1]; labels are not looked at."""
+        """The scores [b, S, 1] of tokens [b, S]; labels are ignored."""
         with around():
             stack = getattr(inner, inner.base_model_prefix)
             hidden = stack(input_ids=input_ids, position_ids=position_ids, **rest).last_hidden_state
             scores: torch.Tensor = inner.score(hidden)
         return scores
 
-    own = vars(inner).get("forward")  # Accelerate's, where numbers are of mixed precision
+    # A forward of the instance itself, as Accelerate sets one for mixed precision.
+    own = vars(inner).get("forward")
     inner.forward = forward
     try:
         yield
@@ -66,10 +67,11 @@ class ScoredModel(ModelStandIn):
     """A reward model as it is called for whole batches that all ranks have alike. Collective.
 
     Args:
-        run: The attached run of it.
-        model: What it stands for.
-        around: Entered in each forward.
-        outcomes: Gets what losses are made of, where gradients are wanted.
+        run: The attached run of the model.
+        model: The model in whose place it is called.
+        around: Makes a context in which each forward runs.
+        outcomes: A list to which the scores of each call are added for the loss to be computed of,
+            where gradients are enabled; None where no loss is computed.
     """
 
     def __init__(
@@ -84,14 +86,14 @@ class ScoredModel(ModelStandIn):
         self._run, self._around, self._outcomes = run, around, outcomes
 
     def __call__(self, **named: Any) -> Any:
-        """The scores of all rows, on every rank."""
+        """The scores of all rows as logits [b, 1], on every rank."""
         for name in ("use_cache", "return_dict", "margin"):
             named.pop(name, None)
         samples = samples_of(named, "input_ids", "a batch")
         given = [_unlabelled(sample) for sample in samples]
         with scores_of_tokens(self.stands_for, self._around):
-            found = self._run.map(given, _scores)
-        scores = torch.stack([value[-1] for value in found]).to(named["input_ids"].device)
+            by_sample = self._run.map(given, _scores)
+        scores = torch.stack([tokens[-1] for tokens in by_sample]).to(named["input_ids"].device)
         if self._outcomes is not None and torch.is_grad_enabled():
             scores = scores.clone().requires_grad_()
             self._outcomes.append(_LastToken(leaf=scores, samples=samples))
@@ -101,17 +103,18 @@ class ScoredModel(ModelStandIn):
 
 
 class _LastToken(Outcome):
-    """Scores [b], each of the last token of a sample."""
+    """The outputs of a reward model: the leaf [b] has the score of each sample's last token."""
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradient of the loss by the score of each token of each sample, [n]."""
-        found = list[torch.Tensor]()
+        """For each sample the gradient of the loss by the score of each of its tokens, [n]: only
+        the last one's is not 0."""
+        gradients = list[torch.Tensor]()
         for at, sample in enumerate(self.samples):
-            own = torch.zeros(len(sample.columns))
+            gradient = torch.zeros(len(sample.columns))
             if self.leaf.grad is not None:
-                own[-1] = self.leaf.grad[at]
-            found.append(own)
-        return found
+                gradient[-1] = self.leaf.grad[at]
+            gradients.append(gradient)
+        return gradients
 
     def given(self) -> list[dict[str, torch.Tensor]]:
         """The samples as a run takes them."""
@@ -119,12 +122,12 @@ class _LastToken(Outcome):
 
 
 def _unlabelled(sample: RowSample) -> dict[str, torch.Tensor]:
-    """The fields of a sample with labels that nobody looks at, as a run asks for some."""
+    """The fields of a sample with labels that are not used: a run asks for some."""
     return without_labels(sample.fields["input_ids"], sample.fields)
 
 
 def without_labels(ids: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """A sample of tokens [n] whose labels are those of a single class."""
+    """The fields of a sample with tokens ``ids`` [n] and labels of zeros, which are not used."""
     return {**fields, "input_ids": ids, "labels": torch.zeros_like(ids)}
 
 

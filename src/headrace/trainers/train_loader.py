@@ -34,8 +34,8 @@ _TOKENS = ("input_ids", "chosen_ids", "rejected_ids")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Collated:
-    """An item of the data set, and its samples as the data collator makes them of it alone; none
-    for trainers whose samples belong together."""
+    """An item of the data set and the samples that the data collator makes of it alone; no samples
+    for trainers that need several items together, as pairs."""
 
     item: Any
     samples: list[RowSample]
@@ -43,7 +43,7 @@ class Collated:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ItemReader:
-    """Reads items through a data collator, one at a time. A loader's ``collate_fn``."""
+    """The ``collate_fn`` of a loader: collates each item by itself, if items stand ``alone``."""
 
     collator: Callable[[list[Any]], Any]
     alone: bool
@@ -63,6 +63,7 @@ class _Budgeted(BatchSampler):
     """The order of a sampler, cut into batches of about equal tokens, as many as a budget needs."""
 
     def __init__(self, sampler: Sampler[int], lengths: NDArray[np.int64], budget: int) -> None:
+        """Batches of about ``budget`` tokens or fewer; ``lengths`` [items] are in tokens."""
         super().__init__(sampler, batch_size=1, drop_last=False)
         self._lengths = lengths
         self._count = min(len(lengths), max(1, math.ceil(int(lengths.sum()) / budget)))
@@ -71,11 +72,13 @@ class _Budgeted(BatchSampler):
         return self._count
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = [int(at) for at in self.sampler]
+        """The numbers of the items of each batch. Batch k ends where k / count of all tokens do."""
+        order = [int(item) for item in self.sampler]
         ends = np.cumsum(self._lengths[order])
         start = 0
         for number in range(1, self._count + 1):
             end = int(np.searchsorted(ends, ends[-1] * number / self._count, side="right"))
+            # At least one item for this batch and for each that follows.
             end = min(max(end, start + 1), len(order) - (self._count - number))
             yield order[start:end]
             start = end
@@ -84,7 +87,9 @@ class _Budgeted(BatchSampler):
 def train_loader(
     trainer: Any, *, alone: bool, budget: int | None, say: Callable[[str], object] = tell
 ) -> Any:
-    """A loader that gives every rank the batches of all ranks: lists of :class:`Collated`."""
+    """A loader that gives every rank the batches of all ranks: lists of :class:`Collated`, whose
+    samples are collated only if items stand ``alone``. With a ``budget`` of tokens batches are cut
+    by it. Raises SpecError for a budget where the data set has no length."""
     args, dataset, collator = trainer.args, trainer.train_dataset, trainer.data_collator
     dataset, collator = _columns(trainer, dataset, collator)
     options: dict[str, Any] = {
@@ -118,7 +123,8 @@ def train_loader(
 
 
 def _columns(trainer: Any, dataset: Any, collator: Any) -> tuple[Any, Any]:
-    """The data set and its collator without the columns that the trainer takes away."""
+    """(data set, collator) without the columns that the model does not use: they are removed from
+    the data set or, where that is impossible, by the collator."""
     if hasattr(dataset, "remove_columns") and not isinstance(dataset, IterableDataset):
         return trainer._remove_unused_columns(dataset, description="Training"), collator  # noqa: SLF001
     take = trainer._get_collator_with_removed_columns  # noqa: SLF001
@@ -126,7 +132,8 @@ def _columns(trainer: Any, dataset: Any, collator: Any) -> tuple[Any, Any]:
 
 
 def _sampler(trainer: Any, dataset: Any, say: Callable[[str], object]) -> Any:
-    """The trainer's sampler; a random one where it would sort by length, which is said."""
+    """The trainer's sampler, or a random one where the trainer would group samples by length: then
+    the first rank says so."""
     from transformers import Trainer
 
     own = type(trainer)._get_train_sampler is not Trainer._get_train_sampler  # noqa: SLF001
@@ -163,10 +170,12 @@ class _SameSeeds:
 
 
 def lengths_of(dataset: Any) -> NDArray[np.int64]:
-    """The tokens of each item of a data set, [n], the longer of two that are compared."""
+    """The tokens of each item of a data set, an array [items]: of an item with two texts that are
+    compared, those of the longer one with its prompt."""
     columns = getattr(dataset, "column_names", None) or ()
     named = [name for name in _TOKENS if name in columns]
     if named and hasattr(dataset, "with_format"):
+        # Lengths are counted in Arrow's columns, without making Python objects of the tokens.
         import pyarrow.compute as pc
 
         parts = list[NDArray[np.int64]]()
@@ -182,8 +191,9 @@ def lengths_of(dataset: Any) -> NDArray[np.int64]:
 
 
 def _length(item: Any, at: int) -> int:
-    found = [item[name] for name in _TOKENS if hasattr(item, "keys") and name in item]
-    if not found:
+    """The tokens of item ``at``, of the longest of its texts. Raises DataError without any."""
+    texts = [item[name] for name in _TOKENS if hasattr(item, "keys") and name in item]
+    if not texts:
         raise DataError(
             f"item {at} of the data set",
             got=f"fields {', '.join(map(str, item))}"
@@ -193,11 +203,12 @@ def _length(item: Any, at: int) -> int:
             hint="token numbers that a data collator makes are not counted: give "
             "hr.trainer(..., longest=...)",
         )
-    return max(len(value) for value in found)
+    return max(len(tokens) for tokens in texts)
 
 
 def longest_of(trainer: Any, given: int | None) -> tuple[int, int | None]:
-    """Tokens of the longest sample that may come, and those of all samples where they are known."""
+    """(tokens of the longest sample that may come, tokens of all samples or None where they are not
+    counted). ``given`` is the longest that the user named. Raises SpecError where nothing tells."""
     dataset, most = trainer.train_dataset, getattr(trainer.args, "max_length", None)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         longest = given or most

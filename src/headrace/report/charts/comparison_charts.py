@@ -13,7 +13,7 @@ from headrace.spec.comparison import Comparison, PlannerResult
 __all__ = ["gap_of_batches", "mean_steps", "rates", "seconds_of_batches"]
 
 _COLORS = (theme.PREDICTED, theme.STATIC, theme.INK, "#0072B2", "#009E73")
-"""Of the planners, in the order of the results: headrace has that of predictions."""
+"""Colours of the planners in the order of the results: headrace has that of predictions."""
 
 
 def _color(comparison: Comparison, *, first: int | None = None, legend: bool = True) -> alt.Color:
@@ -25,6 +25,7 @@ def _color(comparison: Comparison, *, first: int | None = None, legend: bool = T
 
 
 def _batch_axis() -> alt.X:
+    """The axis of the batches' numbers."""
     axis = alt.Axis(format=",d", tickMinStep=1, grid=False)
     return alt.X("batch:Q", title="batch", axis=axis, scale=alt.Scale(nice=False, padding=12))
 
@@ -32,7 +33,7 @@ def _batch_axis() -> alt.X:
 def _over_batches(
     rows: list[dict[str, Any]], y: alt.Y, color: alt.Color, tooltip: list[Any], height: int
 ) -> theme.Drawing:
-    """Values of each batch as dots that a line joins, by planner."""
+    """The figure of a value of each batch: dots that a line joins, in a colour for each planner."""
     base = alt.Chart(theme.data(rows)).encode(x=_batch_axis(), y=y, color=color, tooltip=tooltip)
     lines = base.mark_line(strokeWidth=1.3, opacity=0.7)
     charts = theme.layered(lines, base.mark_circle(size=42, opacity=0.9))
@@ -86,13 +87,13 @@ def _bars(
     title: str,
     number: str,
 ) -> theme.Drawing:
-    """A bar with its number for each planner, in the order of the results; planners that hold no
-    batch have none."""
+    """The figure of a bar for each planner, in the order of the results, with the ``value`` beside
+    it in the format ``number``. A planner whose value is None, as it holds no batch, has no bar."""
     names = [comparison.label(result.name) for result in comparison.results]
     rows = [
-        {"planner": name, "value": found}
+        {"planner": name, "value": planner_value}
         for name, result in zip(names, comparison.results, strict=True)
-        if (found := value(result)) is not None
+        if (planner_value := value(result)) is not None
     ]
     base = alt.Chart(theme.data(rows)).encode(
         x=alt.X("value:Q", title=title, axis=alt.Axis(format="~s", grid=False)),
@@ -109,7 +110,7 @@ def _bars(
 
 def gap_of_batches(comparison: Comparison) -> theme.Drawing:
     """How far each batch lies above the seconds that no plan beats, for headrace and the best
-    single group size of each batch."""
+    single group size of each batch, which are the first two results."""
     rows = [
         {
             "batch": number,

@@ -47,10 +47,11 @@ def _has_layers(run: Run) -> bool:
 
 
 def _gantt(run: Run) -> Drawing:
+    """The timelines of the recorded step; the run has one."""
     recorded = run.recorded
     assert recorded is not None, "drawn only when a step was recorded"
-    plans = {step.step: step.planned.best_static for step in run.steps}
-    return gantt(recorded, plans.get(recorded.step, ""))
+    static_names = {step.step: step.planned.best_static for step in run.steps}
+    return gantt(recorded, static_names.get(recorded.step, ""))
 
 
 _STEP, _DATA = "One step, every rank", "The data and where it ran"

@@ -21,7 +21,8 @@ __all__ = ["BARS", "bars", "gantt"]
 BARS = 10_000
 """Bars that a figure holds at most; beyond, rows are aggregated."""
 
-_RANKS = 128
+_RANKS = 128  # that a figure shows at most
+# Kinds of bars from the lowest layer to the top: a later one hides those below it.
 _ORDER = {"idle": 0, "message": 1, "pull": 2, "push": 3, "update": 4, "forward": 5, "backward": 6}
 _MESSAGES = ("send", "recv", "exchange")
 
@@ -32,7 +33,7 @@ def gantt(recorded: RecordedStep, static_name: str = "") -> theme.Drawing:
     panels = [("measured", recorded.measured), ("predicted", recorded.predicted)]
     if recorded.static is not None:
         panels.append((f"best static plan {static_name}".strip() + ", predicted", recorded.static))
-    end = max((timeline.seconds for _, timeline in panels), default=0.0) or 1e-6
+    end = max((timeline.seconds for _, timeline in panels), default=0.0) or 1e-6  # axis needs > 0
     unit = theme.second_unit([end])
     limit = BARS // len(panels)
     domain = [0, end * unit.factor]
@@ -43,6 +44,7 @@ def gantt(recorded: RecordedStep, static_name: str = "") -> theme.Drawing:
         )
         for name, timeline in panels
     ]
+    # The panels share one x axis, so the first one's zoom moves all.
     zoom = alt.selection_interval(
         bind="scales", encodings=["x"], zoom="wheel![event.shiftKey]", name="zoom"
     )
@@ -51,21 +53,25 @@ def gantt(recorded: RecordedStep, static_name: str = "") -> theme.Drawing:
 
 
 def _time(unit: str, domain: list[float], *, last: bool) -> alt.X:
+    """The time axis of a panel, with title and labels under the ``last`` one only."""
     title = f"{unit} since the step began" if last else None
     axis = alt.Axis(title=title, labels=last, ticks=last)
     return alt.X("from:Q", axis=axis, scale=alt.Scale(domain=domain, nice=False))
 
 
 def _title(name: str, timeline: Timeline) -> str:
+    """The heading of a panel: how long the step takes and how much of it is not computation."""
     took, idle = seconds_text(timeline.seconds), share_text(timeline.idle)
     return f"{name}: {took}, {idle} not computing"
 
 
 def bars(timeline: Timeline, limit: int, factor: float) -> list[dict[str, Any]]:
-    """The bars of a timeline, at most ``limit``: a grey one over the whole step for each rank,
-    then the actions, communication before (that is below) computation, so that what is seen of it
-    is what no computation hides; a forward that waits for weights has a bar for each part between.
-    Times are in seconds times ``factor``."""
+    """The rows of a timeline's bars, at most ``limit``; times are seconds times ``factor``.
+
+    Each rank has a grey bar over the whole step, on which its actions are drawn. Communication is
+    drawn below computation, so that only communication that no computation hides is seen. A forward
+    that waits for weights has a bar for each part between the waits.
+    """
     ranks = _drawn_ranks(timeline.devices)
     kept = set(ranks)
     rows = without_waits(row for row in timeline.rows if row.rank in kept)
@@ -77,7 +83,7 @@ def bars(timeline: Timeline, limit: int, factor: float) -> list[dict[str, Any]]:
 
 
 def _kind(row: Row) -> str:
-    """What its bar is called: sending and receiving are one."""
+    """The kind of an action's bar: sends, receives and exchanges are one kind, ``message``."""
     return "message" if row.kind in _MESSAGES else row.kind
 
 
@@ -89,6 +95,7 @@ def _drawn_ranks(devices: int) -> list[int]:
 
 
 def _idle_bar(timeline: Timeline, rank: int, factor: float) -> dict[str, Any]:
+    """The grey bar of a rank over the whole step."""
     return {"rank": rank, "kind": "idle", "from": 0, "to": _short(timeline.seconds * factor)}
 
 
@@ -105,32 +112,37 @@ def _bar(row: Row, factor: float) -> dict[str, Any]:
 
 
 def _short(value: float) -> float:
+    """The value with five digits, as more only make the page larger."""
     return float(f"{value:.5g}")
 
 
 def _aggregate(rows: Sequence[Row], seconds: float, bins: int) -> list[Row]:
-    """At most ``bins`` rows per rank: the step is cut into equal spans, each shows the kind
-    that filled most of it, and equal neighbours are joined."""
+    """Fewer rows in place of ``rows``, at most ``bins`` for each rank: the step is cut into equal
+    slots, each shows the kind of action that filled most of it, and equal neighbours are joined."""
     kinds = list(_ORDER)
     width = seconds / bins
+    # By rank the seconds of each kind in each slot, [bins, kinds].
     filled: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
     for row in rows:
         table = filled.setdefault(row.rank, np.zeros((bins, len(kinds))))
         first, last = int(row.start_s / width), min(bins - 1, int(row.end_s / width))
-        for at in range(min(first, bins - 1), last + 1):
-            overlap = min(row.end_s, (at + 1) * width) - max(row.start_s, at * width)
-            table[at, _ORDER.get(_kind(row), 0)] += max(0.0, overlap)
+        for slot in range(min(first, bins - 1), last + 1):
+            overlap = min(row.end_s, (slot + 1) * width) - max(row.start_s, slot * width)
+            table[slot, _ORDER.get(_kind(row), 0)] += max(0.0, overlap)
     joined: list[Row] = []
     for rank, table in filled.items():
+        # Idle, kind 0, is the rest of each slot.
         table[:, 0] = np.maximum(0, width - table[:, 1:].sum(axis=1))
         joined += _join_slots(rank, table.argmax(axis=1), width)
     return joined
 
 
 def _join_slots(rank: int, winners: Any, width: float) -> list[Row]:
-    """Neighbouring time slots with the same winning kind as one action; ``winners`` has an index of
-    a kind for each slot of ``width`` seconds, 0 for none."""
+    """The rows of a rank, one for each run of neighbouring slots of the same kind. ``winners``
+    [bins] has the index of the kind of each slot of ``width`` seconds. Idle slots, of index 0, have
+    no row."""
     kinds = list(_ORDER)
+    # Slots at which the kind changes.
     edges = [0, *(np.flatnonzero(np.diff(winners)) + 1).tolist(), len(winners)]
     return [
         Row(

@@ -15,13 +15,14 @@ from headrace.spec import LayerOption
 __all__ = ["layer_options", "options_over_steps"]
 
 _SPANS = 200
-"""Bars over the steps that stay apart from each other in half a row."""
+"""The most bars over the steps that can be told apart in the width of half a row."""
 
 _TICKS = 10
 """Steps that each have a tick; of more Vega picks some."""
 
 _LEGEND, _LETTER, _SYMBOL = theme.HALF - 50, 6.2, 31
-"""Widths in pixels: of a legend, and about of a letter and of what stands around a name in it."""
+"""Widths in pixels: of a legend, and in it about of a letter and of the symbol and the space beside
+a name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +48,12 @@ class _Palette:
         return [*self.names.values(), *([self.others] if self.others else [])]
 
     def stacked(self, counts: Mapping[LayerOption, int]) -> list[tuple[str, int, float, float]]:
-        """(name, count, low, high) of each share in a stack from 0 to 1, in order."""
+        """Rows (name, count, low, high) of a stacked bar: each option with a count fills it from
+        ``low`` to ``high``, fractions of the total."""
         sums = dict.fromkeys(self.shown, 0)
         for option, count in counts.items():
             sums[self.names.get(option, self.others)] += count
-        total, below = sum(sums.values()), 0
+        total, below = sum(sums.values()), 0  # below: the counts of the options under this one
         rows = []
         for name, count in sums.items():
             if count:
@@ -60,7 +62,7 @@ class _Palette:
         return rows
 
     def color(self) -> alt.Color:
-        """The same colours and legend in both figures."""
+        """The colours of the options and their legend, the same in both figures."""
         colors = [*theme.OPTIONS[: len(self.names)], *([theme.OTHERS] if self.others else [])]
         return alt.Color(
             "option:N",
@@ -72,15 +74,16 @@ class _Palette:
 
     @property
     def columns(self) -> int:
-        """Names side by side in the legend, so that none is cut off."""
+        """The most columns of the legend in which no name is cut off."""
         widths = [_SYMBOL + _LETTER * len(name) for name in self.shown]
         counts = range(len(widths), 1, -1)
+        # With n columns, names i, i + n, ... are below each other in column i.
         fits = (n for n in counts if sum(max(widths[i::n]) for i in range(n)) <= _LEGEND)
         return next(fits, 1)
 
     @property
     def height(self) -> int:
-        """Of a figure, legend and all."""
+        """The height of a figure in pixels: the bars, and 17 for each row of the legend."""
         return 250 + 17 * -(-len(self.shown) // self.columns)
 
 
@@ -161,5 +164,6 @@ _SHARE = alt.Tooltip("share:Q", format=".1%")
 
 
 def _share(what: str) -> alt.Y:
+    """The axis of shares from 0 to 1."""
     axis = alt.Axis(format=".0%", values=[0, 0.25, 0.5, 0.75, 1], grid=False)
     return alt.Y("low:Q", title=f"share of {what}", scale=alt.Scale(domain=[0, 1]), axis=axis)

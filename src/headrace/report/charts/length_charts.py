@@ -52,11 +52,13 @@ def length_histogram(corpus: CorpusStatistics, noun: str = "document") -> theme.
 
 
 def _finite(*values: float) -> list[float]:
+    """Those of the values that are finite."""
     return [value for value in values if isfinite(value)]
 
 
 def _length_axis(low: float, high: float, noun: str) -> dict[str, Any]:
-    """What all layers of the histogram must say of their axis, or it is mixed from them."""
+    """Title, axis and scale of the lengths. All layers of the histogram are given the same, as
+    Vega-Lite would merge different ones."""
     high = max(high, 1.01 * low)
     return {
         "title": f"length of a {noun}, tokens",
@@ -76,7 +78,7 @@ def _bins(corpus: CorpusStatistics) -> list[dict[str, Any]]:
             {
                 "from": low,
                 "to": high,
-                "middle": (low * high) ** 0.5,
+                "middle": (low * high) ** 0.5,  # on a log axis
                 "count": count,
                 "documents": count / total,
                 "tokens": tokens[i],
@@ -87,7 +89,8 @@ def _bins(corpus: CorpusStatistics) -> list[dict[str, Any]]:
 
 
 def _rules(corpus: CorpusStatistics, axis: dict[str, Any]) -> list[alt.Chart]:
-    """Quantiles and context; their labels take turns in height so that neighbours stay apart."""
+    """Vertical rules at the quantiles and at the context. Each label is lower than the one before,
+    so that neighbours do not overlap."""
     marks = [("median", corpus.median), ("p90", corpus.p90), ("p99", corpus.p99)]
     rows: list[dict[str, Any]] = [
         {"at": at, "text": f"{name} {count_text(at)}", "color": theme.MUTED}
@@ -157,9 +160,10 @@ def bin_label(b: int) -> str:
 
 
 def _cells(assigned: Assigned, bins: list[int], x: alt.X) -> theme.Drawing:
-    """For each bin of lengths, the share of its sequences that ran on each number of ranks."""
+    """A heat map: for each bin of lengths (along ``x``) the share of its sequences that ran on each
+    number of ranks."""
     sizes = sorted({ranks for _, ranks in assigned})
-    totals = {b: sum(n for (at, _), n in assigned.items() if at == b) for b in bins}
+    totals = {b: sum(n for (other, _), n in assigned.items() if other == b) for b in bins}
     rows = [
         {
             "length": bin_label(b),
@@ -209,11 +213,12 @@ def _share_axis() -> alt.Axis:
 
 
 def _plain() -> alt.Axis:
+    """An axis of labels alone."""
     return alt.Axis(grid=False, domain=False, ticks=False, labelAngle=0)
 
 
 def _recompute_strip(run: Run, bins: list[int], x: alt.X) -> alt.Chart:
-    """For each bin of lengths, the share of its layers with each recompute level."""
+    """Stacked bars: for each bin of lengths the shares of its layers by recompute level."""
     rows = [
         {
             "length": bin_label(b),

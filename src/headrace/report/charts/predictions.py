@@ -27,12 +27,13 @@ def predicted_against_measured(run: Run) -> theme.Drawing:
     rows = [_dot(step, unit.factor) for step in steps]
     values = [row[key] for row in rows for key in ("predicted", "measured")] or [1.0]
     low, high = min(values) / 1.08, max(values) * 1.08
-    wide = high / low > 8
+    wide = high / low > 8  # then both axes are logarithmic
     low = low if wide else 0.0
     scale = alt.Scale(type="log" if wide else "linear", domain=[low, high], nice=False)
     axis = theme.log_axis(low, high, _PLAIN) if wide else alt.Axis()
     x = alt.X("predicted:Q", title=f"predicted, {unit.name}", scale=scale, axis=axis)
     y = alt.Y("measured:Q", title=f"measured, {unit.name}", scale=scale, axis=axis)
+    # The two ends of the diagonal, and of its band.
     line = [{"predicted": v, "measured": v, "low": v * 0.9, "high": v * 1.1} for v in (low, high)]
     ground = alt.Chart(theme.data(line)).encode(x=x)
     band = ground.mark_area(color=theme.PREDICTED, opacity=0.12, clip=True).encode(
@@ -115,13 +116,15 @@ def memory_by_rank(run: Run) -> theme.Drawing:
 
 
 def _peak_rows(peaks: list[float], unit: theme.Unit) -> alt.InlineData:
+    """Rows of rank and peak from the peak bytes of each rank."""
     return theme.data(
         [{"rank": rank, "peak": peak * unit.factor} for rank, peak in enumerate(peaks)]
     )
 
 
 def _highest(steps: Sequence[tuple[float, ...]]) -> list[float]:
-    """The highest value of each rank; a rank without any is left at zero."""
+    """The highest value of each rank over all steps, of which each has values by rank. A rank
+    without a finite value has 0."""
     ranks = max(map(len, steps), default=0)
     return [
         max((s[rank] for s in steps if rank < len(s) and isfinite(s[rank])), default=0.0)
@@ -139,8 +142,9 @@ def _capacity_rule(capacity_bytes: float, at: float) -> list[alt.Chart]:
 
 
 def cost_fit(run: Run) -> theme.Drawing:
-    """Profiled points and the fitted curve of a layer over the tokens of its pack, log-log, a
-    column per part; coloured by ranks, dots shaped by method, lines dashed by recompute."""
+    """Seconds of a layer over the tokens of its pack, log-log: profiled points as dots, the fitted
+    costs as lines, in a column for each part. Colours are numbers of ranks, shapes of dots are
+    methods, dashes of lines are recompute levels."""
     points = run.facts.costs.points
     unit = theme.second_unit(p.measured_s for p in points)
     parts = list(dict.fromkeys(point.part for point in points))
@@ -166,7 +170,8 @@ def cost_fit(run: Run) -> theme.Drawing:
 
 
 def _fit_row(point: CostPoint, factor: float) -> dict[str, Any]:
-    """One measured point of a fit; ``single`` where its pack has one document only."""
+    """One measured point of a fit; ``single`` where its pack has one document only. Options are
+    texts such as ``megatron_cz+full``, a method and perhaps a recompute level."""
     method, _, recompute = point.option.partition("+")
     longest = point.longest or point.tokens
     return {
@@ -183,7 +188,8 @@ def _fit_row(point: CostPoint, factor: float) -> dict[str, Any]:
 
 
 def _fit_panel(rows: list[dict[str, Any]], y: alt.Y, colors: alt.Scale) -> alt.LayerChart:
-    """The chart of one part's fits over tokens: lines are predicted, marks measured."""
+    """The chart of one part's fits over tokens: lines are predicted, marks measured. Packs of
+    several documents have hollow marks and no line, as tokens alone do not fix their seconds."""
     tokens = [row["tokens"] for row in rows]
     low, high = min(tokens) / 1.15, max(tokens) * 1.15
     x = alt.X(

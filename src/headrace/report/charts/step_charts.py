@@ -36,8 +36,9 @@ Value = Callable[[StepMetrics], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """``value`` is the mean of the steps from ``step`` up to the next point, ``smooth`` its
-    smoothed neighbourhood; None where nothing was written."""
+    """A point of a line over steps. ``value`` is the mean of the steps from ``step`` up to the next
+    point, ``smooth`` the same after smoothing over neighbouring points. Both are None where the
+    run wrote no value."""
 
     step: int
     value: float | None
@@ -65,7 +66,8 @@ def series(run: Run, value: Value, limit: int = LIMIT) -> list[Point]:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """The running mean of the running median: outliers do not show, steps are not jagged."""
+    """The running mean of the running median: the median removes outliers, the mean the jumps of
+    the median. A window is a fifteenth of the values; up to 12 values stay as they are."""
     window = max(2, len(values) // 30) if len(values) > 12 else 0
     spans = [slice(max(0, i - window), i + window + 1) for i in range(len(values))]
     medians = np.array([median(values[span]) for span in spans])
@@ -73,21 +75,25 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 
 def _mean(values: npt.NDArray[np.float64]) -> float:
+    """The mean of the finite values, NaN when there is none."""
     kept = finite(values)
     return float(kept.mean()) if kept.size else float("nan")
 
 
 def _round(value: float) -> float | None:
-    """Five significant digits are more than a picture shows and a third of the bytes."""
+    """The value with five significant digits, as more make a page larger and cannot be seen; None
+    where it is not finite."""
     return float(f"{value:.5g}") if np.isfinite(value) else None
 
 
 def _step_axis() -> alt.X:
+    """The axis of step numbers."""
     axis = alt.Axis(format=",d", tickMinStep=1, grid=False)
     return alt.X("step:Q", title="step", axis=axis, scale=alt.Scale(nice=False))
 
 
 def _rows(run: Run, value: Value) -> list[dict[str, Any]]:
+    """The points of a value over the steps as rows of a figure: ``step``, ``value``, ``smooth``."""
     return [asdict(point) for point in series(run, value)]
 
 
@@ -99,7 +105,8 @@ def _curve(
     number: str,
     x: alt.X | None = None,
 ) -> list[alt.Chart]:
-    """Values as dots, smoothed as a line; a gap where nothing was written."""
+    """The layers of a curve: dots for the values, a line for the smoothed ones, a gap where there
+    are none. ``number`` is the format of values in the tooltip, where they are called ``name``."""
     base = alt.Chart(theme.data(rows)).encode(x=x or _step_axis())
     tooltip = ["step:Q", alt.Tooltip("value:Q", title=name, format=number)]
     size = 22 if len(rows) <= 300 else 5
@@ -133,7 +140,7 @@ def _percent(ticks: int) -> alt.Axis:
 
 
 def _from_zero(largest: float) -> alt.Scale:
-    """At least up to 5 %, so that next to nothing looks like it."""
+    """A scale from 0 to just above ``largest``, at least to 5 %, so that tiny shares look tiny."""
     return alt.Scale(domain=[0, max(0.05, 1.05 * largest)], clamp=True)
 
 
@@ -162,6 +169,7 @@ def ratio_over_steps(run: Run) -> theme.Drawing:
     what lies beyond the axis is drawn at its end."""
     rows = _rows(run, lambda step: step.ratio)
     known = finite(step.ratio for step in run.warm)
+    # The axis covers 0.8 to 1.25 at least and 0.25 to 4 at most.
     low = max(0.25, min(0.8, float(known.min()) * 0.95)) if known.size else 0.8
     high = min(4.0, max(1.25, float(known.max()) * 1.05)) if known.size else 1.25
     ticks = [
@@ -190,6 +198,8 @@ def gap_to_bound(run: Run) -> theme.Drawing:
     batch, as a share of the bound; both predicted."""
 
     def above(seconds: float, step: StepMetrics) -> float:
+        """The share of the step's lower bound by which ``seconds`` are above it; NaN where the
+        bound is not known."""
         bound = step.planned.lower_bound_s
         return seconds / bound - 1 if bound > 0 else float("nan")
 
@@ -219,8 +229,8 @@ def gap_to_bound(run: Run) -> theme.Drawing:
 
 
 def strategies_over_steps(run: Run) -> theme.Drawing:
-    """Seconds of every step, coloured by its strategy (Hydraulis, Figure 15a); those that ran
-    least are one colour."""
+    """Seconds of every step, coloured by its strategy (Hydraulis, Figure 15a); strategies that ran
+    least share one colour."""
     counted = Counter(step.planned.strategy for step in run.steps)
     named = [name for name, _ in counted.most_common(len(theme.OPTIONS))]
     several = len(counted) > len(named)

@@ -51,7 +51,8 @@ __all__ = [
 Drawing = alt.Chart | alt.LayerChart | alt.HConcatChart | alt.VConcatChart
 
 _FIT = alt.AutoSizeParams(type="fit", contains="padding")
-"""Axes and legends count in the width of a figure (concatenations do not know this)."""
+"""The width of a figure includes its axes and legends (which Vega-Lite cannot do for concatenated
+figures)."""
 
 FULL, HALF = 1080, 525
 """Widths of a figure in pixels: alone in its row, or one of two."""
@@ -108,9 +109,9 @@ def log_axis(low: float, high: float, number: str, **options: Any) -> alt.Axis:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Where :func:`log_axis` sets its ticks; ``0 < low < high``."""
+    """The ticks of :func:`log_axis`; ``0 < low < high``."""
     decades = log10(high / low)
-    steps = (1, 2, 5) if decades < 3.2 else (1,)
+    steps = (1, 2, 5) if decades < 3.2 else (1,)  # of each power of ten
     exponents = range(floor(log10(low)), ceil(log10(high)) + 1)
     ticks = [float(f"{step}e{exponent}") for exponent in exponents for step in steps]
     return [tick for tick in ticks if low <= tick <= high]
@@ -119,11 +120,12 @@ def log_ticks(low: float, high: float) -> list[float]:
 def data(rows: Sequence[dict[str, Any]]) -> alt.InlineData:
     """Rows of a figure; NaN and infinity become null, which JSON can say and Vega skips."""
     values = [{key: _plain(value) for key, value in row.items()} for row in rows]
-    with debug_mode(False):  # Altair would hold every row against its schema
+    with debug_mode(False):  # otherwise Altair checks every row against its schema, which is slow
         return alt.InlineData(values=values)
 
 
 def _plain(value: Any) -> Any:
+    """The value, or None for a float that is not finite."""
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
@@ -133,7 +135,7 @@ def layered(*charts: alt.Chart) -> alt.LayerChart:
 
 
 def legend(title: str | None = None, **options: Any) -> alt.Legend:
-    """A legend in one line above the figure, so that it takes no width."""
+    """A horizontal legend above the figure, so that it takes none of its width."""
     return alt.Legend(title=title, orient="top", direction="horizontal", offset=8, **options)
 
 
@@ -144,20 +146,22 @@ def label(chart: alt.Chart, **place: Any) -> list[alt.Chart]:
 
 
 def named_color(names: Mapping[str, str], shown: alt.Legend) -> alt.Color:
-    """The colours of layers that each calculate their own ``name``."""
+    """The colour channel for layers whose rows have a ``name``: names with their colours, and the
+    legend ``shown``."""
     return alt.Color("name:N", scale=named_scale(names), legend=shown)
 
 
 def named_scale(colors: Mapping[str, str]) -> alt.Scale:
-    """A scale of names that each have their colour."""
+    """A scale that gives each name its colour."""
     return alt.Scale(domain=list(colors), range=list(colors.values()))
 
 
 def group_scale(sizes: Iterable[int]) -> alt.Scale:
-    """Colours of group sizes: more ranks, darker. One size has one colour in all figures of
-    a run as long as ``sizes`` are all the run used."""
+    """Colours of group sizes, darker for more ranks. When ``sizes`` are all sizes of a run, a size
+    has the same colour in all its figures."""
     known = sorted(set(sizes))
     last = len(_VIRIDIS) - 1
+    # Spread evenly over the colours; more sizes than colours share some.
     picked = [round(i * last / max(1, len(known) - 1)) for i in range(len(known))]
     return alt.Scale(domain=known, range=[_VIRIDIS[i] for i in picked])
 
