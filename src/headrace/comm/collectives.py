@@ -168,8 +168,8 @@ def reduce_scatter_rows(
         returns  [sizes[rank], ...]
         adjoint  all_gather_rows(grad, sizes)
 
-    ``add`` makes the result of the parts of all ranks [R, sizes[rank], ...] where it is given,
-    instead of :func:`sum_of_parts`.
+    ``add(parts)``, where it is given, makes the result from the parts of all ranks
+    [R, sizes[rank], ...] in place of :func:`sum_of_parts`.
     """
     return issue_reduce_scatter(x, sizes, group, add=add).wait()
 
@@ -185,28 +185,28 @@ def issue_reduce_scatter(
     if group is None:
         return Arriving.there(x) if add is None else Arriving(None, lambda: add(x[None]))
     add = add or sum_of_parts
-    mine = sizes[dist.get_rank(group)]
+    own_rows = sizes[dist.get_rank(group)]
     ranks = dist.get_world_size(group)
-    out = x.new_empty((ranks, mine, *x.shape[1:]))
+    parts = x.new_empty((ranks, own_rows, *x.shape[1:]))
     sent = x.contiguous()
     work = dist.all_to_all_single(
-        out.view(ranks * mine, *x.shape[1:]),
+        parts.view(ranks * own_rows, *x.shape[1:]),
         sent,
-        [mine] * ranks,
+        [own_rows] * ranks,
         list(sizes),
         group=group,
         async_op=True,
     )
-    return Arriving(Transfer(work, group, x), lambda: add(out), keep=sent)
+    return Arriving(Transfer(work, group, x), lambda: add(parts), keep=sent)
 
 
 def sum_of_parts(parts: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-    """The sum of parts [R, ...], half types in fp32, in rank order on a CPU; into ``into`` [...],
-    of any strides, where it is given."""
+    """The sum over the first dim of parts [R, ...], half types in fp32, on a CPU in rank order;
+    written to ``into`` [...], of any strides, where it is given."""
     if parts.device.type != "cpu":  # one kernel, which adds half types in fp32
         return parts.sum(0) if into is None else torch.sum(parts, 0, out=into)
-    wide = parts.element_size() < 4
-    total = parts[0].float() if wide else parts[0].clone()
+    is_half = parts.element_size() < 4
+    total = parts[0].float() if is_half else parts[0].clone()
     for part in parts[1:]:
         total += part
     return total.to(parts.dtype) if into is None else into.copy_(total)
@@ -236,11 +236,12 @@ def gather_bytes(
     if group is None:
         return [payload]
     size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    sizes = [int(n) for n in all_gather_rows(size, [1] * dist.get_world_size(group), group)]
-    mine = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
-    flat = bytes(all_gather_rows(mine.to(device), sizes, group).cpu().numpy())
+    sizes = [int(count) for count in all_gather_rows(size, [1] * dist.get_world_size(group), group)]
+    # frombuffer refuses an empty buffer: an empty payload gets a byte that is cut off again
+    sent = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
+    received = bytes(all_gather_rows(sent.to(device), sizes, group).cpu().numpy())
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
-    return [flat[start : start + n] for start, n in zip(starts, sizes, strict=True)]
+    return [received[start : start + count] for start, count in zip(starts, sizes, strict=True)]
 
 
 def exchange_bytes(payloads: Sequence[bytes], group: dist.ProcessGroup | None) -> list[bytes]:
@@ -251,10 +252,11 @@ def exchange_bytes(payloads: Sequence[bytes], group: dist.ProcessGroup | None) -
     ones, send = [1] * len(payloads), [len(payload) for payload in payloads]
     receive = all_to_all_rows(torch.tensor(send, dtype=torch.int64), ones, ones, group).tolist()
     joined = b"".join(payloads)
-    mine = torch.frombuffer(bytearray(joined or b"\0"), dtype=torch.uint8)[: len(joined)]
-    flat = bytes(all_to_all_rows(mine, send, receive, group).numpy())
+    # frombuffer refuses an empty buffer: an empty one gets a byte that is cut off again
+    sent = torch.frombuffer(bytearray(joined or b"\0"), dtype=torch.uint8)[: len(joined)]
+    received = bytes(all_to_all_rows(sent, send, receive, group).numpy())
     starts = [sum(receive[:rank]) for rank in range(len(receive))]
-    return [flat[start : start + n] for start, n in zip(starts, receive, strict=True)]
+    return [received[start : start + count] for start, count in zip(starts, receive, strict=True)]
 
 
 def gather_to_first(payload: bytes, group: dist.ProcessGroup | None) -> list[bytes] | None:
@@ -262,20 +264,21 @@ def gather_to_first(payload: bytes, group: dist.ProcessGroup | None) -> list[byt
     does not grow with the number of ranks. Payloads are padded to the longest."""
     if group is None:
         return [payload]
-    first, mine = dist.get_global_rank(group, 0), dist.get_rank(group) == 0
+    first_rank, is_first = dist.get_global_rank(group, 0), dist.get_rank(group) == 0
     longest = torch.tensor(len(payload), dtype=torch.int64)
     work = dist.all_reduce(longest, dist.ReduceOp.MAX, group=group, async_op=True)
     Transfer(work, group, longest).wait()
-    room = _LENGTH.size + int(longest)
+    row_bytes = _LENGTH.size + int(longest)
+    # each row: the length of the payload, the payload, zeros up to the longest one
     sent = torch.frombuffer(
-        bytearray(_LENGTH.pack(len(payload)) + payload).ljust(room, b"\0"), dtype=torch.uint8
+        bytearray(_LENGTH.pack(len(payload)) + payload).ljust(row_bytes, b"\0"), dtype=torch.uint8
     )
-    count = dist.get_world_size(group) if mine else 0
-    received = torch.empty((count, room), dtype=torch.uint8)
-    into = list(received.unbind()) if mine else None
-    work = dist.gather(sent, into, first, group=group, async_op=True)
+    count = dist.get_world_size(group) if is_first else 0
+    received = torch.empty((count, row_bytes), dtype=torch.uint8)
+    rows = list(received.unbind()) if is_first else None
+    work = dist.gather(sent, rows, first_rank, group=group, async_op=True)
     Transfer(work, group, sent).wait()
-    if not mine:
+    if not is_first:
         return None
     padded = [row.tobytes() for row in received.numpy()]
     return [row[_LENGTH.size :][: _LENGTH.unpack_from(row)[0]] for row in padded]
@@ -285,15 +288,15 @@ def from_first(payload: bytes, group: dist.ProcessGroup | None) -> bytes:
     """The payload of the group's first rank, on all ranks; the other payloads are ignored."""
     if group is None:
         return payload
-    first, mine = dist.get_global_rank(group, 0), dist.get_rank(group) == 0
+    first_rank, is_first = dist.get_global_rank(group, 0), dist.get_rank(group) == 0
     size = torch.tensor([len(payload)], dtype=torch.int64)
-    work = dist.broadcast(size, first, group=group, async_op=True)
+    work = dist.broadcast(size, first_rank, group=group, async_op=True)
     Transfer(work, group, size).wait()
     flat = torch.empty(int(size), dtype=torch.uint8)
-    if mine and payload:
+    if is_first and payload:
         flat.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     if len(flat):
-        work = dist.broadcast(flat, first, group=group, async_op=True)
+        work = dist.broadcast(flat, first_rank, group=group, async_op=True)
         Transfer(work, group, flat).wait()
     return bytes(flat.numpy())
 
@@ -320,19 +323,19 @@ def agree(what: str, value: str, group: dist.ProcessGroup | None) -> None:
     fixed size is compared; the values are exchanged only where digests differ."""
     if group is None:
         return
-    # max(d) and ~max(~d) = min(d) are the same where all digests are.
+    # One all-reduce gives max(d) and max(~d) = ~min(d): digests agree where maximum and minimum do.
     digest = torch.frombuffer(bytearray(hashlib.sha256(value.encode()).digest()), dtype=torch.int64)
-    both = torch.stack([digest, ~digest])
-    work = dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True)
-    Transfer(work, group, both).wait()
-    if torch.equal(both[0], ~both[1]):
+    extremes = torch.stack([digest, ~digest])
+    work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group, async_op=True)
+    Transfer(work, group, extremes).wait()
+    if torch.equal(extremes[0], ~extremes[1]):
         return
-    values = [payload.decode() for payload in gather_bytes(value.encode(), group)]
-    odd = [rank for rank, other in enumerate(values) if other != values[0]]
-    if odd:
+    values = [gathered.decode() for gathered in gather_bytes(value.encode(), group)]
+    other_ranks = [rank for rank, text in enumerate(values) if text != values[0]]
+    if other_ranks:
         raise PlanMismatch(
             what,
-            got=f"{values[odd[0]][:12]} on rank {odd[0]}",
+            got=f"{values[other_ranks[0]][:12]} on rank {other_ranks[0]}",
             wanted=f"{values[0][:12]} as on rank 0",
             hint="all ranks must see the same files, configuration and versions",
         )

@@ -34,6 +34,7 @@ def count_gpus() -> int:
         return 0
     if torch.cuda.is_initialized():
         return torch.cuda.device_count()
+    # The query may initialize CUDA, which would forbid this process to fork: see [Note: forks].
     return _ask_child(torch.cuda.device_count)
 
 
@@ -42,30 +43,31 @@ def forks_fail() -> bool:
     or autograd ran where there are devices, as its threads ask for them."""
     if not torch.backends.cuda.is_built():
         return False
-    return torch.cuda.is_initialized() or not _ask_child(_computes)
+    return torch.cuda.is_initialized() or not _ask_child(_child_computes)
 
 
-def _computes() -> bool:
-    """Whether this child has CUDA and autograd; torch raises where it knows that it has not."""
+def _child_computes() -> bool:
+    """Whether a forked child can use CUDA and autograd. It runs in such a child: torch raises there
+    where it knows that it cannot."""
     torch.ones(1, requires_grad=True).sum().backward()
-    reached = torch._C._cuda_getDeviceCount()  # noqa: SLF001  the driver's count, not the manager's
-    return not torch.cuda._is_in_bad_fork() and reached == torch.cuda.device_count()  # noqa: SLF001
+    driver_count = torch._C._cuda_getDeviceCount()  # noqa: SLF001  the driver's count, not the manager's
+    return not torch.cuda._is_in_bad_fork() and driver_count == torch.cuda.device_count()  # noqa: SLF001
 
 
 def _ask_child(question: Callable[[], int]) -> int:
     """The answer of ``question`` in a forked child; 0 where the child fails."""
-    ours, theirs = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.write(theirs, str(int(question())).encode())
+            os.write(write_end, str(int(question())).encode())
         finally:
             os._exit(0)
-    os.close(theirs)
-    with os.fdopen(ours, "rb") as pipe:
-        said = pipe.read()
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        answer = pipe.read()
     os.waitpid(child, 0)
-    return int(said or 0)
+    return int(answer or 0)
 
 
 def begin_gpu(local_rank: int, *, deterministic: bool = False) -> str:
@@ -89,14 +91,15 @@ def begin_gpu(local_rank: int, *, deterministic: bool = False) -> str:
     if deterministic:
         _take_deterministic_kernels()
     torch.cuda.set_device(index)
+    # a first product, so that CUDA and cuBLAS are initialized now
     torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))
     torch.cuda.synchronize()
     return f"cuda:{index}"
 
 
 def _take_deterministic_kernels() -> None:
-    """Before the device begins: cuBLAS reads its variable then. torch warns of what has no such
-    kernel, by name."""
+    """Choose deterministic kernels; torch warns where an operator has none. It has to be called
+    before CUDA is initialized, as cuBLAS reads its variable then."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
     # Else every new tensor is filled; here all of it is written.

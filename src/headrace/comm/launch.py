@@ -88,14 +88,16 @@ def start(
     )
     _check(ranks)
     if forked is None:
-        several = (threads or len(os.sched_getaffinity(0)) // ranks) > 1
-        forked = not ((_threaded.is_set() and several) or forks_fail())
+        # Where torch has computed on several threads here, a fork that does so again would wait for
+        # threads that it does not have.
+        many_threads = (threads or len(os.sched_getaffinity(0)) // ranks) > 1
+        forked = not ((_threaded.is_set() and many_threads) or forks_fail())
     # torch's optimizers import it when they are first made: once here, not on every rank.
     importlib.import_module("torch._dynamo")
     gc.collect()  # ranks would join the threads of a leftover store, and abort
     children: dict[int, int] = {}
-    with _listen(port) as listener, caught(*stopping()) as heard:
-        body = _Started(
+    with _listen(port) as listener, caught(*stopping()) as signals_heard:
+        rank_main = _RankMain(
             main=main,
             ranks=ranks,
             port=listener.getsockname()[1],
@@ -105,20 +107,23 @@ def start(
 
         def in_child(rank: int) -> int:
             listener.close()
-            return body(rank)
+            return rank_main(rank)
 
         try:
-            children = fork(ranks, in_child) if forked else execute(ranks, body, inherited)
-            store = _serve(listener, body.port)  # after the fork: its threads would not survive it
+            children = fork(ranks, in_child) if forked else execute(ranks, rank_main, inherited)
+            store = _serve(
+                listener, rank_main.port
+            )  # after the fork: its threads would not survive it
             board = StatusBoard.of_attempt(store, 0)
-            return supervise(children, board, heard, each, stop_s)
+            return supervise(children, board, signals_heard, each, stop_s)
         finally:
             bury(children)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Started:
-    """The main function of a rank process: set up torch, connect to the store, run ``main``."""
+class _RankMain:
+    """The main function of a rank process, which may be pickled: it sets up torch, connects to the
+    store and runs ``main``."""
 
     main: Callable[[World], int]
     ranks: int
@@ -173,11 +178,11 @@ def lone_rank(
         hang_s=float("inf"),
         deterministic=deterministic,
     )
-    before = torch.get_num_threads()
-    named = {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", *VARIABLES)}
-    chosen = torch.are_deterministic_algorithms_enabled()
-    warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    os.environ["GLOO_SOCKET_IFNAME"] = named["GLOO_SOCKET_IFNAME"] or "lo"
+    former_threads = torch.get_num_threads()
+    former_variables = {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", *VARIABLES)}
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    os.environ["GLOO_SOCKET_IFNAME"] = former_variables["GLOO_SOCKET_IFNAME"] or "lo"
     store = dist.TCPStore(_LOCALHOST, 0, is_master=True, wait_for_workers=False)
     place = RankPlace(
         rank=0, ranks=1, local_rank=0, local_ranks=1, attempt=0, host=_LOCALHOST, port=store.port
@@ -188,15 +193,17 @@ def lone_rank(
     finally:
         if torch.get_num_threads() > 1:
             _threaded.set()
-        torch.set_num_threads(before)
-        torch.use_deterministic_algorithms(chosen, warn_only=warned)
-        for name, value in named.items():
+        torch.set_num_threads(former_threads)
+        torch.use_deterministic_algorithms(was_deterministic, warn_only=warned_only)
+        for name, value in former_variables.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
 
 
 def _check(ranks: int) -> None:
+    """Raise LaunchError for fewer ranks than one, and for a call outside of the main thread, where
+    signals cannot be handled."""
     if ranks < 1:
         raise LaunchError("ranks", got=ranks, wanted="at least 1")
     if threading.current_thread() is not threading.main_thread():
@@ -288,17 +295,19 @@ def join(
     code = run_rank(
         main, place, settings, store, obey=stopping(), grace_s=stop_s, lifeline=lifeline
     )
-    if code and not (code > 128 and not dist.is_initialized()):  # 128: a signal, and all is ended
+    # Ranks that a signal stopped in order (code 128 + signal) have ended torch.distributed and may
+    # return; after other failures transfers may be under way that nothing can cancel.
+    if code and not (code > 128 and not dist.is_initialized()):
         end(code)
     return code
 
 
 def _meet(place: RankPlace, store: dist.Store, lifeline: Lifeline, *, limit_s: float) -> RankPlace:
     """Run the rendezvous with the other ranks; returns ``place`` with the number of the attempt."""
-    mine, theirs = route(place.host, place.port)
+    own_address, store_address = route(place.host, place.port)
     joined = join_attempt(
         store,
-        JoinRequest(address=mine, store=theirs, port=lifeline.port),
+        JoinRequest(address=own_address, store=store_address, port=lifeline.port),
         rank=place.rank,
         ranks=place.ranks,
         limit_s=limit_s,
@@ -313,15 +322,15 @@ def _meet(place: RankPlace, store: dist.Store, lifeline: Lifeline, *, limit_s: f
 def _interface(address: str) -> str:
     """The name of the network interface with this address, for gloo; raises LaunchError where there
     is none."""
-    found = interface_of(address)
-    if found is None:
+    name = interface_of(address)
+    if name is None:
         raise LaunchError(
             f"address {address} of this machine",
             got="no network interface with it",
             wanted="one",
             hint="set GLOO_SOCKET_IFNAME to the interface that leads to the others",
         )
-    return found
+    return name
 
 
 def _place() -> RankPlace:

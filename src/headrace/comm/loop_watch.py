@@ -46,30 +46,36 @@ class LoopWatch:
         self._death: Death | None = None
         self._known_s = 0.0
         self._count, self._published = 0, ""
-        self._resting, self._told = True, False
+        self._resting = True  # between steps: this rank may end
+        self._told = False  # whether the error about a lost rank was raised here
         self._stop_asked = False
         self._forget: Callable[[], None] = lambda: None
         self._publishing = threading.Lock()
         self._closed = threading.Event()
         self._lifeline = Lifeline()
-        mine = f"{time.time_ns()} {self._lifeline.port} {socket.gethostname()}"
-        said = [text.decode().split() for text in gather_bytes(mine.encode(), groups.world)]
-        self._board = StatusBoard(dist.PrefixStore(f"headrace/loop {said[0][0]}", _own_store()))
-        _, port, host = said[(self._rank - 1) % self._ranks]
-        near = host == said[self._rank][2]
+        # start time (names the job's keys in the store), port and host of each rank
+        own_address = f"{time.time_ns()} {self._lifeline.port} {socket.gethostname()}"
+        addresses = [
+            payload.decode().split() for payload in gather_bytes(own_address.encode(), groups.world)
+        ]
+        self._board = StatusBoard(
+            dist.PrefixStore(f"headrace/loop {addresses[0][0]}", _own_store())
+        )
+        _, port, host = addresses[(self._rank - 1) % self._ranks]
+        same_machine = host == addresses[self._rank][2]
         with suppress(LaunchError):  # a name that nobody knows: the store alone tells then
-            self._lifeline.hold(("127.0.0.1" if near else host, int(port)))
+            self._lifeline.hold(("127.0.0.1" if same_machine else host, int(port)))
         self._forget = waiting.explain(self.cause)
         atexit.register(self._leave)
         self._thread = threading.Thread(target=self._run, name="loop watch", daemon=True)
         self._thread.start()
 
     def enter(self) -> None:
-        """This rank begins a step: its end is a failure from now on."""
+        """This rank begins a step: from now on its end is a failure."""
         self._change(resting=False)
 
     def rest(self) -> None:
-        """The loop is over: this rank may end when it likes."""
+        """The loop is over: from now on the end of this rank is no failure."""
         self._change(resting=True)
 
     def _change(self, *, resting: bool) -> None:
@@ -92,12 +98,13 @@ class LoopWatch:
         )
 
     def ask_stop(self, number: int) -> bool:
-        """Ask the first rank to stop all, because of a signal; whether this rank is the first to
-        ask."""
+        """Ask the first rank to stop all ranks, because of signal ``number``. Returns whether this
+        rank is the first to ask."""
         return self._board.ask_stop(number, f"rank {self._rank}")
 
     def stop_asked(self) -> bool:
-        """Whether some rank has asked, as the last round of the first rank has heard."""
+        """On the first rank, whether some rank asked to stop, as of this rank's last look at the
+        board; always False on other ranks."""
         return self._stop_asked
 
     def close(self) -> None:
@@ -151,12 +158,15 @@ class LoopWatch:
         beat = self._board.last(before) if how else None
         if not how or beat is None or beat.left:
             return
+        # The failed rank may have raised an error and be about to say so: its words are the better
+        # ones.
         deadline = time.monotonic() + _NOTICE_S
         while (death := self._board.death()) is None and time.monotonic() < deadline:
             time.sleep(0.02)
         self._hear(death or self._board.declare(Death(rank=before, how=f"{how} ({beat.where})")))
 
     def _hear(self, death: Death) -> None:
+        """Keep the first failure that this rank hears of, and when it did."""
         if self._death is None:
             self._death, self._known_s = death, time.monotonic()
 
@@ -202,11 +212,12 @@ class CallWatch:
             self._watch = None
 
     def _where(self) -> str:
+        """The number of the batch and the action that this rank is in, in words."""
         return f"batch {self._batches}" + (f", {self._action}" if self._action else "")
 
 
 def _own_store() -> dist.Store:
-    """A client of the user's store of its own: who waits for a key holds a client against other
-    threads."""
-    found: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
-    return found.clone()  # type: ignore[no-any-return]
+    """A new client of the user's store for this thread alone: a thread that waits for a key blocks
+    all others that use the same client."""
+    default_store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+    return default_store.clone()  # type: ignore[no-any-return]

@@ -77,16 +77,16 @@ def join_attempt(
     """
     token, deadline = secrets.token_hex(8), time.monotonic() + limit_s
     store = dist.PrefixStore("meeting", store)
-    first = _First(store, ranks) if rank == 0 else None
-    values = [token, request.address, request.store, request.port]
-    store.set(f"here/{rank}", json.dumps(values))
+    inviter = _Inviter(store, ranks) if rank == 0 else None
+    registration = [token, request.address, request.store, request.port]
+    store.set(f"here/{rank}", json.dumps(registration))
     joined: JoinedAttempt | None = None
     while True:
-        if first is not None:
-            first.call()
-        called = _called(store, rank, token)
-        if called is not None and called != joined:
-            joined = called
+        if inviter is not None:
+            inviter.invite_if_new()
+        invitation = _invitation(store, rank, token)
+        if invitation is not None and invitation != joined:
+            joined = invitation
             store.add(f"answers/{joined.attempt}", 1)
         if joined is not None and store.check([f"begun/{joined.attempt}"]):
             return joined
@@ -100,58 +100,62 @@ def join_attempt(
         time.sleep(_POLL_S)
 
 
-class _First:
+class _Inviter:
     """The first rank's part of the rendezvous: it invites all ranks once they have registered, and
     again after restarts."""
 
     def __init__(self, store: dist.Store, ranks: int) -> None:
         self._store, self._ranks = store, ranks
-        self._old = set(json.loads(store.get("old"))) if store.check(["old"]) else set()
-        self._called: list[list[Any]] = []
+        self._begun_tokens = set(json.loads(store.get("old"))) if store.check(["old"]) else set()
+        self._invited: list[list[Any]] = []  # registrations that the last invitations were for
         self._attempt = 0
 
-    def call(self) -> None:
+    def invite_if_new(self) -> None:
         """Invite all ranks if their registrations are new, and begin the attempt when all have
         answered."""
-        came = self._registrations()
-        if came and came != self._called:
-            self._called, self._attempt = came, self._store.add("attempts", 1) - 1
+        registrations = self._registrations()
+        if registrations and registrations != self._invited:
+            self._invited, self._attempt = registrations, self._store.add("attempts", 1) - 1
             self._invite()
-        if self._called and self._store.add(f"answers/{self._attempt}", 0) == self._ranks:
+        if self._invited and self._store.add(f"answers/{self._attempt}", 0) == self._ranks:
             self._store.set(f"begun/{self._attempt}", "1")
-            self._store.set("old", json.dumps([token for token, *_ in self._called]))
+            self._store.set("old", json.dumps([token for token, *_ in self._invited]))
 
     def _registrations(self) -> list[list[Any]]:
-        """The registrations of all ranks in this attempt; empty while some are missing."""
+        """The registrations [token, address, store, port] of all ranks for a new attempt; empty
+        while a rank is missing or has only registered for the last one."""
         keys = [f"here/{rank}" for rank in range(self._ranks)]
         if not self._store.check(keys):
             return []
-        came = [json.loads(value) for value in self._store.multi_get(keys)]
-        return [] if any(token in self._old for token, *_ in came) else came
+        registrations = [json.loads(value) for value in self._store.multi_get(keys)]
+        return (
+            [] if any(token in self._begun_tokens for token, *_ in registrations) else registrations
+        )
 
     def _invite(self) -> None:
         """Write for each rank which attempt begins, its own address and the address and port of the
         rank before it."""
         # A machine may see only 127.0.0.1 as its own address; others know the store's machine.
-        seen = [store for _, _, store, _ in self._called if not _loops(store)]
-        known = [
-            seen[0] if seen and _loops(address) else address for _, address, _, _ in self._called
+        store_addresses = [store for _, _, store, _ in self._invited if not _is_loopback(store)]
+        addresses = [
+            store_addresses[0] if store_addresses and _is_loopback(address) else address
+            for _, address, _, _ in self._invited
         ]
-        ports = [port for *_, port in self._called]
-        for rank, (token, *_) in enumerate(self._called):
-            before = [known[rank - 1], ports[rank - 1]]
-            values = [token, self._attempt, known[rank], before]
-            self._store.set(f"call/{rank}", json.dumps(values))
+        ports = [port for *_, port in self._invited]
+        for rank, (token, *_) in enumerate(self._invited):
+            before = [addresses[rank - 1], ports[rank - 1]]
+            invitation = [token, self._attempt, addresses[rank], before]
+            self._store.set(f"call/{rank}", json.dumps(invitation))
 
 
-def _called(store: dist.Store, rank: int, token: str) -> JoinedAttempt | None:
+def _invitation(store: dist.Store, rank: int, token: str) -> JoinedAttempt | None:
     """The invitation of this rank; None while there is none for its ``token``."""
     if not store.check([f"call/{rank}"]):
         return None
-    called, attempt, address, (host, port) = json.loads(store.get(f"call/{rank}"))
+    invited_token, attempt, address, (host, port) = json.loads(store.get(f"call/{rank}"))
     return (
         JoinedAttempt(attempt=attempt, address=address, before=(host, port))
-        if called == token
+        if invited_token == token
         else None
     )
 
@@ -163,7 +167,7 @@ def _missing(store: dist.Store, ranks: int) -> str:
     return f"no rank {shown}" if missing else "ranks that have not come again after a restart"
 
 
-def _loops(address: str) -> bool:
+def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
@@ -193,7 +197,8 @@ def reach_store(host: str, port: int, *, serve: bool, limit_s: float) -> dist.TC
 
 
 def _knock(host: str, port: int, where: str, deadline: float) -> None:
-    """Return once a port is open there: torch's own client prints pages of errors while none is."""
+    """Wait until something listens at ``host:port``; raises LaunchError after ``deadline``.
+    Otherwise torch's own client would print pages of errors while nothing does."""
     while True:
         try:
             socket.create_connection((host, port), timeout=1).close()
@@ -210,8 +215,8 @@ def _knock(host: str, port: int, where: str, deadline: float) -> None:
 
 
 def _enter(host: str, port: int, limit_s: float) -> dist.TCPStore | None:
-    """A client of the store; None where there is none within the limit. It is made in a thread, as
-    its constructor waits for ever for a server that is no store."""
+    """A client of the store; None where no store answers within the limit. It is made in a thread,
+    as its constructor waits for ever for a server that is no store."""
     made: list[dist.TCPStore] = []
 
     def make() -> None:
@@ -237,7 +242,7 @@ def route(host: str, port: int) -> tuple[str, str]:
 
 def interface_of(address: str) -> str | None:
     """The name of the network interface with this address; None when it is not this machine's."""
-    for name, found in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address for entry in found):
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
             return name
     return None

@@ -53,19 +53,19 @@ class Messages:
         self._sent: dict[int, _Sent] = {}
 
     def greet(self, peers: Sequence[int], device: str | torch.device) -> None:
-        """Exchange a number with each of ``peers`` at once: the first message between two ranks
-        opens their connection, which blocks both."""
+        """Exchange one number with each of ``peers`` at once, on ``device``: the first message
+        between two ranks opens their connection, which blocks both."""
         if not peers:
             return
-        sent = torch.ones(len(peers), device=device)
-        got = torch.zeros_like(sent)
+        greetings = torch.ones(len(peers), device=device)
+        received = torch.zeros_like(greetings)
         operations = [
-            dist.P2POp(kind, x[at : at + 1], peer, self._group)
-            for kind, x in ((dist.isend, sent), (dist.irecv, got))
-            for at, peer in enumerate(peers)
+            dist.P2POp(operation, buffer[i : i + 1], peer, self._group)
+            for operation, buffer in ((dist.isend, greetings), (dist.irecv, received))
+            for i, peer in enumerate(peers)
         ]
         for work in dist.batch_isend_irecv(operations):
-            Transfer(work, self._group, sent, here=True).wait()
+            Transfer(work, self._group, greetings, here=True).wait()
 
     def send(self, x: torch.Tensor, peer: int) -> None:
         """Start to send ``x`` to rank ``peer``; its values must not change until the next message
@@ -104,14 +104,15 @@ class Messages:
             sent.transfer.wait()  # once: a second wait never returns
 
     def _post(self, operations: list[dist.P2POp]) -> None:
-        """Post operations with one neighbour: the first is a send, which stays in flight."""
+        """Post operations with one neighbour, of which the first is a send: receives are waited
+        for, the send stays in flight where its backend gives it a handle of its own."""
         works = dist.batch_isend_irecv(operations)
-        x = operations[0].tensor
-        transfers = [Transfer(work, self._group, x, here=True) for work in works]
-        if len(works) < len(operations):  # one handle for all of them
+        sent = operations[0].tensor
+        transfers = [Transfer(work, self._group, sent, here=True) for work in works]
+        if len(works) < len(operations):  # NCCL gives one handle for all of them
             transfers[0].wait()
             return
-        self._sent[operations[0].peer] = _Sent(transfer=transfers[0], buffer=x)
+        self._sent[operations[0].peer] = _Sent(transfer=transfers[0], buffer=sent)
         for transfer in transfers[1:]:
             transfer.wait()
 
@@ -224,44 +225,53 @@ class Groups:
         self._met.clear()
 
     def prepare(self, wanted: Iterable[tuple[int, ...]]) -> None:
-        """Make and open the groups of ``wanted`` that do not exist yet, and open the world.
-        Collective: all ranks make the same call, and none returns before all groups exist; a rank
-        that waits in it cannot be freed. Groups of one rank need no communicator and are
-        skipped."""
-        new = sorted({r for r in wanted if len(r) > 1} - self._made.keys())
+        """Make and open the groups of ``wanted`` (ranks of the world, ascending) that do not exist
+        yet, and open the world. Collective: all ranks make the same call, and none returns before
+        all groups exist; a rank that waits in it cannot be freed. Groups of one rank need no
+        communicator and are skipped."""
+        missing = sorted({r for r in wanted if len(r) > 1} - self._made.keys())
         if not self._opened and self.ranks > 1:
             self._open(self.world)
             self._opened = True
         if self.node_ranks and self._nodes is None:
             self._nodes = self._make_nodes(self.node_ranks)
-        for ranks in new:
+        for ranks in missing:
             self._made[ranks] = self._make(ranks)
-        if new:
+        if missing:
             meet(self.world)
 
     def _make(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """Make a group, and open it where this rank is of it."""
+        """Make the group of ``ranks``, and open it; returns it, None where this rank is not in
+        it."""
         # A rank outside of the group opens nothing and only counts it: a search for new
         # connections would take longer the more ranks, and so groups, there are.
-        mine = self.rank in ranks
-        with self._connections.opening() if mine else nullcontext():
-            made = self._new(ranks)
-        if made is None:
+        is_member = self.rank in ranks
+        with self._connections.opening() if is_member else nullcontext():
+            group = self._new(ranks)
+        if group is None:
             return None
-        self._open(made)
-        return made
+        self._open(group)
+        return group
 
-    def _make_nodes(self, each: int) -> NodeGroups:
+    def _make_nodes(self, node_ranks: int) -> NodeGroups:
         """Create the groups of links inside of each node, then those across nodes; returns this
         rank's."""
-        nodes = [range(at, at + each) for at in range(0, self.ranks, each)]
-        alike = [range(at, self.ranks, each) for at in range(each)]
+        node_members = [
+            range(first, first + node_ranks) for first in range(0, self.ranks, node_ranks)
+        ]
+        same_place_members = [range(first, self.ranks, node_ranks) for first in range(node_ranks)]
+        # Every rank takes part in making every group, in the same order, and is in one of each
+        # kind.
         inside, across = (
-            next(group for group in [self._make(ranks) for ranks in some] if group is not None)
-            for some in (nodes, alike)
+            next(
+                group
+                for group in [self._make(ranks) for ranks in groups_of_ranks]
+                if group is not None
+            )
+            for groups_of_ranks in (node_members, same_place_members)
         )
         aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        return NodeGroups(ranks=each, inside=inside, across=across, aside=aside)
+        return NodeGroups(ranks=node_ranks, inside=inside, across=across, aside=aside)
 
     @property
     def nodes(self) -> NodeGroups | None:
@@ -289,23 +299,26 @@ class Groups:
         self._met.update(new)
 
     def _new(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """A group, None where this rank is not in it."""
-        made = dist.new_group(list(ranks), timeout=self._timeout, backend=self._backend)
-        if not isinstance(made, dist.ProcessGroup):  # torch's marker for a group without this rank
+        """A new group of ``ranks``; None where this rank is not in it. Collective over the
+        world."""
+        group = dist.new_group(list(ranks), timeout=self._timeout, backend=self._backend)
+        if not isinstance(group, dist.ProcessGroup):  # torch's marker for a group without this rank
             return None
-        self._connections.keep(made)
-        return made
+        self._connections.keep(group)
+        return group
 
     def _open(self, group: dist.ProcessGroup) -> None:
-        """Use a group once in either way that layouts use it, which has all its members meet."""
-        ones = torch.ones(dist.get_world_size(group), device=self.device)
-        each = [1] * len(ones)
-        all_to_all_rows(ones, each, each, group)
-        all_gather_rows(ones[:1], each, group)
+        """Run an all-to-all and an all-gather of one number per rank in a group, the two
+        collectives that layouts use: all its members meet, and its communicator is made now."""
+        numbers = torch.ones(dist.get_world_size(group), device=self.device)
+        rows = [1] * len(numbers)
+        all_to_all_rows(numbers, rows, rows, group)
+        all_gather_rows(numbers[:1], rows, group)
         self._settle()
 
     def _settle(self) -> None:
-        """Wait for the device, too: on one, waits for transfers are for it alone."""
+        """Wait until the device has done the collectives: on a GPU, waiting for a transfer makes
+        only the device wait, not the host."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

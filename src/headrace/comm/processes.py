@@ -80,12 +80,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def stopping() -> tuple[signal.Signals, ...]:
-    """What people, schedulers and terminals send to end a job (Slurm may warn by SIGUSR1); without
-    SIGHUP where it is ignored, which is what nohup does."""
-    found = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    """The signals by which people, schedulers and terminals end a job (Slurm may warn by SIGUSR1).
+    SIGHUP is left out where it is ignored, as nohup has it."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        return found
-    return (*found, signal.SIGHUP)
+        return signals
+    return (*signals, signal.SIGHUP)
 
 
 @contextmanager
@@ -105,32 +105,35 @@ def caught(*signals: signal.Signals) -> Iterator[list[int]]:
 
 @contextmanager
 def told_first(tell: Callable[[signal.Signals], bool]) -> Iterator[None]:
-    """Context in which a signal that ends a job is told first; where ``tell`` takes it the process
-    goes on. One that it does not take has its former effect. Nothing outside of the main thread,
-    and for signals that are ignored."""
+    """Context in which ``tell(signal)`` is called first for a signal that ends a job: where it
+    returns True the process goes on, else the signal has its former effect. Does nothing outside of
+    the main thread, and for signals that are ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = {number: signal.getsignal(number) for number in stopping()}
-    heard = {number: do for number, do in former.items() if do != signal.SIG_IGN}
+    all_handlers = {number: signal.getsignal(number) for number in stopping()}
+    former_handlers = {
+        number: handler for number, handler in all_handlers.items() if handler != signal.SIG_IGN
+    }
 
-    def hear(number: int, frame: Any) -> None:
+    def handle(number: int, frame: Any) -> None:
+        """The handler of all these signals."""
         if tell(signal.Signals(number)):
             return
-        do = heard[signal.Signals(number)]
-        if callable(do):
-            do(number, frame)
+        handler = former_handlers[signal.Signals(number)]
+        if callable(handler):
+            handler(number, frame)
         else:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
-    for number in heard:
-        signal.signal(number, hear)
+    for number in former_handlers:
+        signal.signal(number, handle)
     try:
         yield
     finally:
-        for number, do in heard.items():
-            signal.signal(number, do or signal.SIG_DFL)
+        for number, handler in former_handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def fork(ranks: int, body: Callable[[int], int]) -> dict[int, int]:
@@ -155,7 +158,8 @@ def fork(ranks: int, body: Callable[[int], int]) -> dict[int, int]:
 
 
 def live(parent: int, rank: int, body: Callable[[int], int]) -> None:
-    """Run the body of a child of ``parent``, then end the process; never returns to the caller."""
+    """Run ``body(rank)`` as a child process of ``parent``, then end the process with its code;
+    never returns to the caller."""
     code = 1
     try:
         for number in (signal.SIGINT, signal.SIGHUP):  # the terminal sends them to all
@@ -163,7 +167,7 @@ def live(parent: int, rank: int, body: Callable[[int], int]) -> None:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() == parent:  # else it died before the line above
+        if os.getppid() == parent:  # else the parent died before prctl, which then does nothing
             code = body(rank)
     except BaseException:
         traceback.print_exc()
@@ -186,23 +190,25 @@ def supervise(
     ``each`` is called in every round, and once more when all have ended.
     """
     running, ranks = dict(children), len(children)
-    kill_at, told, asked, end_at = float("inf"), False, False, 0.0
+    kill_at, terminated, stop_seen, stop_until = float("inf"), False, False, 0.0
     while running:
+        # Deaths after SIGTERM was sent are its consequence; of others the board keeps the first.
         for rank, status in _reap(running):
-            if (death := _autopsy(rank, status, board)) and not told:
+            if (death := _autopsy(rank, status, board)) and not terminated:
                 kill_at = min(kill_at, time.monotonic() + _GRACE_S)
                 if board.declare(death) == death:
                     say(str(death))
-        if heard and not asked:
-            asked = True
+        if heard and not stop_seen:
+            stop_seen = True
             say(f"stopped by {signal.Signals(heard[0]).name}: {board.everyone(ranks)}")
             if stop_s and board.stoppable():
-                end_at = time.monotonic() + stop_s
+                stop_until = time.monotonic() + stop_s
                 board.ask_stop(heard[0], "launcher")
                 say(stop_text(stop_s))
-        if asked and not told and time.monotonic() > end_at:
-            told, kill_at = True, time.monotonic() + _GRACE_S
-            if end_at:
+        # The time to stop in order is over (it was none where ranks cannot stop so): end them all.
+        if stop_seen and not terminated and time.monotonic() > stop_until:
+            terminated, kill_at = True, time.monotonic() + _GRACE_S
+            if stop_until:
                 say(f"not stopped within {seconds_text(stop_s)}: {board.everyone(ranks)}")
             _signal_all(running, signal.SIGTERM)
         if len(heard) > 1 or time.monotonic() > kill_at:
@@ -217,7 +223,7 @@ def supervise(
 
 
 def stop_text(grace_s: float) -> str:
-    """What becomes of a run that was asked to stop."""
+    """The message to the user when a run that was asked to stop has ``grace_s`` seconds for it."""
     return (
         "the step under way is ended and a checkpoint written, in at most "
         f"{seconds_text(grace_s)}; a second signal ends all at once"
@@ -234,7 +240,8 @@ def bury(children: dict[int, int]) -> None:
 
 
 def _reap(running: dict[int, int]) -> list[tuple[int, int]]:
-    """Rank and wait status of the children that have ended since; takes them out."""
+    """(rank, wait status) of each child that has ended since the last call; takes it out of
+    ``running``."""
     ended = []
     for rank, pid in list(running.items()):
         got, status = os.waitpid(pid, os.WNOHANG)  # ours only: the caller may have others
@@ -245,6 +252,7 @@ def _reap(running: dict[int, int]) -> list[tuple[int, int]]:
 
 
 def _signal_all(running: dict[int, int], number: signal.Signals) -> None:
+    """Send a signal to all children that still run."""
     for pid in running.values():
         os.kill(pid, number)  # not reaped yet, so the number is still its own
 
@@ -252,6 +260,7 @@ def _signal_all(running: dict[int, int], number: signal.Signals) -> None:
 def _autopsy(rank: int, status: int, board: StatusBoard) -> Death | None:
     """The failure of a rank by its wait status; None when it ended well."""
     code = os.waitstatus_to_exitcode(status)
+    # a rank that ends well says in its last heartbeat that it has left
     if code == 0:
         beat = board.last(rank)
         if beat and beat.left:
@@ -259,6 +268,7 @@ def _autopsy(rank: int, status: int, board: StatusBoard) -> Death | None:
     if code < 0:
         named = -code < signal.SIGRTMIN
         name = signal.Signals(-code).name if named else f"signal {-code}"
+        # the code of a shell: 128 + signal
         how, code = f"was killed by {name}", 128 - code
     else:
         how, code = f"left with code {code}" if code else "left before its end", code or 1
@@ -357,6 +367,7 @@ def _names_main(data: bytes) -> bool:
 
 
 def _write(file: int, data: bytes) -> None:
+    """Write all of ``data``, which may take several calls."""
     while data:
         data = data[os.write(file, data) :]
 

@@ -138,10 +138,10 @@ def here(place: RankPlace, settings: Settings, store: dist.Store) -> Iterator[Wo
 
 def _watcher(place: RankPlace, settings: Settings, lifeline: Lifeline | None = None) -> Watcher:
     """The watcher of this rank, not started, with a connection of its own to the job's store."""
-    own = dist.TCPStore(place.host, place.port, is_master=False)
+    own_store = dist.TCPStore(place.host, place.port, is_master=False)
     hurry(place.port)
     return Watcher(
-        StatusBoard.of_attempt(own, place.attempt),
+        StatusBoard.of_attempt(own_store, place.attempt),
         rank=place.rank,
         ranks=place.ranks,
         heartbeat_s=settings.heartbeat_s,
@@ -184,8 +184,9 @@ def _join(
 
 
 def _device(place: RankPlace, settings: Settings) -> str:
-    """This rank's device, ready for use. It comes before the first beat: CUDA holds the interpreter
-    while it begins, longer than ranks may be silent, and who has not beaten is not waited for."""
+    """This rank's device, initialized. It is called before the watcher starts: CUDA holds Python's
+    lock while it is initialized, longer than a rank may be silent, and a rank counts as silent only
+    after its first heartbeat."""
     if settings.device == "cpu":
         return "cpu"
     return begin_gpu(place.local_rank, deterministic=settings.deterministic)
@@ -208,6 +209,7 @@ def _report_failure(error: BaseException, rank: int, watcher: Watcher) -> int:
     if is_broken_connection(error):
         time.sleep(_NOTICE_S)  # the watcher ends the process when the cause is known
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    # Another rank may have failed before: its failure then counts, and is what is reported.
     death = watcher.fail(f"raised {text}")
     if death.rank == rank:
         say_traceback(rank, error)
@@ -224,7 +226,7 @@ def is_broken_connection(error: BaseException) -> bool:
             return True
         if isinstance(cause, Freed):  # from waiting for it
             return True
-        if isinstance(cause, RuntimeError) and any(words in str(cause) for words in _BROKEN):
+        if isinstance(cause, RuntimeError) and any(text in str(cause) for text in _BROKEN):
             return True
         cause = cause.__cause__
     return False

@@ -73,18 +73,18 @@ class Rerendezvous:
         """Whether some rank requests a rendezvous, even if the request is only seen a moment
         later."""
         deadline = time.monotonic() + _NOTICE_S
-        while not (found := self._watcher.board.asked_again(self._number + 1)):
+        while not (requested := self._watcher.board.asked_again(self._number + 1)):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.02)
-        return found
+        return requested
 
     def meet_anew(self, groups: Groups, drop_attempt: Callable[[], object] = lambda: None) -> None:
         """Leave the old world and create a new one, for ``groups`` too. Collective.
         ``drop_attempt`` is called when no rank waits any more; afterwards nothing may refer to
         transfers of the old world."""
         self._watcher.enter("meeting anew", limit_s=self._timeout_s)
-        self._watcher.keep()
+        self._watcher.keep()  # first: the watcher must not cut connections of the new world
         self.connections.cut()
         self.connections.settle()
         waiting.leave_behind()
@@ -97,5 +97,6 @@ class Rerendezvous:
         self._watcher.leave()
 
     def _free(self) -> None:
+        """Free this rank from what it waits for; the watcher's thread calls it."""
         waiting.free()  # first: a thread that returns from an aborted kernel must see it
         self.connections.cut()

@@ -69,22 +69,23 @@ class Connections:
     def cut(self) -> int:
         """Shut all connections down: threads that wait for one, here or at its other end, get an
         error. Abort all groups. From any thread. Returns how many connections were open."""
-        found = 0
+        open_count = 0
+        # each in a thread of its own: see [Note: aborting]
         while self._groups:
             if (group := self._groups.pop()()) is not None:
                 thread = threading.Thread(target=_abort, args=(group,), daemon=True)
                 self._aborting.append(thread)
                 thread.start()
-        for inode, number in _sockets().items():
+        for inode, file_number in _sockets().items():
             if inode in self._inodes:
-                with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                with suppress(OSError), socket.socket(fileno=os.dup(file_number)) as connection:
                     # gloo ends the process when what it listens on is gone.
                     listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                     if not listens and self._spared not in _ports(connection):
                         connection.shutdown(socket.SHUT_RDWR)
-                        found += 1
+                        open_count += 1
         self._inodes.clear()
-        return found
+        return open_count
 
     def settle(self) -> None:
         """Wait until all groups that were cut have been aborted."""
@@ -93,26 +94,27 @@ class Connections:
 
 
 def _abort(group: Abortable) -> None:
+    """Abort one group, in a thread of its own."""
     with suppress(RuntimeError):  # it was being destroyed, or had failed by itself
         group.abort()
 
 
 def _ports(connection: socket.socket) -> set[int]:
-    """The ports at both ends; none of what is no TCP connection."""
+    """The ports at both ends of a connection; empty where it is no TCP connection."""
     names = (connection.getsockname(), connection.getpeername())
     return {name[1] for name in names if isinstance(name, tuple)}
 
 
 def _sockets() -> dict[int, int]:
     """File numbers of this process's sockets by inode; empty where the system does not tell."""
-    found: dict[int, int] = {}
+    file_numbers: dict[int, int] = {}
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError, ValueError):
                 target = os.readlink(f"/proc/self/fd/{name}")
                 if target.startswith("socket:["):
-                    found[int(target[8:-1])] = int(name)
-    return found
+                    file_numbers[int(target[8:-1])] = int(name)
+    return file_numbers
 
 
 def make_impatient(connection: socket.socket) -> None:
@@ -131,8 +133,8 @@ def make_impatient(connection: socket.socket) -> None:
 
 def hurry(port: int) -> None:
     """Apply :func:`make_impatient` to this process's connections to ``port`` of any machine."""
-    for number in _sockets().values():
-        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-            remote = connection.family in (socket.AF_INET, socket.AF_INET6)
-            if remote and connection.getpeername()[1] == port:
+    for file_number in _sockets().values():
+        with suppress(OSError), socket.socket(fileno=os.dup(file_number)) as connection:
+            is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if is_tcp and connection.getpeername()[1] == port:
                 make_impatient(connection)

@@ -101,6 +101,8 @@ class StatusBoard:
     def note_raised(self, rank: int) -> None:
         """Note that a rank raised an error of this library: lower ``lowest``, count ``raised``."""
         expected = ""
+        # compare_set returns the stored rank: a higher one is replaced, in another try, as other
+        # ranks may write meanwhile.
         while (lowest := int(self._store.compare_set("lowest", expected, str(rank)))) > rank:
             expected = str(lowest)
         self._store.add("raised", 1)
@@ -150,7 +152,7 @@ class StatusBoard:
         return self._store.check(["stoppable"]) and self._store.get("stoppable") == b"1"
 
     def ask_stop(self, number: int, who: str) -> bool:
-        """Ask all ranks to stop after the step under way, because of a signal by its number;
+        """Ask all ranks to stop after the step under way, because of signal ``number``. Returns
         whether ``who`` is the first to ask."""
         mine = f"{number} {who}"
         return self._store.compare_set("stop", "", mine).decode() == mine

@@ -17,7 +17,8 @@ def under_torchrun() -> bool:
 
 
 def ranks_here(started: int) -> int:
-    """Ranks of this machine: as the launcher says, or as many as are ``started`` here."""
+    """The number of ranks on this machine: as the launcher says, or ``started`` where there is no
+    launcher and this process starts them itself."""
     if not under_torchrun():
         return started
     return number("LOCAL_WORLD_SIZE", number("WORLD_SIZE", 1))
@@ -30,8 +31,9 @@ def sees_own_gpus() -> bool:
 
 
 def speaks_here() -> bool:
-    """Whether this process prints messages that all ranks of this machine would print alike before
-    they are connected: the first of the launched ranks does."""
+    """Whether this process prints messages that otherwise all ranks of this machine would print
+    alike before they are connected: only the rank with LOCAL_RANK 0 does, or a process without a
+    launcher."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -44,8 +46,8 @@ def variable(name: str) -> str:
 
 
 def number(name: str, default: int | None = None) -> int:
-    """An environment variable as a number. Raises LaunchError where it is none, or missing without
-    a default."""
+    """An environment variable as a whole number. Raises LaunchError where its value is not one, and
+    where it is missing and there is no default."""
     if default is not None and not os.environ.get(name):
         return default
     text = variable(name)

@@ -64,16 +64,16 @@ class Transfer:
         *,
         here: bool = False,
     ) -> None:
-        """Keep a transfer that was issued, in the list of those that a freed rank has to give
-        up."""
+        """Keep the handle ``work`` of an issued transfer of ``x``, and add it to the transfers that
+        a freed rank has to leave behind."""
         assert work is not None, "issued asynchronously, by a rank of the group"
         self.work, self.group, self.here = work, group, here
         self._of_host = x.device.type == "cpu"
         _state.under_way.add(self)
 
     def wait(self) -> None:
-        """Return when it has ended. Raises Freed, or what broke it: the cause where that becomes
-        known (:func:`explain`)."""
+        """Return when the transfer has ended. Raises Freed, or the error of a broken connection:
+        the failure that caused it, where that becomes known (:func:`explain`)."""
         try:
             self._wait()
         except Freed:
@@ -85,8 +85,8 @@ class Transfer:
             raise
 
     def _wait(self) -> None:
-        """Wait until the transfer has ended; where waits are sliced, look between two slices
-        whether this rank is freed."""
+        """Wait until the transfer has ended; after :func:`begin` in slices of time, with a look
+        after each whether this rank is freed."""
         if not (_state.sliced and self._of_host):
             self.work.wait()
         elif self.here:
@@ -97,18 +97,20 @@ class Transfer:
         _state.under_way.discard(self)
 
     def _ends_in_slice(self) -> bool:
-        """Whether it ended within one slice."""
+        """Wait for one slice of time; returns whether the transfer ended in it. Raises what broke
+        it."""
         try:
             self.work.wait(timedelta(seconds=_SLICE_S))
         except RuntimeError:
             if not self.work.is_completed():
                 return False
-            self.work.wait()  # ended just now, or it was no matter of time: raises what broke it
+            self.work.wait()  # ended just now, or failed for another reason than time: raises it
         return True
 
 
 class _Helper:
-    """A thread that waits in place of another."""
+    """A thread that waits for transfers in place of another thread, which looks at other things
+    meanwhile."""
 
     def __init__(self) -> None:
         self._asked: SimpleQueue[tuple[Transfer, SimpleQueue[BaseException | None]]]
@@ -144,13 +146,13 @@ class _State:
     """How this process waits: one object for all transfers."""
 
     def __init__(self) -> None:
-        """Begin without slices: waits are ordinary until somebody may free this rank."""
+        """Begin without slices: waits are ordinary until :func:`begin` is called."""
         self.sliced = False
         self.under_way: set[Transfer] = set()
-        self.others = 0  # what may wait for transfers that are not of headrace
+        self.others = 0  # contexts of `explained` that are open: transfers that are not headrace's
         self.freed = threading.Event()
-        self.asked: Callable[[], bool] = self.freed.is_set
-        self.cause: Callable[[], Exception | None] | None = None
+        self.asked: Callable[[], bool] = self.freed.is_set  # whether this rank is to be freed
+        self.cause: Callable[[], Exception | None] | None = None  # why another rank failed
         self._helper: _Helper | None = None
 
     def wait_there(self, transfer: Transfer) -> None:
@@ -175,17 +177,19 @@ def begin() -> None:
 
 
 def heed(asked: Callable[[], bool] | None = None) -> None:
-    """Look at ``asked`` between two slices of waiting whether this rank is to leave what it waits
-    for; without it, at whether :func:`free` was called."""
+    """Have waits look at ``asked()`` between two slices: where it is True, this rank leaves what it
+    waits for. Without ``asked`` it does so once :func:`free` was called."""
     _state.asked = asked or _state.freed.is_set
 
 
 def explain(cause: Callable[[], Exception | None]) -> Callable[[], None]:
-    """From now on raise what ``cause()`` gives, once it gives something, in ranks that wait in
-    slices, and in the place of what a broken connection raises. Returns what ends this."""
+    """From now on ``cause()`` is asked for the failure of another rank, None while there is none:
+    its error is raised in waits in slices, and in place of the error of a broken connection.
+    Returns a function that ends this."""
     _state.cause = cause
 
     def forget() -> None:
+        """Ask no more, unless another cause was set since."""
         if _state.cause is cause:
             _state.cause = None
 
@@ -194,8 +198,9 @@ def explain(cause: Callable[[], Exception | None]) -> Callable[[], None]:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Within it a connection that breaks in a transfer of others (a wrapper's, torch's own) raises
-    the cause too, where that becomes known."""
+    """Context around transfers that are not headrace's (a wrapper's, torch's own): where a
+    connection breaks in it, the failure that :func:`explain` knows of is raised instead, if there
+    is one."""
     _state.others += 1
     try:
         yield
@@ -214,6 +219,7 @@ _BROKEN = ("gloo", "onnection closed by peer", "onnection reset", "Broken pipe")
 
 
 def _is_broken(error: RuntimeError) -> bool:
+    """Whether an error is of a broken connection."""
     return isinstance(error, dist.DistError) or any(words in str(error) for words in _BROKEN)
 
 
@@ -223,17 +229,18 @@ def under_way() -> bool:
 
 
 def _cause_of_break() -> Exception | None:
-    """Why a connection broke, even if that is only known a moment later."""
+    """Why a connection broke, waiting a few seconds for it to become known; None where it does not,
+    or this rank is freed."""
     deadline = time.monotonic() + _EXPLAINED_S
     while _state.cause is not None and not freed() and time.monotonic() < deadline:
-        if (found := _state.cause()) is not None:
-            return found
+        if (cause := _state.cause()) is not None:
+            return cause
         time.sleep(0.02)
     return None
 
 
 def freed() -> bool:
-    """Whether this rank has been freed: what it waited for since may hold anything."""
+    """Whether this rank has been freed: then the results of its last transfers are not valid."""
     return _state.asked()
 
 
@@ -251,15 +258,16 @@ def free() -> None:
 
 
 def leave_behind() -> int:
-    """Forget all transfers under way, which must have no connection any more. Groups of those that
-    never end are never destroyed, not even at the end of the process. Returns how many transfers
-    that are."""
-    left = {t for t in _state.under_way if not t.here}
+    """Forget all transfers under way; their connections must have been closed before. Returns how
+    many of them do not end: their groups are never destroyed, as that would wait for them for
+    ever."""
+    unfinished = {t for t in _state.under_way if not t.here}
     _state.under_way.clear()
     deadline = time.monotonic() + _CLOSING_S
-    while left and time.monotonic() < deadline:
-        left = {t for t in left if not t.work.is_completed()}
-        time.sleep(0.005 if left else 0.0)
-    for transfer in left:
+    while unfinished and time.monotonic() < deadline:
+        unfinished = {t for t in unfinished if not t.work.is_completed()}
+        time.sleep(0.005 if unfinished else 0.0)
+    for transfer in unfinished:
+        # a reference too many keeps the group alive to the end of the process
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(transfer.group or dist.group.WORLD))
-    return len(left)
+    return len(unfinished)

@@ -112,7 +112,7 @@ class AwakeClock:
         """A clock, not started, that calls ``too_long`` with the seconds since the last answer once
         these are above ``limit_s``."""
         self._tick_s, self._limit_s, self._too_long = tick_s, limit_s, too_long
-        self._tick = (0.0, time.monotonic())  # seconds asleep until then, and the last tick
+        self._tick = (0.0, time.monotonic())  # (seconds asleep until the last tick, its time)
         self._answered_s = self.seconds()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="clock", daemon=True)
@@ -143,8 +143,8 @@ class AwakeClock:
         self._thread.join()
 
     def _run(self) -> None:
-        """The thread: ticks every ``tick_s``, counts time in which the machine slept apart, and
-        reports a missing answer."""
+        """The thread: ticks every ``tick_s``, adds up the time in which this process did not run,
+        and calls ``too_long`` where an answer is missing."""
         while not self._ended.wait(self._tick_s):
             now_s = time.monotonic()
             self._tick = (self._asleep(now_s), now_s)
@@ -152,7 +152,8 @@ class AwakeClock:
                 self._too_long(self.waited_s)
 
     def _asleep(self, now_s: float) -> float:
-        """Seconds asleep up to ``now_s``: a tick that is much too late counts as sleep."""
+        """Seconds up to ``now_s`` in which this process did not run: the delay of a tick counts
+        where it is more than a second."""
         asleep_s, last_s = self._tick
         late_s = now_s - last_s - self._tick_s
         return asleep_s + (late_s if late_s > _ASLEEP_S else 0.0)
@@ -189,15 +190,18 @@ class Watcher:
         and calls a silent rank hung after ``hang_s``."""
         self.board, self._rank, self._ranks = board, rank, ranks
         self._heartbeat_s, self._hang_s, self._lifeline = heartbeat_s, hang_s, lifeline
-        self._count = 0
+        self._count = 0  # heartbeats published
         self._clock = AwakeClock(tick_s=heartbeat_s, limit_s=hang_s, too_long=self._cut_off)
+        # (name, the clock's seconds at its begin, limit in seconds)
         self._action: tuple[str, float, float | None] = ("", self._clock.seconds(), None)
+        # (the last new heartbeat of the rank before, when it was seen)
         self._before: tuple[Beat, float] | None = None
-        self._ending = False
+        self._ending = False  # this rank ends by itself: the thread stops nothing any more
         self._stoppable = self._stop_asked = False
         self._obeyed: dict[signal.Signals, Any] = {}  # signals to obey, and their former handlers
         self._grace_s = 0.0
         self._stopping: tuple[signal.Signals, float] | None = None  # by what, and until when
+        # (number of the awaited rendezvous, what breaks this rank's connections)
         self._again: tuple[int, Callable[[], object]] | None = None
         self._again_lock = threading.Lock()
         self._wake, self._waker = os.pipe()
@@ -234,8 +238,9 @@ class Watcher:
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Within it the ranks look between two steps whether they are to stop, so that who ends the
-        job asks first. For the first rank, whose word counts; nothing on others."""
+        """Context in which ranks can stop in order: between two steps they look whether they were
+        asked to, so that whoever ends the job asks first. Used on the first rank, which decides for
+        all; does nothing on others."""
         if self._rank:
             yield
             return
@@ -249,12 +254,13 @@ class Watcher:
                 self.board.tell_stoppable(False)
 
     def stop_asked(self) -> bool:
-        """Whether the ranks are to stop now, as the last round of the first rank has heard."""
+        """Whether all ranks are to stop now, as of the first rank's last look at the board; always
+        False on other ranks."""
         return self._stop_asked
 
     def stop_lone(self, number: signal.Signals) -> bool:
-        """Ask the only rank of a job to stop in order, because of a signal; whether it will: its
-        steps are :meth:`stoppable`, and it is the first signal."""
+        """Ask the only rank of a job to stop in order, because of a signal. Returns whether it
+        will: only while its steps are :meth:`stoppable`, and for the first signal."""
         if not self._stoppable or not self.board.ask_stop(number, f"rank {self._rank}"):
             return False
         say(f"stopped by {number.name}: the step under way is ended and a checkpoint written")
@@ -293,14 +299,15 @@ class Watcher:
         try:
             self.board.note_raised(self._rank)
             _poll(lambda: self.board.raised() == self._ranks, wait_s)
+            # A lower rank raised too and prints the error; this one waits until that is declared.
             if self._rank > self.board.lowest_raised():
                 _poll(lambda: self.board.death() is not None, wait_s)
                 return
-            everyone = self.board.raised() == self._ranks
+            all_raised = self.board.raised() == self._ranks
         except RuntimeError:
-            everyone = False
+            all_raised = False
         if self.fail(f"refused: {text}", code=code, already_told=True).rank == self._rank:
-            say(text if everyone else f"rank {self._rank}: {text}")
+            say(text if all_raised else f"rank {self._rank}: {text}")
 
     def part(self) -> None:
         """Wait until every rank is done. Without this the end of one rank breaks connections that
@@ -331,11 +338,13 @@ class Watcher:
         os.close(self._waker)
 
     def _beat(self, *, left: bool = False) -> Beat:
+        """The heartbeat of now: this rank's action and the seconds in it."""
         action, since_s, _ = self._action
         seconds = max(0.0, self._clock.seconds() - since_s)
         return Beat(count=self._count, action=action, seconds=seconds, left=left)
 
     def _publish(self, *, left: bool = False) -> None:
+        """Write the next heartbeat to the board."""
         self._count += 1
         self.board.put(self._rank, self._beat(left=left))
 
@@ -354,26 +363,31 @@ class Watcher:
             self._stop(f"the store is gone, so is the launcher ({str(error).splitlines()[0]})")
 
     def _cut_off(self, seconds: float) -> None:
+        """End the process, as the store has not answered for ``seconds``."""
         self._stop(f"cut off from the store for {seconds_text(seconds)}")
 
     def _sleep(self) -> bool:
-        """Wait for the next round; True when the watcher shall end. Obeys signals at once."""
-        others = () if self._lifeline is None or self._ending else self._lifeline.sockets
-        if self._wake not in select.select([self._wake, *others], [], [], self._heartbeat_s)[0]:
+        """Wait for the next round, less long where the rank before ends. Returns True when the
+        watcher shall end. Obeys signals at once."""
+        lifeline = () if self._lifeline is None or self._ending else self._lifeline.sockets
+        if self._wake not in select.select([self._wake, *lifeline], [], [], self._heartbeat_s)[0]:
             return False
-        heard = os.read(self._wake, 64)
+        # signals write their numbers here, and close() writes 0
+        received = os.read(self._wake, 64)
         for number in self._obeyed:
-            if number in heard:
+            if number in received:
                 self._hear(number)
-        return 0 in heard
+        return 0 in received
 
     def _hear(self, number: signal.Signals) -> None:
-        """Stop in order after a first signal, where that can be; else end this process."""
-        if death := self.board.death():  # it is torchrun's, as another rank failed
+        """Obey a signal: the first one asks all ranks to stop in order, where they can; any other
+        one ends this process."""
+        if death := self.board.death():  # the signal is torchrun's, as another rank failed
             self._obey_death(death, code=128 + number)
-        in_order = self._grace_s and (self.board.stoppable() or self.board.stop_asked())
-        if not in_order or self._stopping is not None:
+        can_stop = self._grace_s and (self.board.stoppable() or self.board.stop_asked())
+        if not can_stop or self._stopping is not None:
             self._stop(number.name, code=128 + number)
+        # The signal may have come because the rank before has ended: then that is the failure.
         self._check_lifeline()
         self._stopping = (number, self._clock.seconds() + self._grace_s)
         if self.board.ask_stop(number, f"rank {self._rank}"):
@@ -435,6 +449,7 @@ class Watcher:
         beat = self.board.last(before) if before != self._rank else None
         if beat is None:  # it may not have started: the launcher watches that
             return
+        # a new heartbeat restarts the count of silent seconds
         if self._before is None or self._before[0].count != beat.count:
             self._before = (beat, self._clock.seconds())
         elif (silent_s := self._clock.seconds() - self._before[1]) > self._hang_s:
@@ -451,10 +466,11 @@ class Watcher:
         mine = Death(
             rank=self._rank, how=f"was {beat}, limit {seconds_text(limit_s)}", code=STOPPED
         )
-        if (counts := self.board.declare(mine)) == mine:
+        # only the rank whose failure counts reports it
+        if (declared := self.board.declare(mine)) == mine:
             say(f"no progress: {self.board.everyone(self._ranks)}")
             end(STOPPED)
-        self._obey_death(counts)
+        self._obey_death(declared)
 
     def _stop(self, why: str, *, code: int = STOPPED) -> None:
         """Print why and where this rank stops, and end the process with ``code``."""

@@ -62,9 +62,9 @@ _POLL_S = 1.0  # between two looks whether the parent is still there
 
 
 def command(fd: int, note: int) -> list[str]:
-    """The command line of a producer that talks over the file descriptor ``fd`` and notes what it
-    plans in that of a file, ``note``. It does not import the main program, as multiprocessing
-    would, and with it torch."""
+    """The command line of a producer that talks over the file descriptor ``fd``, and writes the
+    number of the item that it plans to the file descriptor ``note``. It does not import the main
+    program, and with it torch, as multiprocessing would."""
     text = (
         f"import sys; sys.path[:] = {sys.path!r}; "
         f"from headrace.comm.workers import serve; serve({fd}, {note}, {os.getpid()})"
@@ -86,8 +86,9 @@ _Said = tuple[Answer, bytes | None]
 
 
 def serve(fd: int, note: int, parent: int) -> None:
-    """The loop of a producer: plan the items that arrive over ``fd``. First come the pickled
-    functions (planning, and the second one) and the most items in work; then (number, pickled
+    """The loop of a producer, a process of its own: plan the items that arrive over ``fd``, and
+    write the number of each to ``note`` as it is begun. The first message has the pickled functions
+    (planning, and the second one) and the most items in work; each later one is (number, pickled
     item)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all ranks
     connection = Connection(fd)
@@ -96,22 +97,23 @@ def serve(fd: int, note: int, parent: int) -> None:
     answers: SimpleQueue[_Said] = SimpleQueue()
     Thread(target=_receive, args=(connection, parent, work, answers), daemon=True).start()
     Thread(target=_send, args=(connection, work, answers), daemon=True).start()
-    newest = -1
+    newest_number = -1
     while True:
+        # Items to plan come before planned ones (False < True), each kind by number.
         planned, number, item = work.get()
         if not planned:
-            newest = number
+            newest_number = number
             os.pwrite(note, _NUMBER.pack(number), 0)
             answers.put((_answer(plan, number, item), item))
-        elif after is not None and number >= newest - depth:  # older ones are trained by now
+        elif after is not None and number >= newest_number - depth:  # older ones are trained by now
             answers.put((_answer(after, number, item)._replace(after=True), None))
 
 
 def _received_functions(
     connection: Connection,
 ) -> tuple[Callable[[Any], Any], Callable[[Any], Any] | None, int]:
-    """The functions that were sent first; one that cannot be unpickled is replaced by one that
-    raises the reason."""
+    """(planning, the second function or None, the most items in work), from the first message.
+    Where they cannot be unpickled, planning is a function that raises the reason."""
     try:
         data = connection.recv_bytes()
     except (EOFError, OSError):
@@ -148,8 +150,8 @@ def _receive(
     work: PriorityQueue[_Work],
     answers: SimpleQueue[_Said],
 ) -> None:
-    """The reading thread of a producer: puts items into ``work``, says that it is alive, and ends
-    the process with its parent."""
+    """The reading thread of a producer: puts items into ``work``, says that it is alive while it
+    has nothing else to say, and ends the process when its parent ends."""
     try:
         while os.getppid() == parent:
             if connection.poll(_POLL_S):
@@ -162,8 +164,8 @@ def _receive(
 
 
 def _send(connection: Connection, work: PriorityQueue[_Work], answers: SimpleQueue[_Said]) -> None:
-    """The writing thread of a producer: sends answers, and puts a planned item back into ``work``
-    for what comes after its plan."""
+    """The writing thread of a producer: sends answers, and puts each planned item back into
+    ``work``, for the second function."""
     try:
         while True:
             answer, item = answers.get()
@@ -190,7 +192,7 @@ class Producer:
         self.connection: Connection[Any, Any] = ours
         self.numbers: deque[int] = deque()
         self.heard_s = time.monotonic()
-        self._silent = ""
+        self._silent = ""  # why it was killed, if it was
         with theirs:
             try:
                 self.process = subprocess.Popen(
@@ -221,13 +223,14 @@ class Producer:
         self.heard_s = time.monotonic()
 
     def stop(self, why: str) -> None:
-        """Kill the process, which may be frozen; ``why`` is reported later."""
+        """Kill the process, which may be frozen, because of ``why``: :meth:`buried` gives this as
+        its end."""
         self._silent = why
         self.process.kill()
 
     def buried(self) -> tuple[int, str]:
-        """For a process that is dying: the number that it was planning, -1 for none of those it has
-        not answered; and how it ended, in words."""
+        """Wait for a dying process. Returns the number of the unanswered item that it was planning,
+        -1 where there is none, and how it ended, in words."""
         last = noted(self.note.fileno())
         self.end()
         code = self.process.returncode
@@ -236,8 +239,8 @@ class Producer:
         elif code >= 0:
             how = f"left with code {code}"
         else:
-            known = -code in {number.value for number in signal.Signals}
-            how = f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
+            has_name = -code in {named.value for named in signal.Signals}
+            how = f"was killed by {signal.Signals(-code).name if has_name else f'signal {-code}'}"
         return last if last in self.numbers else -1, how
 
 
@@ -280,13 +283,15 @@ class PlanAhead(Generic[Item, Plan, After]):
         self._functions = _to_bytes("the function that plans", (plan, after, depth))
         self._items: Iterator[Item] | None = iter(items)
         self._depth, self._tell, self._silent_s = depth, tell, silent_s
-        self._turn, self._read = 0, 0
+        self._turn = 0  # number of the item whose plan is returned next
+        self._read = 0  # number of items read from `items`
         self._data: dict[int, bytes] = {}  # pickled items by number, until answered
         self._waiting: deque[int] = deque()  # numbers of items that no producer has
+        # by number: (whether it failed, the plan or the error), and the same of the second function
         self._answers: dict[int, tuple[bool, Any]] = {}
         self._afters: dict[int, tuple[bool, Any]] = {}
-        self._deaths: dict[int, int] = {}
-        self._most = min(producers, depth)
+        self._deaths: dict[int, int] = {}  # by number: producers that died over it
+        self._most = min(producers, depth)  # producers at once
         self._team: list[Producer] = []
         self._finalizer = finalize(self, _disband, self._team)
         self._hand_out()
@@ -299,6 +304,7 @@ class PlanAhead(Generic[Item, Plan, After]):
         self._hand_out()
         since_s = time.monotonic()
         while self._turn not in self._answers:
+            # nothing more was read: the items have come to an end
             if self._turn == self._read:
                 self.close()
                 raise StopIteration
@@ -307,6 +313,7 @@ class PlanAhead(Generic[Item, Plan, After]):
             self._hand_out()
         failed, value = self._answers.pop(self._turn)
         self._turn += 1
+        # made_after() is for the plan that is returned now: the one before is late
         self._afters.pop(self._turn - 2, None)
         self._receive(0)
         self._hand_out()
@@ -351,7 +358,8 @@ class PlanAhead(Generic[Item, Plan, After]):
         self._finalizer()
 
     def _hand_out(self) -> None:
-        """Read items up to the depth, and give each to the producer with the fewest."""
+        """Read items until ``depth`` of them are not taken, and give each to the producer with the
+        fewest; a new one is started while all are busy and there may be more."""
         while self._items is not None and self._read < self._turn + self._depth:
             try:
                 self._data[self._read] = _to_bytes(f"batch {self._read}", next(self._items))
@@ -364,8 +372,8 @@ class PlanAhead(Generic[Item, Plan, After]):
                 self._waiting.append(self._read)
             self._read += 1
         while self._waiting:
-            free = len(self._team) == self._most or any(not p.numbers for p in self._team)
-            if not free:
+            enough = len(self._team) == self._most or any(not p.numbers for p in self._team)
+            if not enough:
                 self._team.append(Producer(self._functions))
             number = self._waiting.popleft()
             producer = min(self._team, key=lambda some: len(some.numbers))
@@ -381,10 +389,10 @@ class PlanAhead(Generic[Item, Plan, After]):
                 while producer.connection.poll():
                     number, data, failed, after = producer.connection.recv()
                     producer.heard()
-                    if number < 0:
+                    if number < 0:  # ALIVE
                         continue
                     if after:
-                        if number >= self._turn - 1:
+                        if number >= self._turn - 1:  # else too late: its batch is trained
                             self._afters[number] = _from_bytes(data, failed)
                         continue
                     producer.numbers.remove(number)
@@ -395,27 +403,29 @@ class PlanAhead(Generic[Item, Plan, After]):
                 self._replace(producer)
 
     def _stop_silent(self, since_s: float) -> None:
-        """Kill producers that have been silent for too long, counted from ``since_s`` at the
-        earliest: before, nothing was received."""
+        """Kill producers that have been silent for too long. Silence is counted from ``since_s`` at
+        the earliest, when this process began to wait: it read no answers before."""
         for producer in [some for some in self._team if some.numbers]:
             if time.monotonic() - max(since_s, producer.heard_s) > self._silent_s:
                 producer.stop(f"gave no sign of life for {self._silent_s:g} s")
 
     def _replace(self, producer: Producer) -> None:
         """Take the items of a dead producer back; the next hand-out starts another process."""
-        last, how = producer.buried()
-        lost = list(producer.numbers)
+        planned, how = producer.buried()
+        unanswered = list(producer.numbers)
         self._team.remove(producer)
-        text = f"producer of plans (process {producer.process.pid}) {how}"
-        if last in self._data:
-            self._deaths[last] = self._deaths.get(last, 0) + 1
-            text += f" while planning batch {last}"
-        elif lost:
+        message = f"producer of plans (process {producer.process.pid}) {how}"
+        if planned in self._data:
+            self._deaths[planned] = self._deaths.get(planned, 0) + 1
+            message += f" while planning batch {planned}"
+        elif unanswered:
             # It never began: whatever is first in line counts, or producers that cannot start
             # would be replaced for ever.
-            self._deaths[lost[0]] = self._deaths.get(lost[0], 0) + 1
-        for number in [number for number in lost if self._deaths.get(number, 0) == _MOST_DEATHS]:
-            lost.remove(number)
+            self._deaths[unanswered[0]] = self._deaths.get(unanswered[0], 0) + 1
+        for number in [
+            number for number in unanswered if self._deaths.get(number, 0) == _MOST_DEATHS
+        ]:
+            unanswered.remove(number)
             del self._data[number], self._deaths[number]
             error = LaunchError(
                 f"batch {number}",
@@ -424,10 +434,10 @@ class PlanAhead(Generic[Item, Plan, After]):
                 hint=f"the last {how}",
             )
             self._answers[number] = True, error
-            text += ", the third: it is given up"
-        self._waiting = deque(sorted([*self._waiting, *lost]))
+            message += ", the third: it is given up"
+        self._waiting = deque(sorted([*self._waiting, *unanswered]))
         if self._tell is not None:
-            self._tell(text + ("; another takes over" if lost else ""))
+            self._tell(message + ("; another takes over" if unanswered else ""))
 
 
 def _to_bytes(what: str, value: object) -> bytes:
@@ -448,7 +458,7 @@ def _from_bytes(data: bytes, failed: bool) -> tuple[bool, Any]:
 
 
 def _disband(team: list[Producer]) -> None:
-    """End the processes of all producers and forget them."""
+    """End the processes of all producers, and empty ``team``."""
     for producer in team:
         producer.connection.close()  # all at once, so that they end at the same time
     for producer in team:

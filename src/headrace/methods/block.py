@@ -77,14 +77,15 @@ def _projected(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm and fused projection of local tokens x [t, h]: [t, g, m + 2, d], and x."""
     a = context.architecture
-    y, x = _into(x, "qkv", first_norm(state, "norm1", a), state)
+    y, x = _first_linear(x, "qkv", first_norm(state, "norm1", a), state)
     return y.view(x.shape[0], a.kv_heads, a.group_heads + 2, a.head_features), x
 
 
-def _into(
+def _first_linear(
     x: torch.Tensor, name: str, norm: Norm | None, state: State
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first linear map of a branch, after its norm; and x, for the residual sum."""
+    """The linear map ``name`` with which a branch begins, after its norm where norms come first:
+    features [t, O] of x [t, h], and x itself, for the residual sum."""
     weight, bias = state[f"{name}.weight"], state.get(f"{name}.bias")
     if norm is None:
         return linear(x, weight, bias), x
@@ -125,6 +126,7 @@ def dropout_rate(context: Context) -> float:
 
 def added(x: torch.Tensor, y: torch.Tensor, part: Branch, context: Context) -> torch.Tensor:
     """The residual stream x [t, h] plus the output y [t, h] of a branch after dropout."""
+    # each branch of each layer draws a dropout mask of its own
     site = 2 * context.layer + BRANCHES.index(part)
     return x + dropout(y, dropout_rate(context), context.dropout, site)
 
@@ -147,8 +149,9 @@ def gathered_feed_forward(x: torch.Tensor, state: State, context: Context) -> to
         bias_out=state.get("out.bias"),
     )
     if context.keeps_linear:
-        wide, x = _into(x, "in", parts.norm, state)
+        wide, x = _first_linear(x, "in", parts.norm, state)
         y = linear_inputs(activated(wide, parts.activation), parts.matrix_out, parts.bias_out)
     else:
+        # A spread over one rank sends nothing; it computes the wide features again in the backward.
         y, x = spread_feed_forward(x, parts, Spread(sizes=(len(x),), group=None))
     return added(x, y, "feed_forward", context)

@@ -28,6 +28,7 @@ def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
     a = context.architecture
 
     def blocks(source: int) -> Sequence[Block]:
+        """Score blocks of this rank's queries with the keys of rank ``source``."""
         return context.tokens.blocks((context.member,), (source,), a.causal)
 
     core = ScoreRowsCore(heads=all_heads(a), ring=ring_of(context), blocks=blocks)

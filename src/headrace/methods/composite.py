@@ -44,16 +44,20 @@ __all__ = ["METHODS"]
 
 
 def _ring_core(context: Context, mesh: RankBlocks, heads: Heads) -> RingCore:
-    """The attention core of a ring over blocks, in which each step has the tokens of one block."""
-    tokens, here = context.tokens, context.member // mesh.inner
+    """Ring attention across the blocks of ``mesh``, for ``heads`` of this rank: in each step the
+    keys and values of one block's tokens are here, from the rank with this one's place in that
+    block."""
+    tokens, own_block = context.tokens, context.member // mesh.inner
     causal = context.architecture.causal
 
     def blocks(source: int) -> Sequence[Block]:
-        return tokens.blocks(mesh.blocks[here], mesh.blocks[source], causal)
+        """Score blocks of the queries of this rank's block with the keys of block ``source``."""
+        return tokens.blocks(mesh.blocks[own_block], mesh.blocks[source], causal)
 
     ring = Ring(
         sizes=[sum(tokens.sizes[m] for m in block) for block in mesh.blocks],
-        member=here,
+        member=own_block,
+        # the ranks that have this rank's place in their blocks
         group=context.place.subgroup(mesh.rings[context.member % mesh.inner]),
     )
     return RingCore(heads=heads, ring=ring, blocks=blocks)
@@ -69,35 +73,44 @@ def ulysses_ring(x: torch.Tensor, state: State, context: Context) -> torch.Tenso
     split = split_heads(a.heads, a.kv_heads, mesh.inner)
     qkv, x = queries_keys_values(x, state, context)
     qkv = switch_heads(qkv, sizes, split.columns, group)
-    order = place.order(block)
-    if order is not None:
-        qkv = reordered(qkv, *order)
+    # (into pack order, back to rank order), as rows arrive rank after rank; None where that is pack
+    # order already.
+    orders = place.order(block)
+    if orders is not None:
+        qkv = reordered(qkv, *orders)
     qkv, heads = local_heads(qkv, split, context.member % mesh.inner)
     out = attended(_ring_core(context, mesh, heads), qkv)
-    if order is not None:
-        out = reordered(out, order[1], order[0])
+    if orders is not None:
+        out = reordered(out, orders[1], orders[0])
     out = output(switch_heads_back(out, sizes, split.queries, group), state, context)
     return added(x, out, "attention", context)
 
 
 def _tensor(state: State, context: Context) -> tuple[Tensor, RankBlocks]:
+    """Tensor parallelism inside this rank's block, and the mesh of blocks. A member uses the weight
+    shard that has the number of its place in its block."""
     mesh = tensor_blocks(context.architecture, context.ranks, context.place.tensor)
     assert mesh is not None, "the method's rule was asked"
-    here = context.member // mesh.inner
+    own_block = context.member // mesh.inner
     shards = tuple(member % mesh.inner for member in range(context.ranks))
     return Tensor(
-        state=state, context=context, members=mesh.blocks[here], parts=mesh.inner, shards=shards
+        state=state,
+        context=context,
+        members=mesh.blocks[own_block],
+        parts=mesh.inner,
+        shards=shards,
     ), mesh
 
 
 def tensor_ring(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-    """Shards of the heads inside the block, ring across blocks: x [T / R, h] to [T / R, h]."""
+    """Tensor parallelism over heads inside the block, ring attention across blocks: x [T / R, h] to
+    [T / R, h]."""
     tensor, mesh = _tensor(state, context)
     return tensor.attention(x, lambda heads: _ring_core(context, mesh, heads))
 
 
 def tensor_feed_forward(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-    """Shards of the features inside the block: x [T / R, h] to [T / R, h]."""
+    """Tensor parallelism over features inside the block: x [T / R, h] to [T / R, h]."""
     return _tensor(state, context)[0].feed_forward(x)
 
 

@@ -70,18 +70,25 @@ class Place:
             return None
         if members not in self._tables:
             held = self.tokens.held(members)
-            places = np.concatenate(
-                [np.zeros(0, np.int64), *(np.arange(p.start, p.stop) for p in held.intervals)]
+            # indices of these tokens in the pack; the empty array is for members without tokens
+            pack_rows = np.concatenate(
+                [
+                    np.zeros(0, np.int64),
+                    *(np.arange(interval.start, interval.stop) for interval in held.intervals),
+                ]
             )
-            positions = to_device(torch.from_numpy(self.tokens.pack_positions[places]), self.device)
+            positions = to_device(
+                torch.from_numpy(self.tokens.pack_positions[pack_rows]), self.device
+            )
             self._tables[members] = rotary_tables(
                 positions, a.head_features, a.rope_theta, self.dtype
             )
         return self._tables[members]
 
     def order(self, members: Members) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Index tensors that take the rows of ``members``, one rank after the other, into the
-        order of the pack, and back; None where they are in order."""
+        """Index tensors (into pack order, back): ``rows[into]`` puts the rows of ``members``, which
+        lie one rank after the other, into the order of the pack, ``rows[back]`` undoes it. None
+        where they are in pack order already."""
         if members not in self._orders:
             order = self.tokens.held(members).order
             self._orders[members] = (
@@ -95,21 +102,23 @@ class Place:
         return self._orders[members]
 
     def arrival(self, members: Members, chunks: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As :meth:`order`, for rows that are gathered in chunks, each with the same share of every
-        rank's tokens; see :class:`headrace.ops.spread.Spread`."""
+        """As :meth:`order`, for rows that are gathered in ``chunks``, each with the same share of
+        every rank's tokens, and lie one chunk after the other; see
+        :class:`headrace.ops.spread.Spread`."""
         key = members, chunks
         if key not in self._arrivals:
             order = self.tokens.held(members).order
             sizes = tuple(self.tokens.sizes[member] for member in members)
-            came = Spread(sizes=sizes, group=None, chunks=chunks).arrival()
-            places = came if order is None else np.argsort(order, kind="stable")[came]
+            # for each arriving row: its index in rank order, then its index in pack order
+            rank_rows = Spread(sizes=sizes, group=None, chunks=chunks).arrival()
+            pack_rows = rank_rows if order is None else np.argsort(order, kind="stable")[rank_rows]
             in_order = chunks == 1 and order is None
             self._arrivals[key] = (
                 None
                 if in_order
                 else (
-                    to_device(torch.from_numpy(np.argsort(places, kind="stable")), self.device),
-                    to_device(torch.from_numpy(places), self.device),
+                    to_device(torch.from_numpy(np.argsort(pack_rows, kind="stable")), self.device),
+                    to_device(torch.from_numpy(pack_rows), self.device),
                 )
             )
         return self._arrivals[key]

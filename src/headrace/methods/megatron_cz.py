@@ -43,6 +43,7 @@ def ring_attention(x: torch.Tensor, state: State, context: Context) -> torch.Ten
     a = context.architecture
 
     def blocks(source: int) -> Sequence[Block]:
+        """Score blocks of this rank's queries with the keys of rank ``source``."""
         return context.tokens.blocks((context.member,), (source,), a.causal)
 
     core = RingCore(heads=all_heads(a), ring=ring_of(context), blocks=blocks)
@@ -52,6 +53,7 @@ def ring_attention(x: torch.Tensor, state: State, context: Context) -> torch.Ten
 def gather_attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
     """Attention over gathered keys and values: x [T / R, h] to [T / R, h]."""
     a, place = context.architecture, context.place
+    # Gathered rows lie rank after rank; kernels want each document's rows side by side.
     order, back = place.order(place.everyone) or (None, None)
     core = GatheredCore(
         heads=all_heads(a),

@@ -76,7 +76,8 @@ class Tensor:
         )
 
     def attention(self, x: torch.Tensor, core_of: Callable[[Heads], Core]) -> torch.Tensor:
-        """Gather, attention over this rank's heads, scatter: x [t, h] to [t, h]."""
+        """All-gather of tokens, attention over this rank's shard of the heads, reduce-scatter: x
+        [t, h] to [t, h]. ``core_of`` makes the attention core for the heads of the shard."""
         a, place, spread = self.context.architecture, self.context.place, self.spread
         y, x = gather_linear(
             x,
@@ -85,21 +86,24 @@ class Tensor:
             first_norm(self.state, "norm1", a),
             spread,
         )
-        m, d = a.group_heads, a.head_features
-        keys = y.shape[1] // ((m + 2) * d)
-        y = y.view(spread.total, keys, m + 2, d)
+        queries_per_kv, head_features = a.group_heads, a.head_features
+        # The shard has whole KV groups: per group its queries, a key and a value.
+        kv_heads = y.shape[1] // ((queries_per_kv + 2) * head_features)
+        y = y.view(spread.total, kv_heads, queries_per_kv + 2, head_features)
+        # Rows of y lie in the order in which chunks arrive; the rotation puts them into pack order.
         order = place.arrival(self.members, spread.chunks)
         rotation = Rotation(tables=place.tables(self.members), order=order)
         qkv = turned(y, rotation)
         del y
-        heads = attended(core_of(Heads(queries=keys * m, keys=keys)), qkv)
+        heads = attended(core_of(Heads(queries=kv_heads * queries_per_kv, keys=kv_heads)), qkv)
         del qkv
-        flat = heads.reshape(spread.total, keys * m * d)
+        flat = heads.reshape(spread.total, kv_heads * queries_per_kv * head_features)
         bias, matrix = self.state.get("proj.bias"), self._matrix("proj.weight")
         return self._added(x, flat, matrix, bias, "attention", in_pack=True)
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather, feed-forward over this rank's features, scatter: x [t, h] to [t, h]."""
+        """All-gather of tokens, feed-forward with this rank's shard of the features,
+        reduce-scatter: x [t, h] to [t, h]."""
         a, spread = self.context.architecture, self.spread
         parts = FeedForward(
             norm=first_norm(self.state, "norm2", a),
@@ -126,25 +130,28 @@ class Tensor:
         *,
         in_pack: bool,
     ) -> torch.Tensor:
-        """The residual stream x [t, h] plus the second linear map of a branch; without dropout both
-        are added in the reduce-scatter."""
-        onto = None if dropout_rate(self.context) else x
-        z = linear_scatter(y, matrix, bias, onto, self.spread, in_pack=in_pack)
-        return z if onto is not None else added(x, z, part, self.context)
+        """The residual stream x [t, h] plus the second linear map of a branch, of wide features
+        ``y`` [T, features of the shard], in pack order where ``in_pack``, else in the order of
+        chunks. Without dropout the reduce-scatter adds x as well."""
+        residual = None if dropout_rate(self.context) else x
+        out = linear_scatter(y, matrix, bias, residual, self.spread, in_pack=in_pack)
+        return out if residual is not None else added(x, out, part, self.context)
 
     def _part(self, name: str, matrix: str) -> Part | None:
-        """This rank's rows of a weight that is cut like ``matrix``; None where there is no such
-        weight."""
+        """This rank's shard of the weight ``name``, whose rows are cut where those of the weight
+        ``matrix`` are; None where the layer has no such weight."""
         weight, cuts = self.state.get(name), self.state[matrix].split(self.parts)
         return None if weight is None else weight.part([cuts[shard] for shard in self.shards])
 
     def _matrix(self, name: str) -> Part:
+        """This rank's shard of a matrix, which every layer has."""
         part = self._part(name, name)
         assert part is not None, "every layer has its matrices"
         return part
 
 
-def _everyone(state: State, context: Context) -> Tensor:
+def _whole_group(state: State, context: Context) -> Tensor:
+    """Tensor parallelism over the whole group: member m uses shard m."""
     everyone = context.place.everyone
     return Tensor(
         state=state, context=context, members=everyone, parts=len(everyone), shards=everyone
@@ -152,17 +159,18 @@ def _everyone(state: State, context: Context) -> Tensor:
 
 
 def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-    """Gather, shard of the heads, scatter: x [T / R, h] to [T / R, h]."""
+    """All-gather, attention over a shard of the heads, reduce-scatter: x [T / R, h] to [T / R,
+    h]."""
     everyone = context.place.everyone
     blocks = context.tokens.blocks(everyone, everyone, context.architecture.causal)
-    return _everyone(state, context).attention(
+    return _whole_group(state, context).attention(
         x, lambda heads: PackCore(heads=heads, blocks=blocks)
     )
 
 
 def feed_forward(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-    """Gather, shard of the features, scatter: x [T / R, h] to [T / R, h]."""
-    return _everyone(state, context).feed_forward(x)
+    """All-gather, a shard of the features, reduce-scatter: x [T / R, h] to [T / R, h]."""
+    return _whole_group(state, context).feed_forward(x)
 
 
 METHODS = (Method(facts=MEGATRON_TS, attention=attention, feed_forward=feed_forward),)

@@ -57,32 +57,36 @@ class _Step:
     second: Part
 
     def issue(self) -> tuple[Arriving, Arriving]:
+        """Start to fetch both matrices."""
         return self.first.issue(), self.second.issue()
 
 
 def _steps(
     state: State, names: tuple[str, str], wanted: Sequence[Sequence[int]], ranks: int
 ) -> list[_Step]:
-    """The shards of two matrices: in step i member m uses shard ``wanted[i][m]``."""
+    """One step for each entry of ``wanted``: in step i member m uses shard ``wanted[i][m]`` of the
+    two matrices ``names``, each of which is cut into ``ranks`` shards."""
     first, second = (state[f"{name}.weight"] for name in names)
-    cuts, seconds = first.split(ranks), second.split(ranks)
+    first_cuts, second_cuts = first.split(ranks), second.split(ranks)
     bias = state.get(f"{names[0]}.bias")
 
-    def rows(of: Sequence[Rows], step: Sequence[int]) -> list[Rows]:
-        return [of[shard] for shard in step]
+    def rows(cuts: Sequence[Rows], step: Sequence[int]) -> list[Rows]:
+        """For each member the rows of its shard in a step."""
+        return [cuts[shard] for shard in step]
 
     return [
         _Step(
-            first=first.part(rows(cuts, step)),
-            bias=None if bias is None else bias.part(rows(cuts, step)),
-            second=second.part(rows(seconds, step)),
+            first=first.part(rows(first_cuts, step)),
+            bias=None if bias is None else bias.part(rows(first_cuts, step)),
+            second=second.part(rows(second_cuts, step)),
         )
         for step in wanted
     ]
 
 
 def _fetched(steps: Sequence[_Step]) -> Iterator[tuple[_Step, torch.Tensor, torch.Tensor]]:
-    """Each step with its two matrices; those of the next step are fetched meanwhile."""
+    """Yields (step, its first matrix, its second matrix); those of the next step are fetched while
+    one is used."""
     coming = steps[0].issue()
     for i, step in enumerate(steps):
         first, second = (arriving.wait() for arriving in coming)
@@ -102,11 +106,13 @@ class _Attention:
     rotation: Rotation
 
     def project(self, y: torch.Tensor, step: _Step, first: torch.Tensor, core: RingCore) -> Any:
-        """q, k and v of a shard, [t, n_j + 2 g_j, d]."""
+        """q, k and v [t, n_j + 2 g_j, d] of one shard of the heads, rotated, from normed tokens y
+        [t, h] and the rows ``first`` of the projection."""
         qkv = _product(y, first.t(), step.bias)
-        keys = core.heads.keys
-        heads = core.heads.queries // keys + 2 if keys else 2
-        return self.rotation.turned(qkv.view(len(y), keys, heads, self.features))
+        kv_heads = core.heads.keys
+        # a KV group is its queries, one key and one value
+        heads_per_kv = core.heads.queries // kv_heads + 2 if kv_heads else 2
+        return self.rotation.turned(qkv.view(len(y), kv_heads, heads_per_kv, self.features))
 
 
 class _MetpAttention(torch.autograd.Function):
@@ -115,19 +121,22 @@ class _MetpAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, parts: _Attention) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum the branch over the shards of the heads, in at least fp32."""
         y, stats = (x, ()) if parts.norm is None else parts.norm.forward(x)
-        total = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
+        out_sum = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
         kept: list[torch.Tensor] = []
         for (step, first, second), core in zip(_fetched(parts.steps), parts.cores, strict=True):
             heads, (lse,) = core.forward(parts.project(y, step, first, core))
             kept += [heads, lse]
-            add_product(total, heads.reshape(len(x), second.shape[0]).t(), second)
+            add_product(out_sum, heads.reshape(len(x), second.shape[0]).t(), second)
         ctx.save_for_backward(x, *stats, *kept)
         ctx.rest = (parts, len(stats))
-        return total.to(x.dtype), x
+        return out_sum.to(x.dtype), x
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, passed: torch.Tensor) -> Any:  # type: ignore[override]
+        """The gradient of x [t, h], with ``passed``, that of the residual sum; projects q, k and v
+        of each shard again, and gives the shard's weight gradients to its owner."""
         parts, count = ctx.rest
         x, *rest = ctx.saved_tensors
         stats, kept = tuple(rest[:count]), rest[count:]
@@ -167,17 +176,20 @@ class _MetpFeedForward(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, parts: _FeedForward
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum the branch over the shards of the features, in at least fp32."""
         y, stats = (x, ()) if parts.norm is None else parts.norm.forward(x)
-        total = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
+        out_sum = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
         for step, first, second in _fetched(parts.steps):
             wide = _product(y, first.t(), step.bias)
-            add_product(total, parts.activation.forward(wide).t(), second)
+            add_product(out_sum, parts.activation.forward(wide).t(), second)
         ctx.save_for_backward(x, *stats)
         ctx.parts = parts
-        return total.to(x.dtype), x
+        return out_sum.to(x.dtype), x
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, passed: torch.Tensor) -> Any:  # type: ignore[override]
+        """The gradient of x [t, h], with ``passed``, that of the residual sum; computes the
+        features of each shard again, and gives the shard's weight gradients to its owner."""
         parts = ctx.parts
         x, *stats = ctx.saved_tensors
         y = x if parts.norm is None else parts.norm.again(x, tuple(stats))
@@ -201,16 +213,22 @@ def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
     a, ranks, ring = context.architecture, context.ranks, ring_of(context)
 
     def blocks(source: int) -> Sequence[Block]:
+        """Score blocks of this rank's queries with the keys of rank ``source``."""
         return context.tokens.blocks((context.member,), (source,), a.causal)
 
     group_rows = (a.group_heads + 2) * a.head_features
-    groups = [len(rows) // group_rows for rows in state["qkv.weight"].split(ranks)]
+    shard_kv_heads = [len(rows) // group_rows for rows in state["qkv.weight"].split(ranks)]
     parts = _Attention(
         norm=first_norm(state, "norm1", a),
+        # in step j all members use shard j
         steps=_steps(state, ("qkv", "proj"), [(j,) * ranks for j in range(ranks)], ranks),
         cores=[
-            RingCore(heads=Heads(queries=g * a.group_heads, keys=g), ring=ring, blocks=blocks)
-            for g in groups
+            RingCore(
+                heads=Heads(queries=kv_heads * a.group_heads, keys=kv_heads),
+                ring=ring,
+                blocks=blocks,
+            )
+            for kv_heads in shard_kv_heads
         ],
         features=a.head_features,
         rotation=Rotation(tables=context.place.tables((context.member,))),
@@ -222,6 +240,7 @@ def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
 def feed_forward(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
     """Shards of the features one after the other: x [T / R, h] to [T / R, h]."""
     ranks, a = context.ranks, context.architecture
+    # Step j gives each member another shard, so that an owner serves one rank at a time.
     wanted = [[(member - j) % ranks for member in range(ranks)] for j in range(ranks)]
     parts = _FeedForward(
         norm=first_norm(state, "norm2", a),
@@ -233,6 +252,7 @@ def feed_forward(x: torch.Tensor, state: State, context: Context) -> torch.Tenso
 
 
 def _plus(x: torch.Tensor, state: State, name: str) -> torch.Tensor:
+    """x [t, h] plus the bias ``name`` where the model has it."""
     bias = state.get(name)
     return x if bias is None else _Bias.apply(x, bias)  # type: ignore[no-any-return]
 

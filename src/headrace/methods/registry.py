@@ -33,9 +33,9 @@ def branch(name: str, part: Branch, architecture: Architecture, ranks: int) -> B
     Raises SpecError for an unknown name, and for a group it does not support (says which rule,
     and which methods would do).
     """
-    rule = facts_of(name).rule(part, architecture, ranks)
-    if rule:
+    broken_rule = facts_of(name).rule(part, architecture, ranks)
+    if broken_rule:
         would_do = ", ".join(methods_for(architecture, ranks, part)) or "none"
-        raise SpecError(f"method {name}: {rule}", hint=f"these would do: {would_do}")
-    found = METHODS[name]
-    return found.attention if part == "attention" else found.feed_forward
+        raise SpecError(f"method {name}: {broken_rule}", hint=f"these would do: {would_do}")
+    method = METHODS[name]
+    return method.attention if part == "attention" else method.feed_forward

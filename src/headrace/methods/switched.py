@@ -49,22 +49,30 @@ class HeadSplit:
 
 @lru_cache(maxsize=64)
 def split_heads(heads: int, kv_heads: int, ranks: int) -> HeadSplit:
-    """Heads over ``ranks``: whole KV groups when there are enough, single query heads else."""
-    m = heads // kv_heads
-    unit = m if ranks <= kv_heads else 1
+    """Divide ``heads`` query heads and ``kv_heads`` key-value heads over ``ranks``: whole KV groups
+    where there are at least as many as ranks, else single query heads, whose keys and values are
+    then on several ranks."""
+    queries_per_kv = heads // kv_heads
+    cut_unit = queries_per_kv if ranks <= kv_heads else 1
     columns: list[tuple[int, ...]] = []
     queries: list[tuple[int, ...]] = []
     expand: list[tuple[int, ...] | None] = []
-    for part in split_rows(heads, ranks, unit):
-        mine = tuple(range(part.start, part.stop))
-        groups = sorted({head // m for head in mine})
+    for rows in split_rows(heads, ranks, cut_unit):
+        own_queries = tuple(range(rows.start, rows.stop))
+        own_kv_heads = sorted({head // queries_per_kv for head in own_queries})
+        # columns of qkv: query heads first, then all keys, then all values
         columns.append(
-            mine
-            + tuple(heads + group for group in groups)
-            + tuple(heads + kv_heads + group for group in groups)
+            own_queries
+            + tuple(heads + kv_head for kv_head in own_kv_heads)
+            + tuple(heads + kv_heads + kv_head for kv_head in own_kv_heads)
         )
-        queries.append(mine)
-        expand.append(_expansion([groups.index(head // m) for head in mine], len(groups)))
+        queries.append(own_queries)
+        expand.append(
+            _expansion(
+                [own_kv_heads.index(head // queries_per_kv) for head in own_queries],
+                len(own_kv_heads),
+            )
+        )
     return HeadSplit(
         columns=Columns(total=heads + 2 * kv_heads, of=tuple(columns)),
         queries=Columns(total=heads, of=tuple(queries)),
@@ -72,22 +80,31 @@ def split_heads(heads: int, kv_heads: int, ranks: int) -> HeadSplit:
     )
 
 
-def _expansion(group_of: list[int], groups: int) -> tuple[int, ...] | None:
-    share = len(group_of) // groups if groups else 0
-    grouped = [i // share for i in range(len(group_of))] if share else []
-    return None if group_of == grouped else tuple(group_of)
+def _expansion(key_of: list[int], keys: int) -> tuple[int, ...] | None:
+    """For each query of a rank the index of its key among the rank's ``keys`` keys, as given in
+    ``key_of``; None where every key serves the same number of consecutive queries, which is how
+    kernels for grouped heads pair them."""
+    queries_per_key = len(key_of) // keys if keys else 0
+    kernel_pairing = [i // queries_per_key for i in range(len(key_of))] if queries_per_key else []
+    return None if key_of == kernel_pairing else tuple(key_of)
 
 
 def local_heads(qkv: torch.Tensor, split: HeadSplit, member: int) -> tuple[torch.Tensor, Heads]:
     """Columns [T, C, D] of a member after the switch, as queries, keys and values for a kernel:
     keys and values are repeated where the kernel would pair them wrongly with queries."""
-    count = len(split.queries.of[member])
-    keys = (qkv.shape[1] - count) // 2
+    queries = len(split.queries.of[member])
+    keys = (qkv.shape[1] - queries) // 2
     expand = split.expand[member]
     if expand is None:
-        return qkv, Heads(queries=count, keys=keys)
-    index = [*range(count), *(count + i for i in expand), *(count + keys + i for i in expand)]
-    return qkv.index_select(1, index_tensor(index, qkv.device)), Heads(queries=count, keys=count)
+        return qkv, Heads(queries=queries, keys=keys)
+    repeated = [
+        *range(queries),
+        *(queries + i for i in expand),
+        *(queries + keys + i for i in expand),
+    ]
+    return qkv.index_select(1, index_tensor(repeated, qkv.device)), Heads(
+        queries=queries, keys=queries
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +128,13 @@ class SwitchedCore:
 
     @property
     def inner(self) -> Heads:
-        """The heads of this rank's core."""
-        split, count = self.split, len(self.split.queries.of[self.member])
-        keys = count
+        """The heads that this rank's core attends with: one key for each query where keys are
+        repeated, else the rank's own keys."""
+        split, queries = self.split, len(self.split.queries.of[self.member])
+        keys = queries
         if split.expand[self.member] is None:
-            keys = (len(split.columns.of[self.member]) - count) // 2
-        return replace(self.heads, queries=count, keys=keys)
+            keys = (len(split.columns.of[self.member]) - queries) // 2
+        return replace(self.heads, queries=queries, keys=keys)
 
     @property
     def rows(self) -> int:
@@ -126,14 +144,15 @@ class SwitchedCore:
     def forward(
         self, qkv: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Saved]:
-        """(out [t, N, D], (switched qkv [T, n + 2 g, D], its out [T, n, D], the core's...)), with
-        the ``sinks`` [N] of all heads where there are any."""
-        own = self._sorted(self._columns(qkv, self.split.columns))
-        own, _ = local_heads(own, self.split, self.member)
-        out, saved = self.core.forward(own)
+        """Attention over qkv [t, N + 2 G, D] of the local tokens: (out [t, N, D], saved). Saved are
+        the switched qkv [T, n + 2 g, D], its result [T, n, D], and what the core saves. ``sinks``
+        [N] are those of all heads."""
+        switched = self._sorted(self._columns(qkv, self.split.columns))
+        switched, _ = local_heads(switched, self.split, self.member)
+        out, saved = self.core.forward(switched)
         if sinks is not None:
-            out, saved = sunk(out, saved, sinks[self._own(sinks.device)])
-        return self._tokens(self._unsorted(out), self.split.queries), (own, out, *saved)
+            out, saved = sunk(out, saved, sinks[self._own_queries(sinks.device)])
+        return self._tokens(self._unsorted(out), self.split.queries), (switched, out, *saved)
 
     def backward(
         self,
@@ -143,44 +162,56 @@ class SwitchedCore:
         saved: Saved,
         sinks: torch.Tensor | None = None,
     ) -> Gradients:
-        """The gradients of qkv, and of ``sinks`` by this rank's heads; ``qkv`` and ``out`` of the
-        local tokens are not used."""
-        own, own_out, *rest = saved
-        switched = self._sorted(self._columns(grad, self.split.queries))
+        """The gradients of qkv, and of ``sinks`` [N]: zero but for this rank's heads. ``qkv`` and
+        ``out`` of the local tokens are not used: their switched forms were saved."""
+        switched, switched_out, *core_saved = saved
+        switched_grad = self._sorted(self._columns(grad, self.split.queries))
         dsinks = None
         if sinks is not None:
-            heads = self._own(sinks.device)
-            dsinks = sinks.new_zeros(sinks.shape, dtype=rest[-1].dtype)
-            dsinks[heads] = sink_gradient(switched, own_out, rest[-1], sinks[heads])
-        dqkv = self._folded(self.core.backward(switched, own, own_out, tuple(rest)).whole)
+            heads = self._own_queries(sinks.device)
+            dsinks = sinks.new_zeros(sinks.shape, dtype=core_saved[-1].dtype)
+            dsinks[heads] = sink_gradient(switched_grad, switched_out, core_saved[-1], sinks[heads])
+        dqkv = self._folded(
+            self.core.backward(switched_grad, switched, switched_out, tuple(core_saved)).whole
+        )
         dqkv = self._tokens(self._unsorted(dqkv), self.split.columns)
         return replace(Gradients.of(dqkv, self.heads), sinks=dsinks)
 
-    def _own(self, device: torch.device) -> torch.Tensor:
-        """The numbers of this rank's query heads."""
+    def _own_queries(self, device: torch.device) -> torch.Tensor:
+        """The indices of this rank's query heads among all."""
         return index_tensor(self.split.queries.of[self.member], device)
 
     def _columns(self, x: torch.Tensor, columns: Columns) -> torch.Tensor:
+        """All-to-all from this rank's tokens [t, heads, D] to its heads of all tokens [T, heads,
+        D]."""
         return x if self.group is None else to_columns(x, self.sizes, columns, self.group)
 
     def _tokens(self, x: torch.Tensor, columns: Columns) -> torch.Tensor:
+        """All-to-all back, from this rank's heads to its tokens."""
         return x if self.group is None else to_tokens(x, self.sizes, columns, self.group)
 
     def _sorted(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows from rank order into the order of the pack."""
         return x if self.order is None else x.index_select(0, self.order)
 
     def _unsorted(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows from the order of the pack into rank order."""
         return x if self.back is None else x.index_select(0, self.back)
 
     def _folded(self, dqkv: torch.Tensor) -> torch.Tensor:
-        """Sums the gradients of repeated keys and values."""
+        """The adjoint of :func:`local_heads`: adds the gradients of each key and value that was
+        repeated."""
         expand = self.split.expand[self.member]
         if expand is None:
             return dqkv
-        count, keys = len(expand), max(expand) + 1
+        queries, keys = len(expand), max(expand) + 1
         index = index_tensor(
-            [*range(count), *(count + i for i in expand), *(count + keys + i for i in expand)],
+            [
+                *range(queries),
+                *(queries + i for i in expand),
+                *(queries + keys + i for i in expand),
+            ],
             dqkv.device,
         )
-        out = dqkv.new_zeros((dqkv.shape[0], count + 2 * keys, dqkv.shape[2]))
+        out = dqkv.new_zeros((dqkv.shape[0], queries + 2 * keys, dqkv.shape[2]))
         return out.index_add_(1, index, dqkv)

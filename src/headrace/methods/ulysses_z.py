@@ -31,21 +31,24 @@ __all__ = ["METHODS", "attention"]
 
 
 def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-    """Norm, projection, switch, attention over local heads, switch back, output projection:
-    x [T / R, h] to [T / R, h]. At level ``attention`` what the switch brought is kept, and so
-    nothing is left to compute again."""
+    """Norm, projection to q, k and v, all-to-all from tokens to heads, attention over this rank's
+    heads, all-to-all back, output projection: x [T / R, h] to [T / R, h]. The recompute level
+    ``attention`` changes nothing: what the first all-to-all brought is kept at every level but
+    ``full``."""
     a, place, sizes = context.architecture, context.place, context.tokens.sizes
     split = split_heads(a.heads, a.kv_heads, context.ranks)
     qkv, x = queries_keys_values(x, state, context)
     qkv = switch_heads(qkv, sizes, split.columns, context.group)
-    order = place.order(place.everyone)
-    if order is not None:
-        qkv = reordered(qkv, *order)
+    # (into pack order, back to rank order), as rows arrive rank after rank; None where that is pack
+    # order already.
+    orders = place.order(place.everyone)
+    if orders is not None:
+        qkv = reordered(qkv, *orders)
     qkv, heads = local_heads(qkv, split, context.member)
     blocks = context.tokens.blocks(place.everyone, place.everyone, a.causal)
     out = attended(PackCore(heads=heads, blocks=blocks), qkv)
-    if order is not None:
-        out = reordered(out, order[1], order[0])
+    if orders is not None:
+        out = reordered(out, orders[1], orders[0])
     out = switch_heads_back(out, sizes, split.queries, context.group)
     return added(x, output(out, state, context), "attention", context)
 

@@ -89,8 +89,8 @@ class Whole:
 
     def part(self, wanted: Sequence[Rows]) -> Part:
         """A view of the rows that this member wants."""
-        mine = slice(wanted[self.member].start, wanted[self.member].stop)
-        return Whole(value=self.value[mine], grad=self.grad[mine])
+        own_rows = slice(wanted[self.member].start, wanted[self.member].stop)
+        return Whole(value=self.value[own_rows], grad=self.grad[own_rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +115,10 @@ class Shard:
     dtype: torch.dtype | None = None
 
     def own(self, rows: slice | None = None) -> torch.Tensor:
-        """This rank's rows in the type in which they are used: all, as they lie where that is
-        theirs, or some, counted from its first."""
-        found = self.value if rows is None else self.value[rows]
-        return found.to(self.dtype or found.dtype)
+        """This rank's rows, in the type in which they are used (not copied where they are stored in
+        it). ``rows`` selects some of them, counted from this rank's first; None for all."""
+        stored = self.value if rows is None else self.value[rows]
+        return stored.to(self.dtype or stored.dtype)
 
     @property
     def _sizes(self) -> list[int]:
@@ -150,13 +150,16 @@ class Shard:
         return split_rows(self.shards[-1].stop, parts, self.unit)
 
     def part(self, wanted: Sequence[Rows]) -> Part:
-        """This shard itself where every member wants its own rows, else fetched rows."""
+        """This rank's own shard where every member of its block wants just its shard; else the
+        wanted rows, which have to be fetched."""
+        # what the members of this rank's block want, by their place in it
         block = tuple(wanted[self.first : self.first + len(self.shards)])
         if block == self.shards:
             return Whole(value=self.own(), grad=self.grad)
         return self._fetched(block)
 
     def _fetched(self, wanted: tuple[Rows, ...]) -> _Fetched:
+        """A source of rows that are fetched: ``wanted[m]`` for member m of the block."""
         return _Fetched(shard=self, wanted=wanted, member=dist.get_rank(self.group))
 
 
@@ -168,23 +171,23 @@ class _Fetched:
     wanted: tuple[Rows, ...]
     member: int
 
-    def _given(self) -> list[Rows]:
-        """The rows of this rank that each member wants."""
+    def _rows_to_send(self) -> list[Rows]:
+        """For each member the rows that it wants and this rank holds."""
         return [self.shard.shards[self.member].meet(wanted) for wanted in self.wanted]
 
-    def _taken(self) -> list[int]:
-        """The number of wanted rows that each member holds."""
+    def _receive_counts(self) -> list[int]:
+        """For each member the number of rows that it holds and this rank wants."""
         return [len(held.meet(self.wanted[self.member])) for held in self.shard.shards]
 
     def issue(self) -> Arriving:
         """Start to fetch the wanted rows; the result is returned by ``wait``."""
-        held, given = self.shard.shards[self.member], self._given()
+        held, to_send = self.shard.shards[self.member], self._rows_to_send()
         sent = torch.cat(
-            [self.shard.own(rows.within(held)) for rows in given if len(rows)]
-            or [self.shard.own(slice(0))]
+            [self.shard.own(rows.within(held)) for rows in to_send if len(rows)]
+            or [self.shard.own(slice(0))]  # cat takes no empty list
         )
         return issue_all_to_all(
-            sent, [len(rows) for rows in given], self._taken(), self.shard.group
+            sent, [len(rows) for rows in to_send], self._receive_counts(), self.shard.group
         )
 
     def rows(self) -> torch.Tensor:
@@ -197,18 +200,20 @@ class _Fetched:
         return self.shard.grad.new_zeros((len(wanted), *self.shard.grad.shape[1:]))
 
     def add(self, grad: torch.Tensor) -> None:
-        """Send gradients to the members that hold the rows, which add them in the order of the
-        members."""
-        held, given = self.shard.shards[self.member], self._given()
+        """Send the gradients of the wanted rows to the members that hold these rows, which add them
+        in the order of the members."""
+        held, to_send = self.shard.shards[self.member], self._rows_to_send()
         arrived = all_to_all_rows(
             grad.to(self.shard.grad.dtype),
-            self._taken(),
-            [len(rows) for rows in given],
+            self._receive_counts(),
+            [len(rows) for rows in to_send],
             self.shard.group,
         )
-        for rows, part in zip(given, arrived.split([len(rows) for rows in given]), strict=True):
+        for rows, received in zip(
+            to_send, arrived.split([len(rows) for rows in to_send]), strict=True
+        ):
             if len(rows):
-                self.shard.grad[rows.within(held)] += part
+                self.shard.grad[rows.within(held)] += received
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """As :meth:`add`, of the product left^T right."""
