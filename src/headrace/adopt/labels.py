@@ -32,8 +32,8 @@ __all__ = [
 ]
 
 Labels = Literal["next", "same"]
-"""Whether a model predicts the label of the next place, as causal models of transformers do, or
-that of the same place."""
+"""Whether logits at a place predict the label of the next place, as causal models of transformers
+do, or that of the same place."""
 
 _CONVENTIONS: dict[str, Labels] = {
     "ForCausalLM": "next",
@@ -44,8 +44,9 @@ _CONVENTIONS: dict[str, Labels] = {
 
 
 def convention_of(model: torch.nn.Module) -> Labels:
-    """Which labels a transformers model predicts, or the one inside an adapter (peft). Raises
-    ModelError where its class name does not show it."""
+    """Whether a transformers model predicts the label of the next or of the same place, by the end
+    of its class name, or of that of the model inside an adapter (peft). Raises ModelError for other
+    names."""
     base = getattr(model, "get_base_model", None)
     name = type(base() if callable(base) else model).__name__
     for end, kind in _CONVENTIONS.items():
@@ -60,7 +61,8 @@ def convention_of(model: torch.nn.Module) -> Labels:
 
 
 def predicted(labels: torch.Tensor, kind: Labels) -> torch.Tensor:
-    """The label that the model predicts at each place, [b, S]."""
+    """The label [b, S] that the logits at each place are compared with: for ``next``, labels are
+    shifted one place to the left, and the last place has none (IGNORED)."""
     if kind == "same":
         return labels
     last = labels.new_full((labels.shape[0], 1), IGNORED)
@@ -74,8 +76,8 @@ def count_targets(batch: Mapping[str, torch.Tensor], kind: Labels) -> int | None
 
 
 def local_loss(logits: torch.Tensor, labels: torch.Tensor, targets: int | None) -> torch.Tensor:
-    """The cross entropy of this rank's tokens, summed, over the ``targets`` of the step; in single
-    precision at least.
+    """The sum of the cross entropy of this rank's tokens, divided by ``targets``, the tokens of the
+    whole step that have a loss. Computed in single precision at least.
 
         logits   [b, s_r, V]
         labels   [b, s_r]      of the local places, IGNORED (-100) where there is no loss
@@ -91,7 +93,9 @@ def local_loss(logits: torch.Tensor, labels: torch.Tensor, targets: int | None) 
 
 
 def logits_of(outputs: Any) -> torch.Tensor:
-    """The tensor that a model gives for its tokens. Raises ModelError when there is none."""
+    """The tensor [b, s, ...] of one result for each token among a model's results: its logits, else
+    the last hidden states, else the first tensor of two dims or more. Raises ModelError where there
+    is none."""
     for name in ("logits", "last_hidden_state"):
         if isinstance(getattr(outputs, name, None), torch.Tensor):
             return getattr(outputs, name)  # type: ignore[no-any-return]
@@ -120,7 +124,8 @@ def result_tensors(outputs: Any) -> Iterator[torch.Tensor]:
 
 
 def loss_of(outputs: Any) -> torch.Tensor | None:
-    """The single number among a model's results, if there is one."""
+    """The loss [] of a model's results: their ``loss``, else the first tensor without dims; None
+    where there is neither."""
     if isinstance(getattr(outputs, "loss", None), torch.Tensor):
         return outputs.loss  # type: ignore[no-any-return]
     parts = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
@@ -128,8 +133,10 @@ def loss_of(outputs: Any) -> torch.Tensor | None:
 
 
 class LossHead:
-    """Replaces the output head of ``model``, so that it computes the loss where one is expected.
-    Raises ModelError for models without a linear head."""
+    """Replaces the output head of ``model``, so that a forward for which labels were given by
+    :meth:`expect` computes the loss in chunks and never holds all logits. The loss stands in the
+    place of the logits, and :meth:`take` reads it there. Raises ModelError without a linear
+    head."""
 
     def __init__(self, model: Any) -> None:
         """Replace the forward of the model's output layer by one that gives the loss; raises
@@ -147,8 +154,8 @@ class LossHead:
         self._forward = head.forward
         self._labels: torch.Tensor | None = None
         self._targets: int | None = None
-        self._made: torch.Tensor | None = None
-        self._trusted = False
+        self._made: torch.Tensor | None = None  # the loss of the current forward, detached
+        self._trusted = False  # whether the model was seen to leave it unchanged
         self._head.forward = self._instead
 
     def remove(self) -> None:
@@ -156,13 +163,13 @@ class LossHead:
         self._head.forward = self._forward
 
     def expect(self, labels: torch.Tensor | None, targets: int | None) -> None:
-        """Have the next forward compute the loss of ``labels`` [b, s_r]; logits where they are
-        None."""
+        """Have the next forward compute the loss of ``labels`` [b, s_r], divided by ``targets``;
+        for None it computes logits as ever."""
         self._labels, self._targets, self._made = labels, targets, None
 
     def take(self, logits: torch.Tensor) -> torch.Tensor:
-        """The loss that the head put in the place of ``logits``. Raises ModelError where the model
-        changed it."""
+        """The loss [] that the head put in the place of ``logits`` [b, s_r, 1]. Raises ModelError
+        where the model changed it on the way, as by a softcap; asked in the first forward only."""
         loss, made = logits.flatten()[0], self._made
         self._labels = self._made = None
         if not self._trusted and not isinstance(loss, FakeTensor):
@@ -178,7 +185,8 @@ class LossHead:
 
     @torch.compiler.disable
     def _instead(self, x: torch.Tensor) -> torch.Tensor:
-        """x [b, s_r, h] to logits [b, s_r, V], or to the loss [b, s_r, 1] everywhere."""
+        """The head's forward: hidden states x [b, s_r, h] to logits [b, s_r, V]; where labels are
+        expected, to [b, s_r, 1] with the loss [] of all tokens at every place."""
         if self._labels is None:
             return self._forward(x)
         weight, bias = self._head.weight, self._head.bias
@@ -216,33 +224,40 @@ class _HeadLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         """The loss [] of x [tokens, features] and labels [tokens], with dx, dweight and dbias kept
         for the backward; ``scale`` is one over the targets."""
-        own, added = _Gradient(weight), None if bias is None else _Gradient(bias)
-        loss, dx = head_loss(x, labels, own, scale, HEAD_CHUNK_TOKENS, added)
-        ctx.save_for_backward(dx, own.grad, None if added is None else added.grad)
+        own, own_bias = _Gradient(weight), None if bias is None else _Gradient(bias)
+        loss, dx = head_loss(x, labels, own, scale, HEAD_CHUNK_TOKENS, own_bias)
+        ctx.save_for_backward(dx, own.grad, None if own_bias is None else own_bias.grad)
         return loss.to(torch.promote_types(x.dtype, torch.float32))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The kept gradients of x, weight and bias, times that of the loss; labels and scale have
+        none."""
         grads = [None if x is None else (x * grad).to(x.dtype) for x in ctx.saved_tensors]
         return *grads, None, None
 
 
 class _Gradient:
-    """A weight whose gradient is collected here and not in ``weight.grad``."""
+    """A weight as :func:`head_loss` takes it, whose gradient is kept in ``grad`` here and not in
+    ``weight.grad``."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight.detach()
         self.grad = torch.empty(0)
 
     def rows(self) -> torch.Tensor:
+        """The weight."""
         return self._weight
 
     def sums(self) -> torch.Tensor:
+        """Zeros to accumulate the gradient in, in a wider dtype than a half one."""
         return torch.zeros_like(self._weight, dtype=widened(self._weight[:0]).dtype)
 
     def add(self, grad: torch.Tensor) -> None:
+        """Take the complete gradient, in the dtype of the weight."""
         self.grad = grad.to(self._weight.dtype)
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Take the complete gradient as left^T right, [n, V] and [n, h] to [V, h]."""
         self.add(left.t() @ right)

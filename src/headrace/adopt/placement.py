@@ -59,12 +59,14 @@ _serials = count(1)
 
 
 def placed_rows(documents: tuple[tuple[int, ...], ...], ranks: int, order: TokenOrder) -> TokenPlan:
-    """The token plan of rows, each given as the lengths of its documents: a single row is dealt out
-    as a pack; of several rows every rank gets the same tokens of each."""
+    """Plan which rank holds which tokens of some rows, ``documents`` being the lengths of the
+    documents of each row. A single row is divided as a pack of documents; of several rows every
+    rank gets the same range of tokens in each."""
     if len(documents) == 1:
         return TokenPlan(lengths=documents[0], ranks=ranks, order=order)
     width = sum(documents[0])
-    one = TokenPlan(lengths=(width,), ranks=ranks, order=order).parts
+    # The ranges of each rank in one row, shifted below to the same ranges of the row ``at``.
+    parts_of_row = TokenPlan(lengths=(width,), ranks=ranks, order=order).parts
     return TokenPlan(
         lengths=tuple(length for row in documents for length in row),
         ranks=ranks,
@@ -74,14 +76,14 @@ def placed_rows(documents: tuple[tuple[int, ...], ...], ranks: int, order: Token
                 for at in range(len(documents))
                 for part in parts
             )
-            for parts in one
+            for parts in parts_of_row
         ),
     )
 
 
 def group_parts(ranks: Members) -> list[Members]:
-    """The groups that an exchange over ``ranks`` may need: all of them, and the blocks and rings of
-    every mesh."""
+    """The groups of ranks that exchanges over ``ranks`` may need: all of them, and for ``2d`` the
+    blocks and rings of every mesh, for each size of a block that divides the number of ranks."""
     found = [ranks]
     for inner in (d for d in range(2, len(ranks)) if len(ranks) % d == 0):
         mesh = RankBlocks(ranks=len(ranks), inner=inner)
@@ -90,7 +92,8 @@ def group_parts(ranks: Members) -> list[Members]:
 
 
 def replica_blocks(ranks: int, replicas: int) -> list[Members]:
-    """The ranks of each replica, neighbours all. Raises SpecError where they cannot be divided."""
+    """The ranks of each replica: blocks of neighbouring ranks, of one size. Raises SpecError where
+    ``replicas`` does not divide the number of ``ranks``."""
     if replicas < 1 or ranks % replicas:
         raise SpecError("replicas", got=replicas, wanted=f"a divisor of the {ranks} ranks")
     each = ranks // replicas
@@ -102,8 +105,9 @@ class Placement:
     """One batch on a group of ranks, of which this one is ``member``.
 
     ``tokens`` tells which rank holds which tokens of ``rows`` rows; ``subgroup(members)`` is the
-    group of some of the ranks. ``targets`` is how many tokens of the whole step have a loss, None
-    where it is not known; ``places`` [S] are the tokens' own where they are not counted from 0.
+    process group of some of the ranks, ``group`` that of all. ``targets`` is the number of tokens
+    of the whole step that have a loss, None where it is not known. ``places`` [S] are position ids
+    of a row's tokens, None where they are counted from 0. ``serial`` finds a placement by number.
     """
 
     tokens: TokenPlan
@@ -133,35 +137,39 @@ class Placement:
         return self.index() if self.places is None else self.places[self.index()]
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """[b, S, ...] on every rank, in token order, of the local [b, s_r, ...]. Collective."""
+        """Gather the local tensor [b, s_r, ...] of all ranks: [b, S, ...] on every rank, in the
+        order of the tokens in their rows. Without a gradient. Collective."""
         ranks = range(self.tokens.ranks)
         widths = [self.tokens.sizes[rank] // self.rows for rank in ranks]
-        order = [self.tokens.index(r)[:n] for r, n in zip(ranks, widths, strict=True)]
+        orders = [self.tokens.index(r)[:n] for r, n in zip(ranks, widths, strict=True)]
         gathered = all_gather_rows(x.detach().transpose(0, 1).contiguous(), widths, self.group)
-        found = torch.empty_like(gathered)
-        found[torch.from_numpy(np.concatenate(order)).to(x.device)] = gathered
-        return found.transpose(0, 1).contiguous()
+        ordered = torch.empty_like(gathered)  # [S, b, ...]
+        ordered[torch.from_numpy(np.concatenate(orders)).to(x.device)] = gathered
+        return ordered.transpose(0, 1).contiguous()
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """:meth:`whole` with its adjoint: the sum of all ranks' gradients of this rank's tokens."""
+        """:meth:`whole` with a gradient: this rank's tokens get the sum of the gradients that all
+        ranks have of them. Collective."""
         ranks = range(self.tokens.ranks)
         widths = [self.tokens.sizes[rank] // self.rows for rank in ranks]
         order = np.concatenate(
             [self.tokens.index(r)[:n] for r, n in zip(ranks, widths, strict=True)]
         )
+        # Gathered tokens lie rank by rank; the inverse permutation puts them in order.
         back = torch.from_numpy(np.argsort(order, kind="stable")).to(x.device)
         return gather(x, 1, self.group, sizes=tuple(widths)).index_select(1, back)
 
     def core(self, heads: Heads, causal: bool, window: int, device: torch.device) -> Core:
-        """The attention core of this rank for ``heads``; a ``window`` of 0 is no window, one below
-        0 are chunks of so many tokens."""
+        """The attention core of this rank for ``heads``, kept for further layers. A ``window``
+        above 0 is a sliding window in tokens, 0 is none, and -n means chunks of n tokens."""
         key = (heads, causal, window, device)
         if key not in self._cores:
             self._cores[key] = self._core(heads, causal, window, device)
         return self._cores[key]
 
     def _in_chunks(self, size: int) -> TokenPlan:
-        """The same tokens on the same ranks, each document cut into chunks."""
+        """The same tokens on the same ranks, with every document cut into documents of ``size``
+        tokens: attention that ends at documents then ends at chunks."""
         cut = tuple(
             min(size, length - start)
             for length in self.tokens.lengths
@@ -170,14 +178,16 @@ class Placement:
         return TokenPlan(lengths=cut, ranks=self.tokens.ranks, given=self.tokens.parts)
 
     def _core(self, heads: Heads, causal: bool, window: int, device: torch.device) -> Core:
-        """The attention of this placement: one pack on one rank, a ring, a gather, or heads
-        switched within blocks with a ring across them; a negative ``window`` is a chunk size."""
+        """Make the attention core: of one rank alone, a ring, a gather, or Ulysses within blocks of
+        ranks and a ring across the blocks (``2d``; plain Ulysses is the case of one block).
+        ``window`` is as for :meth:`core`."""
         tokens, ranks = self.tokens, self.tokens.ranks
         everyone = tuple(range(ranks))
         documents = self._in_chunks(-window) if window < 0 else tokens
         band = window if window > 0 else None
 
         def seen(queries: Members, keys: Members) -> tuple[Block, ...]:
+            """The blocks of the mask that queries on some ranks see of keys on others."""
             return documents.blocks(queries, keys, causal, band)
 
         if ranks == 1:
@@ -201,6 +211,8 @@ class Placement:
         block = mesh.blocks[self.member // mesh.inner]
         sizes = tuple(tokens.sizes[m] for m in block)
         order, back = self._order(block, device)
+        # Only to learn ``inner``, the heads of this rank after the switch, which the inner core
+        # needs before the real switched core can be made.
         switched = SwitchedCore(
             heads=heads,
             core=PackCore(heads=heads, blocks=()),
@@ -231,7 +243,9 @@ class Placement:
         )
 
     def _inner(self, heads: Heads) -> int:
-        """Ranks of a block that exchange heads, for the exchange ``2d``."""
+        """The number of ranks in a block, which exchange heads for tokens: all for ``ulysses``; for
+        ``2d`` the largest divisor of the ranks that divides the key heads, or else the query heads.
+        Raises SpecError where there is none."""
         ranks = self.tokens.ranks
         if self.exchange == "ulysses":
             return ranks
@@ -248,8 +262,8 @@ class Placement:
     def _order(
         self, members: Members, device: torch.device
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Indices [tokens of the members] that put gathered tokens in the order of the row, and
-        those that put them back; None where they lie in order."""
+        """(order, back), both [tokens of the members]: indices that bring tokens gathered rank by
+        rank into the order of the row, and the inverse; (None, None) where they lie in order."""
         order = self.tokens.held(members).order
         if order is None:
             return None, None
@@ -264,8 +278,8 @@ def require_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> None:
         raise SpecError("batch", got=", ".join(batch) or "nothing", wanted=f"{tokens} [b, S]")
     rows, width = batch[tokens].shape
     for name, value in batch.items():
-        one = name == "position_ids" and tuple(value.shape) == (1, width)
-        if tuple(value.shape[:2]) != (rows, width) and not one:
+        shared = name == "position_ids" and tuple(value.shape) == (1, width)  # by all rows
+        if tuple(value.shape[:2]) != (rows, width) and not shared:
             raise DataError(
                 f"input {name}",
                 got=f"{list(value.shape)}",
@@ -275,10 +289,11 @@ def require_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> None:
 
 
 def documents_of(batch: Mapping[str, torch.Tensor], tokens: str) -> tuple[tuple[int, ...], ...]:
-    """The lengths of the documents of every row. A document starts where position ids start again
-    at 0; padding is a document of its own. Raises DataError for a mask that is no padding."""
+    """The lengths in tokens of the documents of every row. A document starts where a position id is
+    not one more than the one before; padding is a document of its own. Raises DataError for a mask
+    that hides more than padding on either side of a row."""
     rows, width = batch[tokens].shape
-    begins = np.zeros((rows, width), dtype=bool)
+    begins = np.zeros((rows, width), dtype=bool)  # whether a document begins at this token
     begins[:, 0] = True
     mask = batch.get("attention_mask")
     if mask is not None:
@@ -291,6 +306,7 @@ def documents_of(batch: Mapping[str, torch.Tensor], tokens: str) -> tuple[tuple[
             )
         seen = mask.cpu().numpy() != 0
         change = seen[:, 1:] != seen[:, :-1]
+        # Runs of ones in a row: those that begin after its first token, and one that begins there.
         if ((seen[:, 1:] & change).sum(axis=1) + seen[:, 0] > 1).any():
             raise DataError(
                 "attention_mask",
@@ -303,12 +319,13 @@ def documents_of(batch: Mapping[str, torch.Tensor], tokens: str) -> tuple[tuple[
     if places is not None:
         wide = np.broadcast_to(places.cpu().numpy(), (rows, width))
         begins[:, 1:] |= np.diff(wide, axis=1) != 1
+    # Lengths are the differences of the beginnings, with the end of the row behind them.
     return tuple(tuple(np.diff([*np.flatnonzero(row).tolist(), width]).tolist()) for row in begins)
 
 
 def declared_places(batch: Mapping[str, torch.Tensor]) -> np.ndarray | None:
-    """[S] the position ids of the batch, for models that number tokens themselves; None where the
-    batch has none. Raises DataError where rows differ."""
+    """The position ids [S] that all rows of the batch share, for models that take none and count
+    tokens themselves; None where the batch has none. Raises DataError where rows differ."""
     places = batch.get("position_ids")
     if places is None:
         return None
@@ -329,9 +346,10 @@ def local_inputs(
     *,
     first: int | None,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-    """(local model inputs, local labels) of a batch whose ``labels`` are already shifted to the
-    places that predict them. Adds ``position_ids`` that start at ``first``, where that is no
-    None."""
+    """Cut a batch to this rank's tokens: (inputs [b, s_r, ...] by name, labels [b, s_r] or None).
+    Its ``labels`` are already shifted to the places that predict them; the attention mask is left
+    out. ``first`` is the position id of a row's first token, None for models without position ids;
+    where the batch has none, they are counted from there."""
     rows = batch[tokens].shape[0]
     index = torch.from_numpy(placement.index()).to(batch[tokens].device)
     found: dict[str, torch.Tensor] = {}
@@ -347,8 +365,8 @@ def local_inputs(
 
 
 def fingerprint(batch: Mapping[str, torch.Tensor], extra: Sequence[object]) -> str:
-    """A hash of all that the ranks of a group must have in common. What is on a device stays there:
-    two sums of its bits are read, once for all tensors."""
+    """A hash of what the ranks of a group must have in common: the tensors of a batch and ``extra``
+    values. Of tensors on a device only two checksums each are read, in one copy for all."""
     digest = hashlib.blake2b(repr([sorted(batch), *extra]).encode(), digest_size=16)
     on_device = list[torch.Tensor]()
     for name in sorted(batch):
@@ -364,19 +382,20 @@ def fingerprint(batch: Mapping[str, torch.Tensor], extra: Sequence[object]) -> s
 
 
 _SUMMED = 1 << 22
-"""Bytes that are widened at once."""
+"""Bytes of a tensor that are converted to int64 at once, to bound memory."""
 
 
 def bit_sums(x: torch.Tensor) -> torch.Tensor:
-    """[2] int64, made on the device of ``x``: two numbers that differ where its bits or their order
-    do, but for a chance of about 1 in 2^60."""
-    words = x.contiguous().reshape(-1).view(torch.uint8)
-    found = torch.zeros(2, dtype=torch.int64, device=x.device)
-    for start in range(0, len(words), _SUMMED):
-        part = words[start : start + _SUMMED].to(torch.int64) + 1
-        at = torch.arange(start, start + len(part), device=x.device)
-        for row, factor in enumerate((0x9E3779B97F4A7C1, 0xBF58476D1CE4E5B)):
-            mixed = (at + 1) * factor
+    """Two checksums [2] int64 of a tensor's bytes, computed on its device. Tensors whose bytes or
+    their order differ have other checksums, but for a chance of about 1 in 2^60."""
+    octets = x.contiguous().reshape(-1).view(torch.uint8)
+    sums = torch.zeros(2, dtype=torch.int64, device=x.device)
+    for start in range(0, len(octets), _SUMMED):
+        chunk = octets[start : start + _SUMMED].to(torch.int64) + 1  # zero bytes count, too
+        index = torch.arange(start, start + len(chunk), device=x.device)
+        for which, factor in enumerate((0x9E3779B97F4A7C1, 0xBF58476D1CE4E5B)):
+            # Each byte is weighted by a hash of its index: multiply and xor-shift (splitmix64).
+            mixed = (index + 1) * factor
             mixed = (mixed ^ (mixed >> 29)) * factor
-            found[row] += (part * (mixed ^ (mixed >> 32))).sum()
-    return found
+            sums[which] += (chunk * (mixed ^ (mixed >> 32))).sum()
+    return sums

@@ -23,14 +23,15 @@ LabelPlace = Literal["first", "last"]
 
 @dataclass(slots=True, kw_only=True)
 class TokenReader:
-    """Reads items with token numbers in the field ``tokens``, and labels of a ``kind``.
+    """Makes samples, tensors of tokens by name, of the items of a data set.
 
     Attributes:
-        tokens: The field with token numbers.
-        kind: Whether labels are of the ``next`` token or of the ``same`` place.
+        tokens: The field with token ids.
+        kind: Whether the model predicts the label of the ``next`` or of the ``same`` place.
         label_name: The field with labels.
-        label_place: The token that has the label of a sample with one label, where samples may.
-        fields: The fields of the samples, those of the first one that was read.
+        label_place: Which token has the label of a sample with a single one; None where samples
+            must have one label for each token.
+        fields: The fields of the first item that was read, which all others must have.
     """
 
     tokens: str
@@ -71,9 +72,10 @@ class TokenReader:
 def sample_of(
     item: Any, tokens: str, kind: Labels, what: str, *, label_place: LabelPlace | None = None
 ) -> Item:
-    """An item of a data set as tensors [n, ...] without padding: a mapping, (tokens, labels), or
-    tokens alone, which predict themselves where a model predicts the next one. Values of the whole
-    sample are given to each of its tokens. Labels are moved to the places that predict them.
+    """An item of a data set as tensors [n, ...] by name, without padding. The item is a mapping,
+    a pair (tokens, labels), or tokens alone, which are their own labels where the model predicts
+    the next token. A value of the whole sample is repeated for each of its tokens. Labels are
+    moved to the places that predict them.
 
     Raises DataError for items without tokens, for labels that are not of the tokens, and for values
     that are neither of tokens nor of the sample.
@@ -126,6 +128,7 @@ def sample_of(
 
 
 _OF_SAMPLE = "label of the sample"
+"""A field that marks, within :func:`sample_of`, that the item has a single label."""
 
 
 def _labels(
@@ -137,8 +140,9 @@ def _labels(
     what: str,
     place: LabelPlace | None,
 ) -> torch.Tensor:
-    """The labels [n] of an item, taken out of what was found; a single one is noted there and
-    given to every token."""
+    """The labels [n] int64 of an ``item``, removed from its tensors ``found``. A single label of
+    the sample is repeated for all ``count`` tokens, and the field ``_OF_SAMPLE`` is added to
+    ``found``. Raises DataError for labels of another shape."""
     given = found.pop("labels", None)
     if "labels" not in item:
         if kind == "next":

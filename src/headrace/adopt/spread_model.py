@@ -53,7 +53,7 @@ class BatchPart(Mapping[str, Any]):
     """One rank's part of a batch. As a mapping it is its ``inputs``: ``run(**part)``.
 
     Attributes:
-        inputs: Arguments of the model: for tokens [b, s_r, ...], the local ones of every row.
+        inputs: Arguments of the model, cut to this rank: for tokens [b, s_r, ...].
         labels: The labels of the local places, [b, s_r] of tokens, with IGNORED (-100) where there
             is no loss; None where the batch has none.
         group: The group of ranks that share the batch; None where this rank has it alone.
@@ -121,10 +121,11 @@ class Levels:
     """The recompute levels that layers support.
 
     Attributes:
-        choose: Given what each layer recomputes in the next forward, ``none`` or a level; layers
-            beyond the end of what is given recompute nothing.
+        choose: A function that sets, for the next forward, the level of each layer in order:
+            ``none`` or one of ``known``. Layers beyond the end of the list recompute nothing.
         known: The supported levels.
-        entries: Tensors as large as its input that a layer saves when it recomputes everything.
+        entries: How many tensors of the size of its input a layer saves when it recomputes
+            everything.
     """
 
     choose: Callable[[Sequence[Recompute]], None]
@@ -175,14 +176,14 @@ class SpreadModel(SampleReader, Protocol):
         exchange: str | None = None,
         groups: Groups | None = None,
     ) -> BatchPart:
-        """Cut values that are known to be alike on all ``ranks``, whose groups are made: no rank is
-        asked.
+        """Cut values into this rank's part without communication: they must be the same on all
+        ``ranks``, and the ranks' process groups must exist.
 
         Args:
-            values: Those of a pack, or a batch.
+            values: The values of a pack or of a batch, by name.
             ranks: The ranks that share them; this one is among them.
-            targets: Tokens of the whole step that have a loss.
-            exchange: How the ranks meet; the model's own choice where it is None.
+            targets: The number of tokens of the whole step that have a loss.
+            exchange: The exchange between the ranks; the model's own choice where it is None.
             groups: The groups of this rank, where they are not the model's own.
 
         Returns:
@@ -231,11 +232,11 @@ class SpreadModel(SampleReader, Protocol):
         ...
 
     def install(self) -> Callable[[], None]:
-        """Have the model itself do what a call of this does while it is spread, so that a loop that
-        calls the model need not change.
+        """Have the model itself do what a call of this object does while it is spread, so that a
+        loop that calls the model need not change.
 
         Returns:
-            What takes that back.
+            A function that undoes this.
         """
         ...
 
@@ -253,14 +254,14 @@ class SpreadModel(SampleReader, Protocol):
         ...
 
     def begin(self, sample: Item, device: str) -> Callable[[], None]:
-        """Look by a sample whether the model can be run on parts, and :meth:`install`.
+        """Test with a sample whether the model can be run on parts, and :meth:`install`.
 
         Args:
             sample: A sample of the data set.
             device: Where the model lives.
 
         Returns:
-            What takes all of it back.
+            A function that undoes all of it.
 
         Raises:
             ModelError: Where the model cannot be run on parts.
@@ -279,13 +280,13 @@ class SpreadModel(SampleReader, Protocol):
         ...
 
     def made(self, sample: Item, lengths: Sequence[int], ranks: int, *, document: int) -> Pack:
-        """Make a pack of samples like one, to measure the model with.
+        """Make a pack of samples of given lengths from one sample, to measure the model with.
 
         Args:
-            sample: The sample to repeat or shorten.
-            lengths: The tokens that the samples of the pack should have, or nearly.
-            ranks: The ranks that will share the pack.
-            document: The most tokens of one sample: models may know no more places.
+            sample: The sample whose values are repeated or cut.
+            lengths: The tokens that each sample of the pack should have, or nearly.
+            ranks: The number of ranks that will share the pack.
+            document: The most tokens of one sample: models may have no more positions.
 
         Returns:
             The pack.
@@ -316,7 +317,7 @@ class SpreadModel(SampleReader, Protocol):
         ...
 
     def number(self, outputs: Any) -> torch.Tensor:
-        """Make some number of the model's results, to go backward from when the model is measured.
+        """Make a scalar of the model's results, to run a backward from when the model is measured.
 
         Args:
             outputs: What the model gave.
@@ -327,10 +328,10 @@ class SpreadModel(SampleReader, Protocol):
         ...
 
     def order(self, exchange: str) -> TokenOrder:
-        """Say how tokens are dealt out to the ranks of a group.
+        """Say how tokens are divided among the ranks of a group.
 
         Args:
-            exchange: How the ranks meet.
+            exchange: The exchange between the ranks.
 
         Returns:
             ``natural`` or ``zigzag``.
@@ -338,7 +339,7 @@ class SpreadModel(SampleReader, Protocol):
         ...
 
     def levels(self, layers: Sequence[torch.nn.Module]) -> Levels | None:
-        """Look for what chooses recompute of layers.
+        """Find the recompute levels of layers, and the function that sets them.
 
         Args:
             layers: The layers, in the order of the forward.

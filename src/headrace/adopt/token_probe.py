@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 _TOKENS = 13
+"""Tokens of a row that are tried at first."""
 _LONGEST = 4096
 """Tokens of a row that are tried at most."""
 
@@ -56,16 +57,16 @@ _MIXES_THE_BATCH = (
 
 
 def first_places(model: torch.nn.Module) -> tuple[int, ...]:
-    """The places that the first token of a row may have: models that keep places up to the
-    padding's number for padding begin after it."""
+    """The position ids that the first token of a row may have: 0, or in models such as RoBERTa,
+    which keep positions up to the padding's id for padding, the one after that id."""
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     return (0,) if padding is None else (0, padding + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """``attentions`` are called in a forward; ``first`` is the place that the model counts the
-    first token of a row as, where it takes places."""
+    """What a probe found out: the number of calls of attention in a forward (``attentions``), and
+    the position id of a row's first token (``first``), for models that take position ids."""
 
     attentions: int
     first: int
@@ -82,9 +83,12 @@ def probe(
     places: bool,
     firsts: Sequence[int] = (0,),
 ) -> Probed:
-    """Run ``model`` by ``run(**inputs)`` on a few tokens of ``batch`` as it is given them, and on
-    parts of them with places that begin with one of ``firsts``. Labels are given where the model
-    makes its own loss. Raises ModelError, naming what it found, when it cannot be run on parts."""
+    """Run ``model`` by ``run(**inputs)`` on a few tokens of ``batch``, and on parts of them.
+
+    Where the model takes position ids (``places``), parts are tried with ids that begin at each of
+    ``firsts``. ``tokens`` names the input with token ids; labels in the batch are given, too.
+    Raises ModelError, naming what it found, when results of parts differ from those of the whole.
+    """
     for name, module in model.named_modules():
         if isinstance(module, _MIXES_THE_BATCH):
             raise ModelError(
@@ -93,18 +97,18 @@ def probe(
                 wanted="norms of single tokens",
                 hint="its statistics are those of one rank's tokens",
             )
-    few, wrong = few_of(batch, tokens), ModelError("places of tokens", got="none to try")
+    few, error = few_of(batch, tokens), ModelError("places of tokens", got="none to try")
     with looked_at(model, slot, training=False):
         runs = _Runs(model=model, run=run, slot=slot, count=_TOKENS)
         whole = runs.of(few)
         if not whole.calls:
             raise _no_attention(model)
         for first in firsts:
-            found = runs.difference(whole, _with_places(few, tokens, places, first))
-            if found is None:
+            difference = runs.difference(whole, _with_places(few, tokens, places, first))
+            if difference is None:
                 return Probed(attentions=whole.calls, first=first)
-            wrong = found
-    raise wrong
+            error = difference
+    raise error
 
 
 @torch.no_grad()
@@ -120,18 +124,19 @@ def look_again(
     longest: int,
     training: bool,
 ) -> None:
-    """Run a model that was probed on a few tokens and on ``longest`` of them, in training or in
-    evaluation. Raises ModelError when it cannot be run on parts of them."""
+    """Probe a model again, in training or in evaluation mode, on rows of a few and of ``longest``
+    tokens, with position ids from ``first`` on where it takes ``places``. Raises ModelError where
+    results of parts differ from those of the whole."""
     with looked_at(model, slot, training=training):
         for count in (_TOKENS, longest):
             given = _with_places(few_of(batch, tokens, count), tokens, places, first)
             runs = _Runs(model=model, run=run, slot=slot, count=count)
             whole = runs.of(given)
-            found = runs.difference(whole, given)
-            if found is None and count == _TOKENS and whole.loss is not None:
-                found = runs.undivided(whole.loss, given)
-            if found is not None:
-                raise found
+            error = runs.difference(whole, given)
+            if error is None and count == _TOKENS and whole.loss is not None:
+                error = runs.undivided(whole.loss, given)
+            if error is not None:
+                raise error
 
 
 @torch.no_grad()
@@ -146,20 +151,21 @@ def own_loss(
     kind: Labels,
     training: bool,
 ) -> ModelError | None:
-    """What is wrong with taking the cross entropy of the logits of a model of transformers for its
-    loss: that of the model is another number. ``batch`` has no labels, or some that are ignored."""
+    """Test whether the loss of a transformers model is the cross entropy of its logits: the error
+    that says it is not, or None. Labels are the token ids; one of them is ignored where ``batch``
+    has ignored labels, too. ``kind`` says whether the model's loss shifts labels."""
     few = few_of({k: v for k, v in batch.items() if k != "labels"}, tokens)
     labels = few[tokens].clone()
     if "labels" in batch and bool((batch["labels"] < 0).any()):
         labels[:, _TOKENS // 3] = IGNORED
-    aims = predicted(labels, kind)
+    shifted = predicted(labels, kind)
     with looked_at(model, slot, training=training), _add_noise(model):
         slot.take(StandIn(places=np.arange(_TOKENS), targets=_TOKENS))
         outputs = run(**few, **{label_name: labels})
         own, logits = loss_of(outputs), getattr(outputs, "logits", None)
     if own is None or (logits is None and not isinstance(outputs, tuple)):
-        return None  # a loss without logits is of a fused head
-    plain = float(local_loss(logits_of(outputs), aims, int((aims != IGNORED).sum())))
+        return None  # a head fused with its loss returns no logits to compare with
+    plain = float(local_loss(logits_of(outputs), shifted, int((shifted != IGNORED).sum())))
     if abs(float(own) - plain) <= 1e-5 * abs(plain):
         return None
     return ModelError(
@@ -176,7 +182,7 @@ _OWN_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
 
 
 def _failure(model: torch.nn.Module, count: int, error: Exception) -> ModelError:
-    """What to say of a model whose own forward fails on some tokens."""
+    """The error for a model whose own forward raises ``error`` on ``count`` tokens."""
     return ModelError(
         f"forward of {type(model).__name__} on {count} tokens",
         got=" ".join(f"{type(error).__name__}: {error}".split())[:300],
@@ -186,22 +192,23 @@ def _failure(model: torch.nn.Module, count: int, error: Exception) -> ModelError
 
 
 class _Lookups(TorchFunctionMode):
-    """Collects the numbers of rows that are looked up in tables, for ``tokens`` [count]."""
+    """A function mode that records the indices of every embedding lookup while a model runs on
+    ``tokens`` [count]: among them are the positions that the model counts itself."""
 
     def __init__(self, tokens: torch.Tensor) -> None:
-        self._tokens, self._rows = tokens, list[torch.Tensor]()
+        self._tokens, self._indices = tokens, list[torch.Tensor]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.embedding:
-            self._rows.append(args[0])
+            self._indices.append(args[0])
         return func(*args, **(kwargs or {}))
 
     def of_places(self) -> Iterator[torch.Tensor]:
-        """The rows [count] that may be those of the tokens' places: one for each token (of the last
-        row of a batch), and not the numbers of the tokens themselves. A compiler's stand-ins for
-        tensors have no values to look at."""
-        for rows in self._rows:
-            flat = rows.reshape(-1)[-len(self._tokens) :]
+        """Yield the recorded indices [count] that may be the tokens' positions: lookups of one
+        index for each token (of the batch's last row) that are not the token ids themselves. Fake
+        tensors are passed over, as they have no values."""
+        for indices in self._indices:
+            flat = indices.reshape(-1)[-len(self._tokens) :]
             if isinstance(flat, FakeTensor) or len(flat) != len(self._tokens):
                 continue
             if not torch.equal(flat, self._tokens):
@@ -209,7 +216,7 @@ class _Lookups(TorchFunctionMode):
 
 
 def _rise(places: torch.Tensor) -> bool:
-    """Whether places [count] rise by one from each to the next."""
+    """Whether positions [count] are consecutive: each is one more than the one before."""
     return torch.equal(places - places[0], torch.arange(len(places)))
 
 
@@ -217,10 +224,10 @@ def _rise(places: torch.Tensor) -> bool:
 def counts_by_mask(
     model: torch.nn.Module, batch: Mapping[str, torch.Tensor], tokens: str, **always: Any
 ) -> bool:
-    """Whether a plain model that is given no places counts them from the first token that is not
-    padding, as OPT does: then the rows that it looks up rise by one over the tokens, and not over
-    the padding in front of them."""
-    few, padding = few_of(batch, tokens)[tokens], _TOKENS // 3
+    """Whether a plain model that is given no position ids counts them from the first token that
+    its attention mask does not hide, as OPT does: then the positions that it looks up are
+    consecutive over the tokens, but not over the masked ones in front of them."""
+    few, padding = few_of(batch, tokens)[tokens], _TOKENS // 3  # the first third is masked
     mask = torch.ones_like(few)
     mask[:, :padding] = 0
     with held_still(model, training=False), _Lookups(few[0]) as lookups:
@@ -232,7 +239,8 @@ def counts_by_mask(
 
 
 def _padding_of(model: torch.nn.Module) -> tuple[int, int] | None:
-    """The padding's number and how many numbers a model of transformers knows, if it has both."""
+    """(the padding's token id, the vocabulary size) of a transformers model; None where its
+    configuration lacks either."""
     config = getattr(getattr(model, "module", model), "config", None)
     padding, known = (getattr(config, name, None) for name in ("pad_token_id", "vocab_size"))
     fits = isinstance(padding, int) and isinstance(known, int) and 0 <= padding < known
@@ -240,27 +248,32 @@ def _padding_of(model: torch.nn.Module) -> tuple[int, int] | None:
 
 
 def without_padding(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Tokens with another number in the place of the padding's, which some models pass over."""
-    found = None if isinstance(ids, FakeTensor) else _padding_of(model)
-    return ids if found is None else torch.where(ids == found[0], (ids + 1) % found[1], ids)
+    """Token ids [b, S] with the padding's id replaced by the next id of the vocabulary, as some
+    models skip padding when they count positions."""
+    known = None if isinstance(ids, FakeTensor) else _padding_of(model)
+    if known is None:
+        return ids
+    padding, vocabulary = known
+    return torch.where(ids == padding, (ids + 1) % vocabulary, ids)
 
 
 @torch.no_grad()
 def counts_by_ids(
     model: torch.nn.Module, batch: Mapping[str, torch.Tensor], tokens: str, **always: Any
 ) -> int | None:
-    """The padding's number in a model that is given no places and passes over tokens of this number
-    when it counts them, as RoBERTa does; None in others."""
-    found = _padding_of(model)
-    if found is None:
+    """The padding's token id, for a model that is given no position ids and skips tokens with this
+    id when it counts them, as RoBERTa does; None for other models."""
+    known = _padding_of(model)
+    if known is None:
         return None
-    padding, at = found[0], _TOKENS // 3
+    padding, at = known[0], _TOKENS // 3  # one token amid the row becomes padding
     few = without_padding(model, few_of(batch, tokens)[tokens]).clone()
     few[:, at] = padding
     with held_still(model, training=False), _Lookups(few[0]) as lookups:
         model(**{tokens: few, **always})
     for places in lookups.of_places():
         others = torch.cat([places[:at], places[at + 1 :]])
+        # RoBERTa gives padding the position of its own id, and counts on behind it.
         if _rise(others) and int(places[at]) == padding:
             return int(padding)
     return None
@@ -268,7 +281,8 @@ def counts_by_ids(
 
 @contextmanager
 def _add_noise(model: torch.nn.Module) -> Iterator[None]:
-    """Logits with noise: a loss beside the cross entropy may be zero of the first ones."""
+    """Add fixed noise to the logits of the output head within the context. A loss beside the cross
+    entropy, such as a z-loss, may be zero on the logits of fresh weights, and so stay unseen."""
     find = getattr(getattr(model, "module", model), "get_output_embeddings", None)
     head = find() if callable(find) else None
 
@@ -287,7 +301,7 @@ def _add_noise(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _no_attention(model: torch.nn.Module) -> ModelError:
-    """What to say of a model that calls nothing that is known as attention."""
+    """The error for a model in whose forward no attention was replaced."""
     names = {type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()}
     what = f"model with {', '.join(sorted(names)[:3])}" if names else "model"
     return ModelError(
@@ -301,7 +315,8 @@ def _no_attention(model: torch.nn.Module) -> ModelError:
 
 @contextmanager
 def looked_at(model: torch.nn.Module, slot: ModelSlot, *, training: bool) -> Iterator[None]:
-    """A model that is run to look at it, and what it works on afterwards."""
+    """Context in which a model is run only to examine it: what its forwards change or draw is
+    undone at the end, and the slot holds again what it held before."""
     before = slot.held
     try:
         with held_still(model, training=training):
@@ -318,13 +333,14 @@ def run_few(
     batch: Mapping[str, torch.Tensor],
     tokens: str,
 ) -> None:
-    """Run a model once by ``run(**inputs)``, on a few tokens and with the stand-in."""
+    """Run a model once by ``run(**inputs)`` on a few tokens, with the stand-in for attention."""
     with looked_at(model, slot, training=False):
         _Runs(model=model, run=run, slot=slot, count=_TOKENS).of(few_of(batch, tokens))
 
 
 def tried_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> int:
-    """How many tokens of a row are tried: those of the longest document of ``batch``."""
+    """The length in tokens of the longer row to probe: that of the longest document of ``batch``,
+    between ``_TOKENS`` and ``_LONGEST``."""
     longest = max(max(row) for row in documents_of(batch, tokens))
     return min(_LONGEST, max(_TOKENS, longest))
 
@@ -332,17 +348,19 @@ def tried_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> int:
 def few_of(
     batch: Mapping[str, torch.Tensor], tokens: str, count: int = _TOKENS
 ) -> dict[str, torch.Tensor]:
-    """Some tokens of the first row, repeated where it has not as many; padding aside."""
-    repeats = -(-count // batch[tokens].shape[1])
+    """Inputs [1, count, ...] by name: the first ``count`` tokens of the first row, which is
+    repeated where it is shorter. There is no mask; position ids are consecutive."""
+    repeats = -(-count // batch[tokens].shape[1])  # rounded up
     found = {
         name: value[:1].repeat(1, repeats, *[1] * (value.dim() - 2))[:, :count]
         for name, value in batch.items()
         if name not in ("attention_mask", "position_ids")
     }
-    for name, value in found.items():  # every place has a label, those at borders too
+    # Labels that are ignored (below 0) become token ids, so that every place has a loss.
+    for name, value in found.items():
         if value.shape == found[tokens].shape and not value.is_floating_point():
             found[name] = torch.where(value < 0, found[tokens].to(value), value)
-    if "position_ids" in batch:  # of the model's own kind, from where the row begins
+    if "position_ids" in batch:  # from the least one on, as models may begin above 0
         start = int(batch["position_ids"].min())
         found["position_ids"] = torch.arange(count)[None].to(batch["position_ids"]) + start
     return found
@@ -351,7 +369,8 @@ def few_of(
 def _with_places(
     few: Mapping[str, torch.Tensor], tokens: str, places: bool, first: int
 ) -> dict[str, torch.Tensor]:
-    """Some tokens with their places, where the model takes ``places`` and none were given."""
+    """Inputs ``few`` with ``position_ids`` from ``first`` on, where the model takes them
+    (``places``) and none were given."""
     given = dict(few)
     if places and "position_ids" not in few:
         counted = torch.arange(few[tokens].shape[1])[None]
@@ -361,8 +380,8 @@ def _with_places(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """What a run of the model gave: logits, its own loss [] or None, and how often attention was
-    called."""
+    """What a run of the model gave: logits [1, n, ...], the model's own loss [] or None, and the
+    number of calls of attention."""
 
     logits: torch.Tensor
     loss: torch.Tensor | None
@@ -371,7 +390,8 @@ class _Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Runs:
-    """Runs of a model on ``count`` tokens and on parts of them."""
+    """Runs a model by ``run(**inputs)`` on ``count`` tokens and on parts of them, with the stand-in
+    for attention in its ``slot``."""
 
     model: torch.nn.Module
     run: Callable[..., Any]
@@ -380,17 +400,19 @@ class _Runs:
 
     @property
     def parts(self) -> tuple[slice, ...]:
-        """Uneven ones, of two tokens or more: graphs know one from many."""
-        one, two = 5 * self.count // 13, 8 * self.count // 13
-        if self.count > _TOKENS:  # blocks of even numbers of tokens are cut
-            one, two = one | 1, two | 1
-        return slice(0, one), slice(one, two), slice(two, self.count)
+        """Three parts of the tokens, not all of one length. Each has two tokens or more, as
+        compilers make another graph for a size of 1."""
+        first_cut, second_cut = 5 * self.count // 13, 8 * self.count // 13
+        if self.count > _TOKENS:  # odd cuts fall within any blocks of an even number of tokens
+            first_cut, second_cut = first_cut | 1, second_cut | 1
+        return slice(0, first_cut), slice(first_cut, second_cut), slice(second_cut, self.count)
 
     def of(
         self, few: Mapping[str, torch.Tensor], part: slice | None = None, *, aims: int = 1
     ) -> _Outcome:
-        """Results of some tokens, all of them where ``part`` is None; ``aims`` times as many
-        targets as there are tokens are said. Raises ModelError where the model draws."""
+        """Run the model on one ``part`` of the tokens, on all where it is None. Its loss is divided
+        by ``aims`` times the number of all tokens. Raises ModelError where the forward fails or
+        draws random numbers."""
         part = part or slice(0, self.count)
         stand_in = StandIn(places=np.arange(part.start, part.stop), targets=aims * self.count)
         self.slot.take(stand_in)
@@ -399,7 +421,7 @@ class _Runs:
             outputs = self.run(**inputs)
         except _OWN_ERRORS as error:
             if isinstance(error, torch.OutOfMemoryError) or "gloo" in str(error):
-                raise  # of the machine, or of another rank
+                raise  # not the model's fault: this machine's, or another rank's
             raise _failure(self.model, part.stop - part.start, error) from error
         if not before.same(Draws.now(self.model)):
             raise ModelError(
@@ -412,19 +434,21 @@ class _Runs:
         return _Outcome(logits=logits_of(outputs), loss=loss_of(outputs), calls=stand_in.calls)
 
     def difference(self, whole: _Outcome, given: Mapping[str, torch.Tensor]) -> ModelError | None:
-        """How results of parts differ from those of the whole."""
+        """Run the parts of the inputs ``given`` and compare them with the ``whole``: each token's
+        result must be the same, and losses must sum to the whole's. Returns the error or None."""
         single = whole.logits.dtype in (torch.float32, torch.float64)
         limit = (1e-4 if single else 5e-2) * max(float(whole.logits.abs().max()), 1e-30)
-        wrong, total = list[int](), 0.0
+        wrong, total = list[int](), 0.0  # tokens whose results differ, and the sum of losses
         for part in self.parts:
             own = self.of(given, part)
             wanted = whole.logits[:, part]
             if own.logits.shape != wanted.shape or whole.logits.shape[1] != self.count:
                 return _shaped(own, whole, part)
+            # The largest difference of each token [n]; "not <=" counts NaN as wrong.
             off = (wanted - own.logits).abs().flatten(2).amax(dim=2)[0]
             wrong += [part.start + at for at in torch.nonzero(~(off <= limit)).flatten().tolist()]
             total += 0.0 if own.loss is None else float(own.loss)
-        # A router's choice between two that are alike may fall otherwise, of a token here or there.
+        # Few tokens may differ: rounding can turn a router's choice between near-equal experts.
         if len(wrong) > self.count // (512 if single else 64):
             return ModelError(
                 f"model run on parts of {self.count} tokens",
@@ -442,14 +466,18 @@ class _Runs:
         return None
 
     def undivided(self, loss: torch.Tensor, given: Mapping[str, torch.Tensor]) -> ModelError | None:
-        """What of a loss is a mean of its own, however small: it stays when twice as many targets
-        are said, and parts of it do not sum to the whole."""
+        """Find a term of the ``loss`` that is not divided by the step's targets, however small,
+        such as a mean over experts: its parts must sum to that of the whole. Returns the error or
+        None.
+        """
 
-        def stays(part: slice | None) -> float:
+        def constant_term(part: slice | None) -> float:
+            """With c the term that targets T do not divide: loss(T) = s / T + c, so
+            2 loss(2 T) - loss(T) = c."""
             once, twice = (self.of(given, part, aims=n).loss for n in (1, 2))
             return 0.0 if once is None or twice is None else 2 * float(twice) - float(once)
 
-        wanted, got = stays(None), sum(map(stays, self.parts))
+        wanted, got = constant_term(None), sum(map(constant_term, self.parts))
         limit = 16 * torch.finfo(loss.dtype).eps * abs(float(loss)) + 1e-2 * abs(wanted)
         if abs(got - wanted) <= limit:
             return None
@@ -457,7 +485,7 @@ class _Runs:
 
 
 def _shaped(part: _Outcome, whole: _Outcome, where: slice) -> ModelError:
-    """What to say of results that are not one for each token."""
+    """The error for a model whose results are not one for each token, for the part at ``where``."""
     return ModelError(
         "results of parts of the tokens",
         got=f"{list(part.logits.shape)} of {where.stop - where.start} tokens",
@@ -467,7 +495,7 @@ def _shaped(part: _Outcome, whole: _Outcome, where: slice) -> ModelError:
 
 
 def _unsummed(what: str, got: float, wanted: float) -> ModelError:
-    """What to say of a loss whose parts do not sum to it."""
+    """The error for a loss whose parts sum to ``got`` and not to ``wanted``, that of the whole."""
     return ModelError(
         what,
         got=f"{got:.6g} in parts",

@@ -30,7 +30,8 @@ from headrace.errors import ModelError
 __all__ = ["WholeHead", "base_of", "sees_hidden_states_alone"]
 
 _OWN = ("attention_mask", "cache_position", "past_key_values")
-"""Arguments of a base model that are of the whole batch: documents are known from its placement."""
+"""Arguments of a base model that describe the whole batch, and are dropped when it runs on a part:
+the placement knows documents and padding."""
 
 
 def base_of(inner: torch.nn.Module) -> torch.nn.Module | None:
@@ -41,8 +42,9 @@ def base_of(inner: torch.nn.Module) -> torch.nn.Module | None:
 
 @dataclass(slots=True, kw_only=True)
 class _Work:
-    """One call: the placement of its batch, the local inputs, the whole tokens, and how often the
-    base model was called."""
+    """The state of one call of the model: the placement of its batch, this rank's inputs
+    (``local``), the token ids of the whole batch [b, S], and how often the base model was
+    called."""
 
     placement: Placement
     local: Mapping[str, torch.Tensor]
@@ -77,7 +79,9 @@ class WholeHead:
         whole: Mapping[str, torch.Tensor],
         tokens: str,
     ) -> Any:
-        """The results of the model: this rank's part of its own loss, and the local logits."""
+        """Run ``call(**whole)`` with the inputs of the whole batch, while the base model works on
+        the inputs ``local``. Returns the model's results with this rank's part of the loss, and
+        the logits of its tokens. ``tokens`` names the input with token ids."""
         self._now = work = _Work(placement=placement, local=local, whole=whole[tokens])
         self._slot.take(None)
         try:
@@ -124,7 +128,8 @@ class WholeHead:
 
 
 def _replace_states(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Results of a base model with other last hidden states. Raises ModelError for more results."""
+    """The results of a base model with its last hidden states x replaced by ``change(x)``. Raises
+    ModelError where it returns other tensors beside them."""
     if len(list(result_tensors(out))) != 1:
         raise ModelError(
             "results of the base model",
@@ -139,10 +144,12 @@ def _replace_states(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def _own_part(outputs: Any, loss: torch.Tensor, placement: Placement, width: int) -> Any:
-    """The results of a whole batch as one rank's: part of the loss, the logits of its tokens."""
+    """Change results of a whole batch of rows of ``width`` tokens into this rank's: one over the
+    number of ranks of the loss, and of tensors [b, S, ...] the entries of this rank's tokens."""
     index = torch.from_numpy(placement.index()).to(loss.device)
 
     def part(x: Any) -> Any:
+        """The local tokens of a tensor [b, S, ...]; anything else unchanged."""
         if isinstance(x, torch.Tensor) and x.dim() >= 2 and x.shape[1] == width:
             return x.index_select(1, index)
         return x
@@ -160,10 +167,11 @@ def _own_part(outputs: Any, loss: torch.Tensor, placement: Placement, width: int
 def sees_hidden_states_alone(
     base: torch.nn.Module, run: Callable[..., Any], few: Mapping[str, torch.Tensor], tokens: str
 ) -> bool:
-    """Whether the loss of a plain model depends on its base model by the last hidden states alone,
-    of one call: it stays when they are handed to it in the place of those of other tokens."""
-    found, calls = list[torch.Tensor](), 0
-    handed = list[torch.Tensor]()
+    """Whether the loss of a plain model depends on its base model through the last hidden states of
+    one call alone. Tested by two runs: in the second the base model gets the tokens of ``few`` in
+    reverse, and the first run's hidden states replace its result; the loss must stay the same."""
+    found, calls = list[torch.Tensor](), 0  # hidden states of each call, and calls of both runs
+    handed = list[torch.Tensor]()  # those to put in place; empty in the first run
 
     def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Count the call, and flip its tokens once hidden states are to be handed in."""

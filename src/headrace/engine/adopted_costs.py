@@ -37,8 +37,23 @@ __all__ = ["LoopSetup", "ModelCosts", "measured"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoopSetup:
-    """What costs and plans of a loop follow from: a ``document`` has at most so many tokens, a pack
-    that is measured at most the ``longest``."""
+    """What the costs and plans of a loop follow from.
+
+    Attributes:
+        model: The user's model, spread.
+        held: How its weights are held.
+        optimizer: The user's.
+        groups: The groups of this rank.
+        device: The device of the model, as torch names it.
+        options: The options of the planner.
+        document: The most tokens of a sample.
+        longest: The most tokens of a pack that is measured.
+        memory_bytes: What a rank may use; None for a share of what is free.
+        cache: The folder of measured costs.
+        costs: Costs that the user gave; None to measure them.
+        say: Called with lines for people.
+        progress: Called as ``progress(what, done, of)``.
+    """
 
     model: SpreadModel
     held: HeldWeights
@@ -57,9 +72,12 @@ class LoopSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelCosts:
-    """The probes of a model and its costs, with the profile that was measured unless costs were
-    given; ``compared`` says how far the forecast from two layers was from the whole model, where
-    that was measured now."""
+    """The probes of a model and its costs.
+
+    ``profile`` is what the costs were fitted to, None where the user gave costs. ``compared`` is a
+    sentence on how far the prediction from two layers was from a run of the whole model; empty
+    where the profile was not measured now.
+    """
 
     probes: ModelProbes
     profile: Profile | None
@@ -68,9 +86,9 @@ class ModelCosts:
 
 
 def measured(setup: LoopSetup, sample: Item) -> ModelCosts:
-    """The costs of a model on these ranks: those given, a kept profile, or a new one; what torch
-    draws afterwards is the same. Collective. Raises CostError for given ones of another number of
-    ranks or layers."""
+    """The costs of a model on these ranks: those that the user gave, or those of a kept or a newly
+    measured profile. The state of torch's random numbers is left as it was. Collective. Raises
+    CostError for given costs of another number of ranks or layers."""
     with torch.random.fork_rng([] if setup.device == "cpu" else [setup.device]):
         try:
             return _find_costs(setup, sample)
@@ -79,8 +97,7 @@ def measured(setup: LoopSetup, sample: Item) -> ModelCosts:
 
 
 def _find_costs(setup: LoopSetup, sample: Item) -> ModelCosts:
-    """The costs of a model without a guard on what torch draws: given, or from a profile kept under
-    the fingerprint, or from a profile measured now. Collective."""
+    """:func:`measured`, but random numbers may be drawn and the model stays spread. Collective."""
     probes = _probes(setup, sample)
     if setup.costs is not None:
         return ModelCosts(
@@ -91,7 +108,7 @@ def _find_costs(setup: LoopSetup, sample: Item) -> ModelCosts:
     kept = hashlib.sha256(fingerprint.encode()).hexdigest()[:24]
     path = setup.cache / "profiles" / f"loop-{kept}.json"
     cluster = agreed_cluster(setup.groups, setup.device, setup.memory_bytes)
-    state = _largest(setup, state_bytes(setup.held.model, setup.optimizer))
+    state = _largest_on_any_rank(setup, state_bytes(setup.held.model, setup.optimizer))
     profile, new = agreed_profile(
         path,
         fingerprint,
@@ -102,7 +119,7 @@ def _find_costs(setup: LoopSetup, sample: Item) -> ModelCosts:
     costs = fitted_costs(profile, setup.options, setup.groups, longest=setup.longest, say=setup.say)
     compared = ""
     if new and probes.layers is not None:
-        compared = _extrapolated(setup, probes, costs.replace(cluster=cluster))
+        compared = _compare_with_whole_model(setup, probes, costs.replace(cluster=cluster))
         setup.say(compared)
     margin = setup.options.memory_margin
     if margin is None:
@@ -111,17 +128,17 @@ def _find_costs(setup: LoopSetup, sample: Item) -> ModelCosts:
     return ModelCosts(probes=probes, profile=profile, costs=costs, compared=compared)
 
 
-def _extrapolated(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> str:
-    """Compare the prediction from two layers with a forward and backward of the whole model, for a
-    pack that fits for sure; returns a sentence. Collective."""
+def _compare_with_whole_model(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> str:
+    """Compare the seconds predicted from two layers with a forward and backward of the whole model,
+    for a pack that takes about half of the memory; returns a sentence. Collective."""
     p = costs.group_sizes[0]
-    plain = LayerPlan.uniform(
+    no_recompute = LayerPlan.uniform(
         LayerOption.of(SINGLE_RANK if p == 1 else setup.model.exchanges[0]), costs.shape.layers
     )
-    tokens = min(setup.longest, costs.max_tokens(p, plain) // 2)
-    mine, measured_s = block(setup.groups, p), 0.0
-    if tokens >= p and mine is not None:
-        probe = probes.complete(setup.groups, mine, (tokens,), setup.model.exchanges[0])
+    tokens = min(setup.longest, costs.max_tokens(p, no_recompute) // 2)
+    own_group, measured_s = block(setup.groups, p), 0.0  # None for a rank left over by groups of p
+    if tokens >= p and own_group is not None:
+        probe = probes.complete(setup.groups, own_group, (tokens,), setup.model.exchanges[0])
         clock = clock_of(setup.device)
         measured_s = min(sum(seconds_of(probe, clock)) for _ in range(2))
     measured_s = max(row[0] for row in gather_floats([measured_s], setup.groups.world))
@@ -130,7 +147,7 @@ def _extrapolated(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> st
     if not measured_s:
         return "two layers are not compared with the whole model: it fits no pack of them"
     lengths = probes.documents(tokens)
-    predicted_s = sum(costs.micro_batch_s(lengths, p, plain))
+    predicted_s = sum(costs.micro_batch_s(lengths, p, no_recompute))
     return (
         f"the whole model takes {seconds_text(measured_s)} for {tokens:,} tokens, two layers "
         f"foretell {seconds_text(predicted_s)} ({predicted_s / measured_s - 1:+.0%})"
@@ -138,8 +155,8 @@ def _extrapolated(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> st
 
 
 def _checked_costs(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> CostModel:
-    """Costs that the user gave, if they are of these ranks and of as many layers as the model has;
-    raises CostError for others."""
+    """Return ``costs``, which the user gave, if they are of as many ranks and layers as there are
+    here; raises CostError for others. A model without known layers counts as one layer."""
     ranks, layers = setup.groups.ranks, len(probes.layers) if probes.layers else 1
     if (costs.cluster.devices, costs.shape.layers) != (ranks, layers):
         raise CostError(
@@ -151,7 +168,8 @@ def _checked_costs(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> C
 
 
 def _probes(setup: LoopSetup, sample: Item) -> ModelProbes:
-    """The probes of a model: by layers where they can be found, with their recompute levels."""
+    """Make the probes of a model, which measure single layers where a forward of ``sample`` shows
+    which modules these are."""
     model, inner = setup.model, setup.held.inner
     probes = ModelProbes(
         model=model,
@@ -163,8 +181,8 @@ def _probes(setup: LoopSetup, sample: Item) -> ModelProbes:
     )
     if model.whole:
         return probes
-    me, length = (setup.groups.rank,), model.length(sample)
-    shard = probes.shard(setup.groups, me, (length,), model.exchanges[0])
+    this_rank_alone, length = (setup.groups.rank,), model.length(sample)
+    shard = probes.shard(setup.groups, this_rank_alone, (length,), model.exchanges[0])
     model.take(shard)
     probes.layers = find_layers(inner, lambda: inner(**shard.inputs))
     if probes.layers is not None and set(setup.options.recompute) - {"none"}:
@@ -206,20 +224,21 @@ def _profile(
     return profile
 
 
-def _largest(setup: LoopSetup, value: int) -> int:
+def _largest_on_any_rank(setup: LoopSetup, value: int) -> int:
     return max(int(row[0]) for row in gather_floats([float(value)], setup.groups.world))
 
 
 def _fingerprint(setup: LoopSetup, probes: ModelProbes) -> str:
-    """A hash of everything that changes the measurement. Collective: machines may differ."""
+    """A text of everything that changes what is measured: model, weights, hosts, torch, options.
+    Collective, as it has the hosts of all ranks."""
     machine, inner = machine_facts(setup.device), setup.held.inner
-    digest = hashlib.sha256()
+    parameters = hashlib.sha256()
     for name, parameter in inner.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype};".encode())
-    shown = f"{platform.node()} {machine['host_cpu']} {machine['cores']} {machine['device']}"
-    hosts = gather_bytes(shown.encode(), setup.groups.world)
+        parameters.update(f"{name} {tuple(parameter.shape)} {parameter.dtype};".encode())
+    host = f"{platform.node()} {machine['host_cpu']} {machine['cores']} {machine['device']}"
+    hosts = gather_bytes(host.encode(), setup.groups.world)
     return fingerprint_of(
-        model=f"{type(inner).__name__} {digest.hexdigest()[:16]}",
+        model=f"{type(inner).__name__} {parameters.hexdigest()[:16]}",
         weights=f"{type(setup.held.model).__name__} {setup.held.semantics}",
         hosts=hashlib.sha256(b"\n".join(sorted(hosts))).hexdigest()[:16],
         torch=machine["torch"],

@@ -99,9 +99,10 @@ def train_adopted(
         run = _attach(config, model, order, shared, listener)
 
         def loss(micro: LoopMicroBatch) -> torch.Tensor:
+            """This rank's part of the step's loss: the model's own where it gives one."""
             outputs = model(**micro.inputs)
-            own = getattr(outputs, "loss", None)
-            return own if own is not None else micro.loss(_logits(outputs))
+            own_loss = getattr(outputs, "loss", None)
+            return own_loss if own_loss is not None else micro.loss(_logits(outputs))
 
         run_loop(world, config, run, shared, listener, loss, resume=resume)
 
@@ -124,7 +125,7 @@ def run_loop(
         run: The attached model; it is detached at the end.
         folder: Where the run is written.
         listener: Hears of the run on the first rank.
-        loss: This rank's part of the step's loss, of a micro-batch.
+        loss: Runs the model on a micro-batch; returns this rank's part of the step's loss, [].
         resume: Whether to go on from the last checkpoint, where there is one.
     """
     first, steps = world.rank == 0, config.run.steps
@@ -157,7 +158,8 @@ def _take_steps(
     checkpoints: Path,
     loss: Callable[[LoopMicroBatch], torch.Tensor],
 ) -> None:
-    """Take the steps that are left, or those until the run is to stop. Collective."""
+    """Take the steps that are left, and save a checkpoint every so many steps and at the end, also
+    where the run is stopped early. Collective."""
     saved, steps, every = run.number, config.run.steps, config.checkpoint.every
 
     def save() -> None:
@@ -174,15 +176,15 @@ def _take_steps(
                 save()
                 saved = run.number
     except Stopped:
-        if run.number > saved:
+        if run.number > saved:  # steps taken since the last checkpoint
             save()
 
 
 def user_optimizer(
     model: torch.nn.Module, options: OptimizerConfig, steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """The optimizer and the learning rate of a configuration, as torch has them. Weights of one
-    dim, such as norms and biases, do not decay."""
+    """The optimizer of a configuration, and the scheduler of its learning rate over ``steps``
+    steps, as torch has them. Weights of one dim, such as norms and biases, do not decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = optimizer_options(options).make(
         [
@@ -194,17 +196,21 @@ def user_optimizer(
         lr=options.lr, steps=steps, warmup_steps=options.warmup_steps, floor=options.floor
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: schedule.rate(step) / options.lr
+        optimizer,
+        lambda step: schedule.rate(step) / options.lr,  # a factor of the optimizer's own rate
     )
     return optimizer, scheduler
 
 
 class CorpusOrder:
-    """The batches of a corpus, drawn as for native models, as a loop takes them."""
+    """The batches of a corpus, drawn as for native models: a
+    :class:`~headrace.engine.sample_order.SampleOrder` for a loop."""
 
     def __init__(
         self, corpus: Corpus, sampler: BatchSampler, context: int, reader: SampleReader
     ) -> None:
+        """Batches that a copy of ``sampler`` draws, of samples of at most ``context`` tokens that
+        ``reader`` makes for the model."""
         self._corpus, self._sampler, self._reader = corpus, sampler.copy(), reader
         self._context = context
 
@@ -242,7 +248,8 @@ class CorpusOrder:
         )
 
     def coming(self, epochs: int | None) -> Iterator[Lengths]:
-        """The lengths of the batches that follow, from a sampler of its own."""
+        """The lengths of the batches that follow, those of the first ``epochs`` or without end,
+        drawn by a copy of the sampler: nothing is taken."""
         sampler = self._sampler.copy()
         while epochs is None or int(sampler.state()["epoch"]) < epochs:
             yield sampler.next_batch().lengths
@@ -272,20 +279,23 @@ class CorpusOrder:
         """Do nothing: samples are read when they are needed."""
 
     def _read(self, document: int, start: int, stop: int, what: str) -> Item:
-        """Tokens of a document as a sample of the model, whose labels are the next tokens."""
+        """The tokens ``start`` to ``stop`` of a document as a sample of the model, called ``what``
+        in errors. Its labels are its tokens (the reader moves them by one place), without those
+        that the corpus says are not to be learned."""
         ids = torch.from_numpy(self._corpus.tokens(document, start, stop)).long()
-        mask = self._corpus.learned(document, start, stop)
-        if mask is None:
+        learned = self._corpus.learned(document, start, stop)
+        if learned is None:
             return self._reader.read(ids, what)
-        labels = ids.masked_fill(~torch.from_numpy(mask), IGNORED)
+        labels = ids.masked_fill(~torch.from_numpy(learned), IGNORED)
         return self._reader.read((ids, labels), what)
 
 
 class CorpusIterations(CorpusOrder):
-    """The iterations of a corpus that choose their own samples."""
+    """The batches of a corpus that follow from costs: each step takes the samples that fill the
+    ranks until they end together."""
 
     def price(self, problem: Problem) -> None:
-        """Draw for these costs and ranks from now on. Raises as
+        """Draw for the costs and ranks of ``problem`` from now on. Raises as
         :meth:`headrace.engine.setup.PricedSampler.price`."""
         assert isinstance(self._sampler, PricedSampler), "of such iterations"
         self._sampler.price(problem)
@@ -294,9 +304,9 @@ class CorpusIterations(CorpusOrder):
 def _order(
     corpus: Corpus, sampler: BatchSampler, context: int, reader: SampleReader
 ) -> CorpusOrder:
-    """The batches of a corpus in the order of its sampler."""
-    made = CorpusIterations if isinstance(sampler, PricedSampler) else CorpusOrder
-    return made(corpus, sampler, context, reader)
+    """The batches of a corpus in the order of its sampler, of the class that fits the sampler."""
+    order_class = CorpusIterations if isinstance(sampler, PricedSampler) else CorpusOrder
+    return order_class(corpus, sampler, context, reader)
 
 
 def _require_known(config: Config) -> None:
@@ -318,7 +328,8 @@ def _require_known(config: Config) -> None:
 
 
 def _build_model(world: World, config: Config, factory: Factory | None) -> torch.nn.Module:
-    """The model on this rank's device, in training mode, the same on all ranks."""
+    """The model on this rank's device, in training mode, the same on all ranks: from ``factory``
+    or, where that is None, from the folder ``model.from``."""
     torch.manual_seed(config.run.seed)
     dtype = torch.float64 if config.devices.dtype == "float64" else torch.float32
     if factory is None:
@@ -351,7 +362,8 @@ def _pretrained(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _require_fitting(model: torch.nn.Module, vocabulary: int, config: Config) -> None:
-    """Raise SpecError for a model with too few rows of its embedding or too few places."""
+    """Raise SpecError for a model whose embeddings have fewer rows than the tokenizer has tokens,
+    or that has fewer positions than samples have tokens."""
     tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     if tables and max(table.num_embeddings for table in tables) < vocabulary:
         raise SpecError(
@@ -360,15 +372,19 @@ def _require_fitting(model: torch.nn.Module, vocabulary: int, config: Config) ->
             wanted=f"at least the tokenizer's {vocabulary}",
             hint="without data.tokenizer that of the model's folder is taken",
         )
-    places = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if isinstance(places, int) and config.data.context > places:
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if isinstance(positions, int) and config.data.context > positions:
         raise SpecError(
-            "data.context", got=config.data.context, wanted=f"at most {places}, the model's places"
+            "data.context",
+            got=config.data.context,
+            wanted=f"at most {positions}, the model's places",
         )
 
 
 def _shard_model(model: torch.nn.Module, config: Config, world: World) -> torch.nn.Module:
-    """The model, sharded over all ranks where the configuration says so."""
+    """The model, sharded over all ranks by FSDP2 where the configuration says so. In bfloat16 it
+    is always sharded, as FSDP2 keeps float32 weights beside. Raises ConfigError for ``replicated``
+    in bfloat16, and for sharded weights with iterations that choose their samples."""
     half = config.devices.dtype_on(gpu=world.device != "cpu") == "bfloat16"
     working = config.planner.working
     if half and working == "replicated":
@@ -396,11 +412,11 @@ def _shard_model(model: torch.nn.Module, config: Config, world: World) -> torch.
 
 
 def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The blocks of a model, which are sharded one by one: those that transformers names, else the
-    modules of lists of equal modules."""
-    named = set(getattr(model, "_no_split_modules", None) or ())
-    if named:
-        return [module for module in model.modules() if type(module).__name__ in named]
+    """The blocks of a model, which are sharded one by one: of the classes that transformers names,
+    else the modules of each ModuleList whose modules are all of one class."""
+    class_names = set(getattr(model, "_no_split_modules", None) or ())
+    if class_names:
+        return [module for module in model.modules() if type(module).__name__ in class_names]
     return [
         block
         for stack in model.modules()
@@ -444,12 +460,13 @@ def _attach(
 
 
 def _logits(outputs: Any) -> torch.Tensor:
-    """The logits in the outputs of a model."""
-    found = getattr(outputs, "logits", None)
-    if found is None:
-        found = outputs[0] if isinstance(outputs, tuple) else outputs
-    assert isinstance(found, torch.Tensor), "the probe of the model has looked"
-    return found
+    """The logits in the outputs of a model: ``outputs.logits``, the first of a tuple, or the
+    outputs themselves."""
+    logits = getattr(outputs, "logits", None)
+    if logits is None:
+        logits = outputs[0] if isinstance(outputs, tuple) else outputs
+    assert isinstance(logits, torch.Tensor), "checked when the model was attached"
+    return logits
 
 
 def _announce(

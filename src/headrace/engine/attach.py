@@ -167,10 +167,11 @@ def attach(
         former: Former names of options, which are refused with their new ones.
 
     Returns:
-        The run: a loop over its steps, or without a data set what takes them.
+        The run: a loop over its steps, or without a data set, an object whose ``step(samples)``
+        takes one.
 
     Raises:
-        SpecError: For options that say nothing, as ``steps`` without a data set.
+        SpecError: For options that have no effect, as ``steps`` without a data set.
         ModelError: For models that cannot be spread over ranks.
         DataError: For data without tokens.
         InfeasiblePlan: Where the longest sample fits nowhere; it says what would help.
@@ -184,22 +185,24 @@ def attach(
     refuse_former(former)
     samples = samples or SampleOptions()
     budget = None if batch_tokens is None else _tokens(batch_tokens)
-    asked = {
+    # Options for runs without a data set, None where not given, and those for runs with one.
+    own = {"samples.own": True if samples.own else None}
+    for_given = {"longest": longest, "example": example, **own}
+    for_drawn = {
         "batch_sequences": batch_sequences,
         "epochs": epochs != 1,
         "steps": steps,
     }
-    own = {"samples.own": True if samples.own else None}
-    require_fitting(dataset, {"longest": longest, "example": example, **own}, asked)
+    require_fitting(dataset, for_given, for_drawn)
     if samples.iterations is not None:
         _require_drawable(dataset, samples, budget, batch_sequences)
     return begin(
         model,
         optimizer,
-        lambda model: (
-            given_order(model, longest or samples.longest, budget, example, own=samples.own)
+        lambda reader: (
+            given_order(reader, longest or samples.longest, budget, example, own=samples.own)
             if dataset is None
-            else _order(dataset, model, samples, budget, batch_sequences, seed)
+            else _order_of_dataset(dataset, reader, samples, budget, batch_sequences, seed)
         ),
         config={"loop": "attached"},
         budget=budget,
@@ -242,14 +245,17 @@ def begin(
     on_step: Callable[[Step], object],
     say: Callable[[str], object],
 ) -> Attached:
-    """:func:`attach` for samples that come in any order.
+    """:func:`attach` for any order of samples, in the place of a data set.
 
     Args:
-        model: As for :func:`attach`, as are all that are not named here.
+        model: As for :func:`attach`, as are all arguments that are not named here.
         optimizer: Of the model's parameters.
-        order_of: Makes the order of samples for a reader of the model.
+        order_of: Makes the order of samples, given the spread model, which reads them.
         config: What the report shows as the configuration of the run.
-        budget: Tokens of one optimizer step, where it has a budget.
+        budget: Tokens of one optimizer step; None where it has no budget.
+
+    Returns:
+        The run.
     """
     module = model.model if isinstance(model, AxisModel) else model
     require_trainable(module, optimizer, scheduler, clip=clip, update=update)
@@ -257,30 +263,30 @@ def begin(
     join_world(device)
     groups = Groups(device=device)
     held = HeldWeights.of(module, groups.ranks)
-    quiet = groups.rank > 0
+    quiet = groups.rank > 0  # lines for people come from the first rank alone
     agree("optimizer of the loop", optimizer_text(optimizer), groups.world)
     asked = [budget, epochs, steps, clip, update, seed, str(planner), str(spread), measure.memory]
     agree("SampleOptions(own=...) of hr.attach", str(samples.own), groups.world)
     agree("arguments of hr.attach", repr(asked), groups.world)
     share_weights(held, groups, (lambda text: None) if quiet else say)
-    adopted = partial(_spread, options=samples, spread=spread, groups=groups)
-    driven = adopted(model)
-    order = order_of(driven)
+    spread_model = partial(_spread, options=samples, spread=spread, groups=groups)
+    spread_own = spread_model(model)
+    order = order_of(spread_own)
     agree("data of the loop", order.fingerprint, groups.world)
     document = order.longest
-    if document is None:
+    if document is None:  # a stream: nobody knows but by what the user said, or its first sample
         given = samples.longest
-        document = driven.length(order.first()) if given is None else _tokens(given)
-    most = order.total if budget is None else min(order.total, budget)
+        document = spread_own.length(order.first()) if given is None else _tokens(given)
+    step_tokens = order.total if budget is None else min(order.total, budget)
     setup = LoopSetup(
-        model=driven,
+        model=spread_own,
         held=held,
         optimizer=optimizer,
         groups=groups,
         device=device,
         options=planner,
         document=document,
-        longest=max(document, most // groups.ranks),
+        longest=max(document, step_tokens // groups.ranks),
         memory_bytes=parse_bytes(measure.memory) if measure.memory else None,
         cache=cache_folder(measure.cache),
         costs=measure.costs,
@@ -289,7 +295,7 @@ def begin(
     )
     return Attached(
         setup=setup,
-        adopted=adopted,
+        spread_model=spread_model,
         order=order,
         config=config,
         seed=seed,
@@ -309,14 +315,16 @@ class Attached:
 
     Attributes:
         number: The step that comes next.
-        found: What was measured of the model; ``found.costs`` is what it costs.
+        found: The probes and costs of the model (``ModelCosts``): ``found.costs`` can be given
+            to another run as ``hr.MeasureOptions(costs=...)``.
+        engine: Plans, runs and records the steps.
     """
 
     def __init__(
         self,
         *,
         setup: LoopSetup,
-        adopted: Callable[[Module], SpreadModel],
+        spread_model: Callable[[Module], SpreadModel],
         order: SampleOrder,
         config: Mapping[str, Any],
         seed: int,
@@ -329,25 +337,28 @@ class Attached:
         out: str | Path | None,
         on_step: Callable[[Step], object],
     ) -> None:
-        """Measure the model's costs on a first sample and make planner, record and engine; an error
-        gives the user the plain model back. Collective."""
+        """Measure the model's costs on a first sample and make planner, record and engine. Where
+        that fails the user's model is restored. ``spread_model`` spreads a model of the same kind
+        over ranks; ``scheduler`` to ``on_step`` are as for :func:`attach`. Collective."""
         sample = order.first()
         self._setup, self._order, self._seed, self._config = setup, order, seed, config
         self._steps, self._epochs = steps, epochs
-        self._state = order.state()
+        self._state = order.state()  # the place in the data after the last step that was done
         self._begun, self.number = False, 0
-        self._open: LoopStep | None = None
-        self._adopted, self._others = adopted, dict[int, tuple[SpreadModel, HeldWeights]]()
+        self._open: LoopStep | None = None  # the step that was handed out and is not done
+        self._spread_model = spread_model
+        self._other_models = dict[int, tuple[SpreadModel, HeldWeights]]()  # of map(model=), by id
         self._writer: BackgroundWriter | None = None
         self._stop_asked: Callable[[], bool] = lambda: False
         self._restore = setup.model.begin(sample, setup.device)
         try:
             self.found = measured(setup, sample)
             self._record = RunRecord(out) if setup.groups.rank == 0 else None
+            # The steps whose timelines are recorded.
             self._drawn = (
                 EarlyAndRare() if steps is None else DrawnSteps(wanted=_DRAWN, steps=steps)
             )
-            self._planner = self._planner_of(self.found.costs)
+            self._planner = self._make_planner(self.found.costs)
             self.engine = self._engine(scheduler, clip, on_step, update=update, checks=check_loss)
             self._check_and_price()
             self._watch = self._start_watch() if setup.groups.ranks > 1 else None
@@ -362,8 +373,8 @@ class Attached:
 
     @property
     def predicts_next(self) -> bool:
-        """Whether labels of samples are of the next token: a run moves them to the places that
-        predict them."""
+        """Whether label i of a sample is predicted at token i - 1, as causal models of transformers
+        take labels, so that the run moves labels by one place; else it is predicted at token i."""
         return getattr(self._setup.model, "labels", "same") == "next"
 
     @property
@@ -381,18 +392,18 @@ class Attached:
             PeerLost: Where another rank has failed or ended: it names the rank and its step.
         """
         if isinstance(self._order, GivenOrder):
-            self._order.next_batch()
+            self._order.next_batch()  # raises: there is no data set to loop over
         if not self._begun:
             self._begin()
             self._plan_ahead()
         while self._open is not None or self._has_next_step():
-            left = self._open
+            unfinished_step = self._open  # of a loop that was left by break
             if self._watch is not None:
                 self._watch.enter()
-            if left is None:
+            if unfinished_step is None:
                 step = self.engine.next_step(self.number, self._next_batch)
             else:
-                step = left.again() if left.begun else left
+                step = unfinished_step.again() if unfinished_step.begun else unfinished_step
             self._open = step
             yield step
             if not step.done:
@@ -408,14 +419,15 @@ class Attached:
     def step(self, samples: Iterable[Any], *, together: Iterable[Sequence[int]] = ()) -> LoopStep:
         """The next step, of samples that are given: ``for micro in run.step(samples)``. It is
         planned now, and the optimizer takes its step after the last micro-batch. Collective, as are
-        the following three: every rank gives the same samples; or its own, perhaps none, under
-        ``hr.SampleOptions(own=True)``: then the batch has those of rank 0 first.
+        :meth:`plan_ahead`, :meth:`map` and :meth:`backward`: every rank gives the same samples. Or
+        each rank gives its own, perhaps none, under ``hr.SampleOptions(own=True)``: then the batch
+        has those of rank 0 first.
 
         Args:
             samples: Items as those of a data set; fields may differ from those of other steps.
-            together: The numbers of samples that stay in one micro-batch, of each group: a loss of
-                ``micro.per_sequence`` may compare them, which follow each other there. They count
-                what this rank gives.
+            together: Groups of samples, each by the positions of its samples in ``samples``. A
+                group stays in one micro-batch, one sample behind the other, so that a loss of
+                ``micro.per_sequence`` may compare them.
 
         Returns:
             The step: a loop over this rank's micro-batches; its ``loss`` is known afterwards.
@@ -435,12 +447,11 @@ class Attached:
         return self._step_of_batch(self._given_batch(asks, samples, together=together))
 
     def plan_ahead(self, samples: Iterable[Any], *, together: Iterable[Sequence[int]] = ()) -> None:
-        """Have the plans of samples that come later made now, by a process of their own: those of
-        their step and of their forwards, which :meth:`step`, :meth:`map` and :meth:`backward` use
-        when they get samples of these lengths. Nothing else depends on it. Where plans must change
-        meanwhile, as more memory is to be left free, they are made when they are needed; so they
-        are under ``hr.PlannerConfig(ahead=0)``, and those of steps where plans are smoothed.
-        Collective.
+        """Start to plan samples that come later, in a process beside the loop. :meth:`step`,
+        :meth:`map` and :meth:`backward` use these plans when they get samples of the same lengths.
+        It saves time and changes no result. Nothing is planned ahead under
+        ``hr.PlannerConfig(ahead=0)``, nor are steps where plans are smoothed; and plans made ahead
+        are dropped where more memory must be left free meanwhile. Collective.
 
         Args:
             samples: As for :meth:`step`; of these only the lengths count.
@@ -467,14 +478,15 @@ class Attached:
         model: Module | None = None,
         more: MoreInputs | None = None,
     ) -> list[Tensor]:
-        """Values of samples by forwards alone, planned as such: where nothing is kept for a
-        backward, ranks hold more. Collective.
+        """Compute values of samples by forwards without gradients, such as log-probabilities. They
+        are planned as forwards: a rank can hold more tokens where nothing is kept for a backward.
+        Collective.
 
         Args:
-            samples: Items as those of a data set; nobody needs labels.
-            fn: Called with the model's outputs and the micro-batch, without gradients; gives
-                floating numbers of the local tokens [1, s_r, ...], or of the sequences [k]
-                (``micro.per_sequence``). Labels are not given to a model that needs none.
+            samples: Items as those of a data set; they need no labels.
+            fn: Called as ``fn(outputs, micro)`` with the model's outputs, without gradients;
+                returns floating numbers of the local tokens [1, s_r, ...], or of the sequences [k]
+                (``micro.per_sequence``). A model that can be called without labels gets none.
             model: Another model of the same class, such as a frozen reference; that of the run
                 where it is None. It is adopted when it first comes.
             more: Called with the micro-batch; gives arguments of the model beside its inputs.
@@ -514,8 +526,9 @@ class Attached:
         *,
         more: MoreInputs | None = None,
     ) -> LoopStep:
-        """A step with the gradients of values that :meth:`map` gave, of whatever loss: forward and
-        backward of the sum of values times gradients, and a step of the optimizer. Collective.
+        """Take a step for a loss of the values that :meth:`map` gave, given the gradients of that
+        loss by these values: forward, backward of the sum of values times gradients, and a step of
+        the optimizer. Collective.
 
         Args:
             samples: Those of :meth:`map`.
@@ -539,6 +552,7 @@ class Attached:
         beside = partial(gradients_of, gradients)
         batch = self._given_batch(asks, samples, beside=beside, learned=False)
         step, runner, spread = self._step_of_batch(batch), self._runner, self._setup.model
+        # Values times gradients are no sum over labels, so the check of losses waits for a step.
         checked, runner.check = runner.check, False
         try:
             for micro in step:
@@ -548,7 +562,7 @@ class Attached:
                     if micro.sequences:
                         loss = weighted(fn(outputs, micro), micro, batch)
                     else:
-                        loss = spread.number(outputs)
+                        loss = spread.number(outputs)  # an idle turn: any scalar, times 0 later
                     micro.backward(loss)
         except BaseException:
             self._open = None  # the user has no loop to leave
@@ -558,13 +572,14 @@ class Attached:
         return step
 
     def __len__(self) -> int:
-        """The steps of the whole loop. Raises TypeError where it is a stream of some epochs."""
+        """The number of steps of the whole loop, with those that are done. Raises TypeError for a
+        stream of samples without ``steps``, whose length is not known."""
         if self._steps is not None:
             return self._steps
-        left = self._order.coming(self._epochs)
-        if left is None:
+        coming = self._order.coming(self._epochs)
+        if coming is None:
             raise TypeError("a stream of samples has no length; give hr.attach steps=")
-        return self.number + sum(1 for _ in left)
+        return self.number + sum(1 for _ in coming)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -574,7 +589,8 @@ class Attached:
         return None if part is None else part.group
 
     def recompute(self, layer: Callable[..., Any], *inputs: Any) -> Any:
-        """Run a layer so that its backward computes it again, all but its attention.
+        """Run a layer with activation checkpointing: its backward computes all of it again but its
+        attention.
 
         Args:
             layer: The layer, or any function.
@@ -646,6 +662,7 @@ class Attached:
         try:
             with suppress(Stopped):
                 yield
+            # The number of the signal that any rank has got, 0 for none: all end alike.
             number = max(map(int, self._checkpoints().gather(b"%d" % stop.number)))
             if number:
                 self._leave(number, folder, keep)
@@ -654,11 +671,13 @@ class Attached:
             self._stop_when(lambda: False)
 
     def _stop_when(self, asked: Callable[[], bool]) -> None:
+        """Have the planner raise Stopped before the next step once ``asked()`` is true."""
         self._stop_asked = asked
         self._planner.stop_when(asked)
 
     def _leave(self, number: int, folder: str | Path, keep: int) -> NoReturn:
-        """Write a checkpoint and end the loop as a signal does. Collective."""
+        """Write a checkpoint, then raise what ends the program as signal ``number`` would:
+        KeyboardInterrupt for Ctrl-C, else SystemExit. Collective."""
         saved = self.save(folder, keep=keep)
         if self._watch is not None:
             self._watch.rest()
@@ -671,8 +690,8 @@ class Attached:
         raise SystemExit(128 + number)
 
     def save(self, folder: str | Path, *, keep: int = 3, background: bool = False) -> Path:
-        """Write a checkpoint: weights, optimizer, scheduler, the place in the data, and what plans
-        follow from. Collective.
+        """Write a checkpoint: weights, optimizer, scheduler, the place in the data, and the state
+        of the planner. Collective.
 
         Args:
             folder: The checkpoint gets a folder of its own within it.
@@ -703,7 +722,7 @@ class Attached:
                 self._record.keep(self._planner.calibration)
             except CostError as error:
                 self._setup.say(f"what was learnt about costs is not kept ({error})")
-        self.finish_saving()
+        self.finish_saving()  # of the one before, which may still be written
         if background and self._writer is None:
             self._writer = BackgroundWriter()
         writer = self._writer if background else None
@@ -716,9 +735,9 @@ class Attached:
             self._writer.finish(self._checkpoints().gather)
 
     def load(self, folder: str | Path) -> bool:
-        """Go on from a checkpoint. Collective, before the first step. With the same number of ranks
-        plans and random numbers are those of a run without a break; with another, the order of the
-        samples is.
+        """Go on from a checkpoint. Collective, before the first step. On as many ranks as before,
+        plans, random numbers and the order of samples are those of a run without a break; on
+        another number of ranks the order of samples is.
 
         Args:
             folder: A checkpoint, or a folder of which the newest whole one is taken.
@@ -741,14 +760,15 @@ class Attached:
         if self._runner.scheduler is not None:
             self._runner.scheduler.load_state_dict(extra["scheduler"])
         if extra["ranks"] == self._setup.groups.ranks:
-            self._plan_as(extra["planner"])
+            self._restore_planner(extra["planner"])
         self._runner.resumed()
         ranks = counted(extra["ranks"], "rank")
         self._setup.say(f"going on with step {self.number}, saved by {ranks}")
         return True
 
     def planner_state(self) -> dict[str, Any]:
-        """What plans follow from, as JSON, for checkpoints that the loop writes by itself.
+        """The state of the planner and the number of the next step, as JSON, for checkpoints that
+        the loop writes by itself.
 
         Returns:
             What :meth:`go_on` takes.
@@ -757,8 +777,9 @@ class Attached:
         return {"step": self.number, "ranks": ranks, "planner": self._planner.state()}
 
     def go_on(self, step: int, state: Mapping[str, Any] | None = None) -> None:
-        """Count on from a step whose weights the loop has loaded by itself. Collective. On as many
-        ranks as before plans are those of a run without a break.
+        """Go on from a checkpoint that the loop has loaded by itself: set the number of the next
+        step, and the state of the planner. Collective. On as many ranks as before plans are those
+        of a run without a break.
 
         Args:
             step: The number of the step that comes next.
@@ -767,7 +788,7 @@ class Attached:
         self._meet_to(f"step {step}, to go on with")
         self.number = step
         if state is not None and state["ranks"] == self._setup.groups.ranks:
-            self._plan_as(state["planner"])
+            self._restore_planner(state["planner"])
         self._runner.resumed()
 
     def report(self, out: str | Path = "report.html") -> Path | None:
@@ -801,26 +822,29 @@ class Attached:
             self._record.close()
 
     def _meet_to(self, asks: str) -> None:
-        """Have ranks that take other steps named, where no data set counts them. Collective."""
+        """Check that all ranks ask for the same thing, ``asks``, where samples are given step by
+        step: errors name a rank that asks for another. Collective."""
         if isinstance(self._order, GivenOrder):
             meet_to(asks, self._setup.groups)
 
     def _begin(self) -> None:
-        """Begin the record with the first step."""
+        """Begin the record of the run, before its first step."""
         if self._record is not None:
             self._record.begin(self.number, self._facts())
         self._begun = True
 
     def _given_batch(self, asks: str, samples: Iterable[Any], **more: Any) -> LoopBatch:
-        """The batch of samples that all ranks give; refused where the step before is still open.
+        """The batch of samples that all ranks give to the call that ``asks`` names; ``more`` is
+        passed to :meth:`GivenOrder.batch`. Raises HeadraceError where the step before is not done.
         Collective."""
-        order, left = self._given_order(asks), self._open
-        if left is not None and left.stage != "at work":
-            self._open = None  # it is refused once
-        return order.batch(asks, samples, self._setup.groups, open_step=unfinished(left), **more)
+        order, before = self._given_order(asks), self._open
+        if before is not None and before.stage != "at work":
+            self._open = None  # refused once: after the error the loop may go on without that step
+        return order.batch(asks, samples, self._setup.groups, open_step=unfinished(before), **more)
 
     def _given_order(self, asks: str) -> GivenOrder:
-        """The order of samples that are given. Raises SpecError where a data set has them."""
+        """The order of a run whose samples are given. Raises SpecError, which names the call
+        ``asks``, for a run with a data set."""
         if not isinstance(self._order, GivenOrder):
             raise SpecError(
                 asks,
@@ -838,13 +862,14 @@ class Attached:
         return step
 
     def _model_for(self, model: Module | None) -> tuple[SpreadModel, HeldWeights]:
-        """A model of the same kind as that of the run, spread, and how its weights are held.
-        Collective where it is a new one. Raises ModelError for other kinds."""
+        """``model`` spread over ranks, and how its weights are held; the run's own for None. It is
+        kept for later calls. Collective for a new one. Raises ModelError unless it is of the class
+        of the run's model, on its device and held alike."""
         setup = self._setup
         if model is None or model is setup.held.model or model is setup.held.inner:
             return setup.model, setup.held
-        if id(model) in self._others:
-            return self._others[id(model)]
+        if id(model) in self._other_models:
+            return self._other_models[id(model)]
         held = HeldWeights.of(model, setup.groups.ranks)
         for what, other, own in (
             ("class", type(held.inner).__name__, type(setup.held.inner).__name__),
@@ -858,14 +883,15 @@ class Attached:
                     wanted=f"{own}, as the model of the run: plans follow from its costs",
                 )
         share_weights(held, setup.groups, setup.say)
-        spread = self._adopted(model)
-        restore, before = self._restore, spread.begin(self._order.first(), setup.device)
+        spread = self._spread_model(model)
+        restore_others = self._restore
+        restore_this = spread.begin(self._order.first(), setup.device)
 
-        def both() -> None:
-            before()
-            restore()
+        def restore_all() -> None:
+            restore_this()
+            restore_others()
 
-        self._restore, self._others[id(model)] = both, (spread, held)
+        self._restore, self._other_models[id(model)] = restore_all, (spread, held)
         return spread, held
 
     @property
@@ -886,6 +912,8 @@ class Attached:
         """The engine that plans, runs and records the steps of this loop."""
         setup = self._setup
         groups, held = setup.groups, setup.held
+        # When a rank runs out of memory the others can leave a collective that they wait in only on
+        # a CPU with gloo, and not where weights are sharded over all of them.
         on_host = dist.get_backend() == "gloo" and groups.device.type == "cpu"
         leave = LeaveGroups(groups=groups, possible_here=on_host and not held.sharded)
         recovery = Recovery(way=leave, groups=groups)
@@ -915,20 +943,22 @@ class Attached:
         )
 
     def _start_watch(self) -> LoopWatch:
-        """The watch over the other ranks, which holds this object no longer than others do."""
+        """Start the watch over the other ranks. It holds this object by a weak reference, and is
+        closed when this object is collected, but not at the exit of the interpreter."""
         watch = LoopWatch(self._setup.groups, partial(_whereabouts, weakref.ref(self)))
-        ending: Any = weakref.finalize(self, watch.close)
-        ending.atexit = False
+        finalizer: Any = weakref.finalize(self, watch.close)
+        finalizer.atexit = False
         return watch
 
     def _note_step_done(self, step: LoopStep) -> None:
-        """Note that a step is done: it may be saved before the loop asks for the next."""
+        """Count a step as done as soon as it is, since the loop may save before it asks for the
+        next one. The engine calls it."""
         self.number, self._open = step.number + 1, None
         self._state = dict(step.batch.state_after)
         if self._writer is not None:
             self._writer.look(self._checkpoints().gather)
 
-    def _planner_of(self, costs: CostModel) -> RunPlanner:
+    def _make_planner(self, costs: CostModel) -> RunPlanner:
         """A planner for this run with these costs."""
         setup = self._setup
         planner = RunPlanner(
@@ -945,28 +975,31 @@ class Attached:
         return planner
 
     def _check_and_price(self) -> None:
-        """Look whether the longest sample fits, and draw by the planner's costs from now on where
-        these decide what a step holds. Collective."""
+        """Raise InfeasiblePlan where the longest sample fits nowhere, and give the planner's costs
+        to an order whose steps follow from costs. Collective."""
         if self._order.longest is not None:
             self._planner.check(self._order.longest)
         if isinstance(self._order, PricedOrder):
             self._order.price(self._planner.agreed_problem())
 
-    def _plan_as(self, state: Mapping[str, Any]) -> None:
-        """Plan with the costs and the calibration of a checkpoint."""
+    def _restore_planner(self, state: Mapping[str, Any]) -> None:
+        """Plan with the costs and the calibration of a checkpoint from now on, but with the memory
+        of the ranks that are here."""
         costs = CostModel.from_json(state["costs"]).replace(cluster=self.found.costs.cluster)
         self._planner.close()
-        self.engine.planner = self._planner = self._planner_of(costs)
+        self.engine.planner = self._planner = self._make_planner(costs)
         self._planner.restore(state)
         self._check_and_price()
 
     def _plan_ahead(self) -> None:
-        """Have coming batches planned by another process, where their lengths are known."""
+        """Have coming batches planned by another process, where their lengths are known: those of
+        the steps that are left, or of the epochs where no number of steps was given."""
         depth = self._setup.options.ahead
-        left = None if self._steps is None else self._steps - self.number
-        coming = self._order.coming(self._epochs if left is None else None) if depth else None
+        steps_left = None if self._steps is None else self._steps - self.number
+        epochs = self._epochs if steps_left is None else None
+        coming = self._order.coming(epochs) if depth else None
         if coming is not None and self.engine.planner is self._planner:
-            self._planner.plan_ahead(islice(coming, left), depth=depth)
+            self._planner.plan_ahead(islice(coming, steps_left), depth=depth)
 
     def _has_next_step(self) -> bool:
         """Whether another step follows; where it depends on the data set's epoch, all ranks agree
@@ -974,7 +1007,7 @@ class Attached:
         if self._steps is not None:
             return self.number < self._steps
         more, order = False, self._order
-        failure = self._failing(lambda: order.epoch)
+        failure = self._failure_of(lambda: order.epoch)
         if failure is None:
             more = order.epoch < self._epochs
         self._require_agreement(
@@ -983,21 +1016,24 @@ class Attached:
         return more
 
     def _next_batch(self) -> LoopBatch:
-        """The samples of the next step, as long on every rank. Collective for a stream."""
-        found = list[LoopBatch]()
-        failure = self._failing(lambda: found.append(self._order.next_batch()))
-        lengths = found[0].lengths.tokens if found else ()
+        """The samples of the next step, whose lengths are the same on every rank. Collective where
+        ranks might read or draw other ones: for a stream, and where costs decide what is drawn."""
+        batches = list[LoopBatch]()  # one, unless reading it fails
+        failure = self._failure_of(lambda: batches.append(self._order.next_batch()))
+        lengths = batches[0].lengths.tokens if batches else ()
         self._require_agreement(
             f"{len(lengths)} samples of {sum(lengths):,} tokens: {lengths}", failure
         )
         if isinstance(self._order, PricedOrder):
             # Seconds decide what is drawn, and processors may round them differently.
-            drawn = f"samples {found[0].lengths.ids}"
+            drawn = f"samples {batches[0].lengths.ids}"
             agree("samples of the iteration", drawn, self._setup.groups.world)
-        return found[0]
+        return batches[0]
 
-    def _failing(self, read: Callable[[], object]) -> Exception | None:
-        """What reading a stream raises; a data set that is drawn from is alike on all ranks."""
+    def _failure_of(self, read: Callable[[], object]) -> Exception | None:
+        """Call ``read``; of a stream return the error that it raises, None for none, so that it can
+        be told to the other ranks. Other data is the same on all ranks, so its errors are raised
+        here."""
         if not isinstance(self._order, StreamOrder):
             read()
             return None
@@ -1008,12 +1044,13 @@ class Attached:
         return None
 
     def _require_agreement(self, text: str, failure: Exception | None) -> None:
-        """Raise on every rank where one failed to read a stream, or read other lengths."""
+        """Raise on every rank where one has a ``failure`` to read its stream, or a ``text`` of what
+        it read that differs from that of others. Collective for a stream, else nothing."""
         if not isinstance(self._order, StreamOrder):
             return
-        told = text if failure is None else f"{type(failure).__name__}: {failure}"
+        read_text = text if failure is None else f"{type(failure).__name__}: {failure}"
         try:
-            agree("stream of samples", told, self._setup.groups.world)
+            agree("stream of samples", read_text, self._setup.groups.world)
         except PlanMismatch:
             if failure is not None:
                 raise failure from None
@@ -1048,22 +1085,23 @@ class Attached:
 
 
 def _whereabouts(run: weakref.ref[Attached]) -> str:
-    """The step and the action that a run is in; nothing where it is gone."""
-    found = run()
-    if found is None:
+    """The step and the action that a run is in, in words; empty where the run was collected."""
+    attached = run()
+    if attached is None:
         return ""
-    action = found.engine.runner.action
-    return f"step {found.number}" + (f", {action}" if action else "")
+    action = attached.engine.runner.action
+    return f"step {attached.number}" + (f", {action}" if action else "")
 
 
 def _spread(
     model: Module | AxisModel, options: SampleOptions, spread: SpreadOptions, groups: Groups
 ) -> SpreadModel:
-    """The model of a loop, spread over ranks."""
+    """Prepare a user's model to be spread over the ranks of a loop: a model of several axes joins
+    the loop, any other one is compiled by :func:`headrace.compile`."""
     if isinstance(model, AxisModel):
         model.join(groups, label_name=options.label_name)
         return model
-    adopted = adopt(
+    token_model = adopt(
         model,
         backend=spread.backend,
         labels=options.labels,
@@ -1074,11 +1112,11 @@ def _spread(
         logits=spread.logits,
         check=spread.check,
     )
-    adopted.label_place = options.label_place
-    return adopted
+    token_model.label_place = options.label_place
+    return token_model
 
 
-def _order(
+def _order_of_dataset(
     dataset: Any,
     reader: SampleReader,
     options: SampleOptions,
@@ -1086,13 +1124,15 @@ def _order(
     sequences: int | None,
     seed: int,
 ) -> SampleOrder:
-    """The order in which samples come: drawn by number, or as a stream gives them."""
+    """The order in which the samples of a data set come: drawn as iterations that choose their
+    own samples, drawn by number, or as a stream gives them. ``budget`` is the tokens of a step,
+    ``sequences`` its samples."""
     if options.iterations is not None:
         from headrace.engine.iteration_order import IterationOrder  # what it draws with is large
 
         samples = Samples.of(dataset, options.lengths, reader)
-        drawn = replace(options.iterations, seed=seed)
-        return IterationOrder(samples, drawn, workers=options.workers)
+        seeded = replace(options.iterations, seed=seed)
+        return IterationOrder(samples, seeded, workers=options.workers)
     if _by_number(dataset):
         batches = SamplerOptions(
             batch_tokens=budget,
@@ -1121,22 +1161,23 @@ def _order(
 
 
 def _by_number(dataset: Any) -> bool:
-    """Whether a data set gives its items by number."""
+    """Whether a data set is map-style: it gives its items by number."""
     return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
 
 def _require_drawable(
     dataset: Any, options: SampleOptions, budget: int | None, sequences: int | None
 ) -> None:
-    """Raise SpecError for what iterations that choose their own samples cannot keep to."""
-    wrong = {
+    """Raise SpecError for options that say what a step holds, or for a stream, beside iterations
+    that choose their own samples."""
+    conflicts = {
         "no data set": dataset is None,
         "batch_tokens": budget is not None,
         "batch_sequences": sequences is not None,
         "shuffle=False": not options.shuffle,
         "a stream of samples": not _by_number(dataset),
     }
-    for got in (name for name, there in wrong.items() if there):
+    for got in (name for name, given in conflicts.items() if given):
         raise SpecError(
             "SampleOptions(iterations=...)",
             got=got,
@@ -1146,10 +1187,12 @@ def _require_drawable(
 
 
 def _tokens(value: int | str) -> int:
+    """A number of tokens, given as such or as text (``"8Ki"``)."""
     return parse_count(value) if isinstance(value, str) else int(value)
 
 
 def _device_of(model: Module) -> str:
+    """The device of a model's first parameter as torch names it: ``cpu``, or ``cuda:0``."""
     first = next(model.parameters(), None)
     if first is None:
         raise SpecError("model", got="no parameters", wanted="at least one")

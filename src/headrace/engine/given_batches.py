@@ -39,19 +39,21 @@ from headrace.units import parse_count
 
 __all__ = ["GivenOrder", "given_order", "meet_to", "require_fitting", "unfinished"]
 
-_MADE = 64
-"""Tokens of an example that is made up."""
+_EXAMPLE_TOKENS = 64
+"""Tokens of an example of random tokens, where the user gave none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Given:
     """Samples that are given, by this rank or by all together.
 
+    A *unit* is what the planner sees as one sequence: a sample, or several that stay together.
+
     Attributes:
-        items: The samples, where they are here.
-        units: Which samples are planned as one.
+        items: The samples; empty for those of all ranks, which are not all here.
+        units: The numbers of the samples of each unit.
         counts: Tokens of each sample.
-        beside: What goes with each sample, where anything does.
+        beside: Tensors that go with each sample, such as its gradient; empty where there are none.
     """
 
     items: list[Item] = field(default_factory=list, repr=False)
@@ -61,16 +63,16 @@ class _Given:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of what is planned as one."""
+        """Tokens of each unit."""
         return [sum(self.counts[i] for i in unit) for unit in self.units]
 
     @property
     def shown(self) -> str:
-        """What it is, for people."""
+        """The samples in words, for errors: how many, and their tokens."""
         return f"{len(self.counts)} samples of {sum(self.counts):,} tokens: {self.counts[:8]}"
 
     def beside_of(self, sample: int) -> Item:
-        """What goes with a sample."""
+        """The tensors that go with a sample, by name."""
         return self.beside[sample] if self.beside else {}
 
     def fingerprint(self) -> str:
@@ -79,7 +81,8 @@ class _Given:
         return sha256(text.encode()).hexdigest()
 
     def told(self, own: bool) -> dict[str, Any]:
-        """What other ranks must know of it, where each rank has its own."""
+        """What other ranks must know of these samples, as JSON: tokens, units and types of fields
+        where each rank has its ``own`` samples, nothing where all have the same."""
         if not own:
             return {}
         fields = field_types(self.items[0]) if self.items else None
@@ -112,7 +115,8 @@ class GivenOrder:
 
     @property
     def fingerprint(self) -> str:
-        """A text of the longest sample and the example."""
+        """A text of the longest length, the tokens of a batch and the example, which must be the
+        same on all ranks."""
         return f"{self.longest} {self.total} {fingerprint_of([self.example])}"
 
     def next_batch(self) -> LoopBatch:
@@ -124,7 +128,7 @@ class GivenOrder:
         )
 
     def coming(self, epochs: int | None) -> Iterator[Lengths] | None:
-        """None: batches come when they come."""
+        """None: the lengths of batches are not known before they are given."""
         return None
 
     def first(self) -> Item:
@@ -136,11 +140,12 @@ class GivenOrder:
         return {"name": "given batches", "context": self.longest}
 
     def state(self) -> dict[str, Any]:
-        """That samples are given, as JSON: where a loop stands in its data is its own business."""
+        """A mark that samples are given, as JSON. The place in the data is for the loop to save."""
         return {"given": True}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken. Raises DataError for that of a data set."""
+        """Check a saved state, which has no place to go to. Raises DataError for that of a run with
+        a data set."""
         if "given" not in state:
             raise DataError("state of the data", got=dict(state), wanted="that of given batches")
 
@@ -158,16 +163,17 @@ class GivenOrder:
         open_step: Exception | None = None,
         learned: bool = True,
     ) -> LoopBatch:
-        """The batch of some samples, which all ranks give alike, or each its own. Collective.
+        """Read samples, which all ranks give alike or each its own, and make the batch of a step.
+        Collective.
 
         Args:
-            asks: What this rank asks for, with the number of the step.
+            asks: What this rank asks for, with the number of the step, as errors name it.
             samples: Items as those of a data set.
             groups: The groups of this rank.
-            together: The numbers of samples that stay in one micro-batch, of each group.
-            beside: Makes what goes with each sample, by the tokens of the samples.
+            together: Groups of samples that stay in one micro-batch, by their numbers.
+            beside: Given the tokens of each sample, makes the tensors that go with each.
             open_step: What is wrong with the step before, if anything is.
-            learned: Whether a token must have a label.
+            learned: Whether a token of the batch must have a label.
 
         Returns:
             The batch.
@@ -178,31 +184,32 @@ class GivenOrder:
             PlanMismatch: On every rank where one gives other samples.
             HeadraceError: On every rank where one left a step half way, or has ended.
         """
-        mine, failure = _Given(), open_step
+        here, failure = _Given(), open_step
         if failure is None:
             try:
-                mine = self._given(samples, together, beside)
+                here = self._read_given(samples, together, beside)
             except Exception as error:  # told to all ranks, which would wait for this one
                 failure = error
-        same = "" if self.own else mine.fingerprint()
-        said = meet_to(
-            asks, groups, shown=mine.shown, same=same, failure=failure, told=mine.told(self.own)
+        same = "" if self.own else here.fingerprint()
+        told_by_rank = meet_to(
+            asks, groups, shown=here.shown, same=same, failure=failure, told=here.told(self.own)
         )
-        whole = _whole(said) if self.own else mine
-        apart = all(len(unit) == 1 for unit in whole.units)
-        joined = mine.items if apart else _joined(mine.items, mine.units)
-        own = self._travelling(mine, whole, joined, said, groups) if self.own else None
+        whole = _given_by_all(told_by_rank) if self.own else here
+        single = all(len(unit) == 1 for unit in whole.units)  # no samples stay together
+        sequences = here.items if single else _join_units(here.items, here.units)
+        # Own samples are read on other ranks than gave them: they travel once the plan is known.
+        own = self._own_samples(here, whole, sequences, told_by_rank, groups) if self.own else None
         return LoopBatch(
             lengths=Lengths.of(whole.lengths),
             epoch=0,
-            read=joined.__getitem__ if own is None else own.read,
+            read=sequences.__getitem__ if own is None else own.read,
             state_after=self.state(),
-            together=None if apart else whole.units,
+            together=None if single else whole.units,
             counts=whole.counts,
             learned=learned,
-            like=(lambda: joined[0]) if own is None else own.like,
-            beside=mine.beside_of if own is None else _beside(own, whole.units),
-            starts=None if own is None else _starts(said, "counts"),
+            like=(lambda: sequences[0]) if own is None else own.like,
+            beside=here.beside_of if own is None else _beside_own(own, whole.units),
+            starts=None if own is None else _first_numbers(told_by_rank, "counts"),
             bring=(lambda plan: None) if own is None else own.bring,
         )
 
@@ -214,62 +221,68 @@ class GivenOrder:
         *,
         together: Iterable[Sequence[int]] = (),
     ) -> Lengths:
-        """The lengths that :meth:`batch` plans by, of samples that come later. Collective; raises
-        as it does."""
-        mine, failure = _Given(), None
+        """The lengths by which a :meth:`batch` of these samples is planned, for a plan that is made
+        ahead. Collective; arguments and errors are those of :meth:`batch`."""
+        here, failure = _Given(), None
         try:
-            mine = self._given(samples, together, None)
+            here = self._read_given(samples, together, None)
         except Exception as error:  # told to all ranks, which would wait for this one
             failure = error
-        same = "" if self.own else str(mine.lengths)
-        said = meet_to(
-            asks, groups, shown=mine.shown, same=same, failure=failure, told=mine.told(self.own)
+        same = "" if self.own else str(here.lengths)
+        told_by_rank = meet_to(
+            asks, groups, shown=here.shown, same=same, failure=failure, told=here.told(self.own)
         )
-        return Lengths.of((_whole(said) if self.own else mine).lengths)
+        return Lengths.of((_given_by_all(told_by_rank) if self.own else here).lengths)
 
-    def _given(
+    def _read_given(
         self,
         samples: Iterable[Any],
         together: Iterable[Sequence[int]],
         beside: Callable[[Sequence[int]], Sequence[Item]] | None,
     ) -> _Given:
-        """What this rank gives, looked at."""
+        """Read what this rank gives. Raises DataError for what cannot be read, is longer than the
+        longest, or cannot be kept together."""
         items = self._read(samples)
         counts = [self.reader.length(item) for item in items]
         units = _units(together, len(items))
-        found = _Given(
+        given = _Given(
             items=items,
             units=units,
             counts=counts,
             beside=[] if beside is None else beside(counts),
         )
-        self._require_short(found.lengths, units)
+        self._require_short(given.lengths, units)
         if any(len(unit) > 1 for unit in units):
             _require_joinable(items)
-        return found
+        return given
 
-    def _travelling(
+    def _own_samples(
         self,
-        mine: _Given,
+        here: _Given,
         whole: _Given,
-        joined: Sequence[Item],
-        said: Sequence[Mapping[str, Any]],
+        sequences: Sequence[Item],
+        told_by_rank: Sequence[Mapping[str, Any]],
         groups: Groups,
     ) -> OwnSamples:
-        """The samples that ranks have each for itself, as they are planned."""
-        starts = _starts(said, "units")
+        """The units of a batch of which each rank has its own, with what goes with their samples.
+
+        ``here`` are the samples of this rank, ``whole`` those of all; ``sequences`` are this rank's
+        units as one item each.
+        """
+        first_units = _first_numbers(told_by_rank, "units")
         return OwnSamples(
             given={
-                starts[groups.rank] + at: [item, *map(mine.beside_of, unit)]
-                for at, (item, unit) in enumerate(zip(joined, mine.units, strict=True))
+                first_units[groups.rank] + at: [item, *map(here.beside_of, unit)]
+                for at, (item, unit) in enumerate(zip(sequences, here.units, strict=True))
             },
-            starts=starts,
+            starts=first_units,
             lengths=whole.lengths,
             groups=groups,
         )
 
     def _read(self, samples: Iterable[Any]) -> list[Item]:
-        """Samples as the reader makes them of what a loop gave: tensors by name."""
+        """The tensors by name that the reader makes of each item of ``samples``. Raises DataError
+        for what is no list of samples, and for an empty one unless each rank gives its own."""
         if isinstance(samples, (dict, torch.Tensor, str)):
             raise DataError(
                 "samples",
@@ -285,14 +298,14 @@ class GivenOrder:
             raise DataError("samples", got="none", wanted="at least one")
         return items
 
-    def _require_short(self, counts: Sequence[int], units: Sequence[tuple[int, ...]]) -> None:
-        """Raise DataError for what is longer than plans are made for."""
-        for count, unit in zip(counts, units, strict=True):
-            if count > self.longest:
+    def _require_short(self, lengths: Sequence[int], units: Sequence[tuple[int, ...]]) -> None:
+        """Raise DataError for a unit of more tokens than ``longest``, for which plans are made."""
+        for length, unit in zip(lengths, units, strict=True):
+            if length > self.longest:
                 single = len(unit) == 1
                 raise DataError(
                     f"sample {unit[0]}" if single else f"samples {list(unit)}, kept together",
-                    got=f"{count:,} tokens",
+                    got=f"{length:,} tokens",
                     wanted=f"at most {self.longest:,}, the longest that the run was made for",
                     hint="give hr.attach a larger longest=, or "
                     + ("shorten the sample" if single else "keep fewer samples together"),
@@ -307,8 +320,12 @@ def given_order(
     *,
     own: bool = False,
 ) -> GivenOrder:
-    """Samples that are given for each step, at most as long as the longest; by each rank its
-    ``own`` where that is so. Raises SpecError where nobody said how long that is."""
+    """The order of a run whose samples are given for each step.
+
+    ``longest`` is the tokens of the longest sample, ``budget`` those of a step where they are
+    known, ``example`` a sample as those to come, ``own`` whether each rank gives its own samples.
+    Raises SpecError where ``longest`` is None, or no example can be made.
+    """
     if longest is None:
         raise SpecError(
             "attach without a data set",
@@ -316,38 +333,40 @@ def given_order(
             wanted="the tokens of the longest sample that will be given",
             hint='as hr.attach(model, optimizer, longest="8Ki")',
         )
-    most = parse_count(longest) if isinstance(longest, str) else int(longest)
+    longest_tokens = parse_count(longest) if isinstance(longest, str) else int(longest)
     return GivenOrder(
         reader=model,
-        example=_example_for(model, example, most),
-        longest=most,
-        total=budget or most,
+        example=_example_for(model, example, longest_tokens),
+        longest=longest_tokens,
+        total=budget or longest_tokens,
         own=own,
     )
 
 
 def require_fitting(dataset: Any, given: Mapping[str, Any], drawn: Mapping[str, Any]) -> None:
-    """Raise SpecError for options of given batches beside a data set, and the other way around."""
-    wrong = [name for name, value in given.items() if value is not None]
-    if dataset is not None and wrong:
-        hint = "longest=" if wrong[0] == "longest" else None
+    """Raise SpecError for options that do not fit: those of runs whose batches are ``given``
+    beside a data set (None where not set), and those of ``drawn`` batches without one (falsy)."""
+    misplaced = [name for name, value in given.items() if value is not None]
+    if dataset is not None and misplaced:
+        hint = "longest=" if misplaced[0] == "longest" else None
         raise SpecError(
-            f"hr.attach({wrong[0]}=...)",
+            f"hr.attach({misplaced[0]}=...)",
             got="a data set too",
             wanted="one of them",
             hint=f"of a stream: samples=hr.SampleOptions({hint}...)" if hint else None,
         )
-    wrong = [name for name, value in drawn.items() if value]
-    if dataset is None and wrong:
+    misplaced = [name for name, value in drawn.items() if value]
+    if dataset is None and misplaced:
         raise SpecError(
-            f"hr.attach({wrong[0]}=...)",
+            f"hr.attach({misplaced[0]}=...)",
             got="no data set",
             wanted="one, or a run whose steps are given: run.step(samples)",
         )
 
 
 def unfinished(step: RunningStep[Any, Any] | None) -> HeadraceError | None:
-    """What is wrong with a step after which the loop asks for another one."""
+    """The error for a loop that asks for another step while ``step`` is not done; None where it is
+    done, has failed, or there is none."""
     if step is None or step.stage in ("done", "failed"):
         return None
     got = {
@@ -372,27 +391,27 @@ def meet_to(
     failure: Exception | None = None,
     told: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Meet all ranks before what this one ``asks`` for. Collective.
+    """Have all ranks compare what they are about to do, before they do it. Collective.
 
     Args:
-        asks: What comes next on this rank.
+        asks: What this rank is about to do, in words; the same on all ranks.
         groups: The groups of this rank.
-        shown: What it gives, for people.
-        same: What must be equal on all ranks.
-        failure: What this rank cannot do.
-        told: What all ranks are to know, as JSON.
+        shown: The samples that this rank gives, in words, for errors.
+        same: A text that must be equal on all ranks.
+        failure: The error of this rank, where it cannot do it.
+        told: What all ranks are to know of this one, as JSON.
 
     Returns:
-        What each rank told.
+        ``told`` of each rank, by rank.
 
     Raises:
         HeadraceError: On every rank where one has a failure, which it raises itself, or has ended.
         PlanMismatch: On every rank where one asks for something else, or with something else.
     """
-    wrong = None if failure is None else f"{type(failure).__name__}: {failure}"
-    mine = {"asks": asks, "shown": shown, "same": same, "failure": wrong, "told": told or {}}
+    failure_text = None if failure is None else f"{type(failure).__name__}: {failure}"
+    own = {"asks": asks, "shown": shown, "same": same, "failure": failure_text, "told": told or {}}
     try:
-        said = gather_bytes(json.dumps(mine).encode(), groups.world)
+        messages = gather_bytes(json.dumps(own).encode(), groups.world)
     except Exception as error:
         if not is_broken_connection(error):
             raise
@@ -404,48 +423,51 @@ def meet_to(
         ) from error
     if failure is not None:
         raise failure
-    ranks = [_told(text) for text in said]
-    for rank, text in enumerate(ranks):
-        if text is None:
+    parsed = [_parse_message(message) for message in messages]
+    for rank, call in enumerate(parsed):
+        if call is None:
             raise PlanMismatch(
                 f"{asks} on rank {groups.rank}",
                 got=f"rank {rank} within a step",
                 wanted=f"{asks} on every rank",
                 hint="no rank may leave a step before all its micro-batches are done",
             )
-    found = [text for text in ranks if text is not None]
-    for rank, text in enumerate(found):
-        if text["failure"] is not None:
-            raise HeadraceError(f"{text['asks']} on rank {rank}", got=text["failure"])
-    for rank, text in enumerate(found):
+    calls = [call for call in parsed if call is not None]  # by rank: none is left out
+    for rank, call in enumerate(calls):
+        if call["failure"] is not None:
+            raise HeadraceError(f"{call['asks']} on rank {rank}", got=call["failure"])
+    for rank, call in enumerate(calls):
         for key, hint in (
             ("asks", "every rank takes the same steps, as many and in the same order"),
             ("same", "every rank gives the same samples in the same order"),
         ):
-            if text[key] != found[0][key]:
-                view = (text["asks"], text["shown"]) if key == "same" else (text["asks"],)
-                first = (found[0]["asks"], found[0]["shown"]) if key == "same" else (found[0][key],)
+            if call[key] != calls[0][key]:
+                named = ("asks", "shown") if key == "same" else ("asks",)
+                this, first = (tuple(c[name] for name in named) for c in (call, calls[0]))
+                # Samples may be as many and as long, and still have other values.
                 raise PlanMismatch(
                     f"what rank {rank} asks for",
-                    got=" of ".join(view) + (", of other values" if view == first else ""),
+                    got=" of ".join(this) + (", of other values" if this == first else ""),
                     wanted=f"{' of '.join(first)}, as rank 0",
                     hint=hint,
                 )
-    return [text["told"] for text in found]
+    return [call["told"] for call in calls]
 
 
-def _told(text: bytes) -> dict[str, Any] | None:
-    """What a rank said in :func:`meet_to`; None where it is elsewhere."""
+def _parse_message(message: bytes) -> dict[str, Any] | None:
+    """The message of a rank that is in :func:`meet_to`; None where it is another one, from a rank
+    that is in another collective."""
     try:
-        found = json.loads(text)
+        content = json.loads(message)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and "asks" in found else None
+    return content if isinstance(content, dict) and "asks" in content else None
 
 
 def _units(together: Iterable[Sequence[int]], samples: int) -> list[tuple[int, ...]]:
-    """Which samples are planned as one, by the first of each. Raises DataError for numbers that
-    are of no sample, or given twice."""
+    """The units of ``samples`` samples, each the numbers of its samples, sorted by the first of
+    each: the groups in ``together``, and every other sample alone. Raises DataError for numbers
+    that are of no sample or given twice, and for an empty group."""
     groups = [tuple(int(i) for i in group) for group in together]
     grouped = [i for group in groups for i in group]
     times = Counter(grouped)
@@ -461,27 +483,30 @@ def _units(together: Iterable[Sequence[int]], samples: int) -> list[tuple[int, .
 
 
 def _require_joinable(items: Sequence[Item]) -> None:
-    """Raise DataError for samples that are no rows of tokens."""
+    """Raise DataError for samples of a model of several axes, whose labels are no row [n]: only
+    rows of tokens can be put one behind the other."""
     if "labels" not in items[0] or items[0]["labels"].dim() != 1:
         raise DataError("together=", got="a model of several axes", wanted="a model of tokens")
 
 
-def _joined(items: Sequence[Item], units: Sequence[tuple[int, ...]]) -> list[Item]:
-    """The samples of each unit as one, in which each is a document of its own."""
+def _join_units(items: Sequence[Item], units: Sequence[tuple[int, ...]]) -> list[Item]:
+    """One item for each unit: its samples one behind the other, each a document of its own."""
     rows = (packed([items[i] for i in unit]) for unit in units)
     return [{name: value[0] for name, value in row.items()} for row in rows]
 
 
-def _starts(said: Sequence[Mapping[str, Any]], what: str) -> list[int]:
-    """The number of the first of what each rank gave, then of all."""
-    return [0, *accumulate(len(told[what]) for told in said)]
+def _first_numbers(told_by_rank: Sequence[Mapping[str, Any]], key: str) -> list[int]:
+    """The number of the first sample (``key`` "counts") or unit ("units") of each rank in the batch
+    of all, then the number of all."""
+    return [0, *accumulate(len(told[key]) for told in told_by_rank)]
 
 
-def _whole(said: Sequence[Mapping[str, Any]]) -> _Given:
-    """What all ranks gave together, those of rank 0 first. Raises DataError where none gave any,
-    and where ranks have other fields."""
-    first: tuple[int, Any] | None = None
-    for rank, told in enumerate(said):
+def _given_by_all(told_by_rank: Sequence[Mapping[str, Any]]) -> _Given:
+    """The units and token counts of the samples of all ranks, those of rank 0 first, without the
+    samples themselves. Raises DataError where no rank gave any, and where the types of their fields
+    differ."""
+    first: tuple[int, Any] | None = None  # the first rank that gave samples, and their fields
+    for rank, told in enumerate(told_by_rank):
         fields = told["fields"]
         if fields is not None and first is None:
             first = rank, fields
@@ -494,14 +519,14 @@ def _whole(said: Sequence[Mapping[str, Any]]) -> _Given:
             )
     if first is None:
         raise DataError("samples", got="none on any rank", wanted="at least one")
-    starts = _starts(said, "counts")
+    first_samples = _first_numbers(told_by_rank, "counts")
     return _Given(
         units=[
-            tuple(start + i for i in unit)
-            for start, told in zip(starts, said, strict=False)
+            tuple(first_sample + i for i in unit)
+            for first_sample, told in zip(first_samples, told_by_rank, strict=False)
             for unit in told["units"]
         ],
-        counts=[count for told in said for count in told["counts"]],
+        counts=[count for told in told_by_rank for count in told["counts"]],
     )
 
 
@@ -509,25 +534,28 @@ def _fields_text(fields: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {dtype}" for name, dtype in fields.items())
 
 
-def _beside(own: OwnSamples, units: Sequence[tuple[int, ...]]) -> Callable[[int], Item]:
-    """What goes with each sample, where it is here."""
+def _beside_own(own: OwnSamples, units: Sequence[tuple[int, ...]]) -> Callable[[int], Item]:
+    """A function from the number of a sample to the tensors that go with it, for samples that this
+    rank works on."""
+    # By sample: the number of its unit, and its position in that.
     places = {sample: (at, n) for at, unit in enumerate(units) for n, sample in enumerate(unit)}
 
-    def found(sample: int) -> Item:
+    def beside_sample(sample: int) -> Item:
         at, n = places[sample]
         return own.beside(at)[n]
 
-    return found
+    return beside_sample
 
 
 def _example_for(model: SpreadModel, example: Any, longest: int) -> Item:
-    """A sample to look at before any is given: the user's own, or one of random tokens where the
-    model shows how many there are. Raises SpecError where it does not."""
+    """A sample to measure the model with before any is given: the user's ``example``, or at most
+    ``longest`` random tokens where an embedding shows the size of the vocabulary. Raises SpecError
+    where there is neither."""
     if example is not None:
         return model.read(example, "example")
-    find = getattr(model.inner, "get_input_embeddings", None)
-    table = find() if callable(find) else None
-    if not isinstance(model, TokenModel) or not isinstance(table, torch.nn.Embedding):
+    get_embeddings = getattr(model.inner, "get_input_embeddings", None)  # of transformers
+    embedding = get_embeddings() if callable(get_embeddings) else None
+    if not isinstance(model, TokenModel) or not isinstance(embedding, torch.nn.Embedding):
         raise SpecError(
             "attach without a data set",
             got=f"no example for {type(model.inner).__name__}",
@@ -535,6 +563,6 @@ def _example_for(model: SpreadModel, example: Any, longest: int) -> Item:
             hint="give hr.attach example=sample: it is looked at, and not trained",
         )
     draw = torch.Generator().manual_seed(0)
-    count = max(1, min(_MADE, longest))
-    ids = torch.randint(0, table.num_embeddings, (count,), generator=draw)
+    count = max(1, min(_EXAMPLE_TOKENS, longest))
+    ids = torch.randint(0, embedding.num_embeddings, (count,), generator=draw)
     return model.read({model.tokens: ids, "labels": ids}, "example")

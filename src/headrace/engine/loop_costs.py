@@ -47,10 +47,16 @@ _PROBED = 2
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ModelProbes:
-    """Makes probes of a model, whose ``layers`` are None where it is measured whole.
+    """Makes probes of a model: forwards and backwards that are timed and whose bytes are counted.
 
-    ``sample`` is one of the data set, of which packs of documents of at most ``document`` tokens
-    are made: models may know no more places.
+    Attributes:
+        model: The model, spread.
+        layers: Its equal layers; None where it can only be measured whole.
+        levels: The recompute levels of its layers; None where it has none.
+        sample: A sample of the data set, from whose fields the packs to measure are made.
+        document: The most tokens of a document in these packs, as models may have no positions
+            for more.
+        device: The device of the model, as torch names it.
     """
 
     model: SpreadModel
@@ -63,8 +69,8 @@ class ModelProbes:
     def whole(
         self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: str
     ) -> Probe:
-        """A probe of the model for a pack of documents on ``ranks``: without its layers where these
-        are known."""
+        """A probe of the model for a pack of documents of ``lengths`` tokens on ``ranks``; of what
+        is left without its layers, where these are known."""
         return _WholeProbe(probes=self, shard=self.shard(groups, ranks, lengths, exchange))
 
     def complete(
@@ -82,7 +88,8 @@ class ModelProbes:
         exchange: str,
         level: Recompute,
     ) -> Probe:
-        """A probe of two layers, for a pack of documents on ``ranks``."""
+        """A probe of two layers (of the whole model where no layers are known) for a pack of
+        documents of ``lengths`` tokens on ``ranks``, at one recompute level."""
         layers = self.layers
         if layers is None:
             return self.whole(groups, ranks, lengths, exchange)
@@ -100,29 +107,31 @@ class ModelProbes:
         return ChainProbe(entry, [partial(layer, index) for index in range(_PROBED)])
 
     def calls(self, shard: BatchPart) -> Sequence[LayerCall]:
-        """The calls that the model makes of its layers for one part of a batch."""
+        """The arguments with which the model calls each of its layers on one part of a batch,
+        recorded in a forward that leaves the layers themselves out."""
         assert self.layers is not None, "there are layers"
         self.model.take(shard)
         self.choose([])
-        with self.layers.left_out() as called, torch.no_grad():
+        with self.layers.left_out() as recorded, torch.no_grad():
             self.model.inner(**shard.inputs)
-        return called
+        return recorded
 
     def documents(self, tokens: int) -> list[int]:
-        """The lengths of the documents of a pack of ``tokens`` tokens, none longer than
-        ``document``."""
-        most = self.document
-        return [min(most, tokens - start) for start in range(0, tokens, most)]
+        """Cut a pack of ``tokens`` tokens into documents of at most ``self.document`` tokens;
+        returns their lengths."""
+        longest = self.document
+        return [min(longest, tokens - start) for start in range(0, tokens, longest)]
 
     def choose(self, first: Sequence[Recompute]) -> None:
-        """Have the first layers recompute as given, and the others nothing."""
+        """Set the recompute level of the first layers, one each; the other layers recompute
+        nothing."""
         if self.levels is not None:
             self.levels.choose(first)
 
     def shard(
         self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: str
     ) -> BatchPart:
-        """This rank's part of a pack of documents on ``ranks``."""
+        """This rank's part of a pack of documents of ``lengths`` tokens, spread over ``ranks``."""
         pack = self.model.made(self.sample, lengths, len(ranks), document=self.document)
         values = pack.to(self.device).values
         return self.model.place(
@@ -132,8 +141,8 @@ class ModelProbes:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _WholeProbe:
-    """A probe of the model on one rank's part of a pack, without its layers where these are known
-    and the probe is not ``complete``; the backward is that of a scalar of its results."""
+    """A probe of the model on one rank's part of a pack. Where its layers are known they are left
+    out, unless the probe is ``complete``. The backward is that of a scalar of the outputs."""
 
     probes: ModelProbes
     shard: BatchPart
@@ -142,7 +151,7 @@ class _WholeProbe:
     _loss: torch.Tensor | None = field(default=None, init=False)
 
     def forward(self, passed: Passed) -> None:
-        """Run the model and keep a scalar of its results."""
+        """Run the model and keep a scalar of its outputs for the backward."""
         probes = self.probes
         probes.model.take(self.shard)
         probes.choose([])
@@ -160,40 +169,45 @@ class _WholeProbe:
         assert self._loss is not None, "forward came before"
         loss, self._loss = self._loss, None
         loss.backward()
-        del loss
+        del loss  # the graph must be freed before the bytes are counted
         passed()
 
     def _outputs(self) -> Any:
+        """What the user's model returns for this part."""
         return self.probes.model.inner(**self.shard.inputs)
 
 
-_EVERY = 8
-"""Up to this many ranks every group size is measured; above, powers of two and the number of
-ranks."""
+_EVERY_SIZE_UP_TO = 8
+"""Up to this many ranks every group size is measured; above it, powers of two and the number of
+all ranks."""
 
-_COUNTED = 2
-"""Points with a measured number of bytes that a fit of a line needs."""
+_LEAST_COUNTED = 2
+"""How many points with counted bytes the fit of a line (bytes by tokens) needs."""
 
 _LEAST_S = 1e-9
 """The least time of a point, as costs are never zero."""
 
 
 def sizes_for(ranks: int, semantics: str) -> tuple[int, ...]:
-    """Group sizes to measure and to plan with. Where all ranks meet at every layer, none may be
-    left over by groups of one size."""
-    every = [p for p in range(1, ranks + 1) if p <= _EVERY or p & (p - 1) == 0 or p == ranks]
-    return tuple(p for p in every if semantics == "free" or ranks % p == 0)
+    """Group sizes to measure and to plan with, in ranks. Unless groups are ``free`` of each other,
+    all ranks meet at every layer, so a size must divide their number and leave no rank over."""
+    sizes = [
+        p for p in range(1, ranks + 1) if p <= _EVERY_SIZE_UP_TO or p.bit_count() == 1 or p == ranks
+    ]
+    return tuple(p for p in sizes if semantics == "free" or ranks % p == 0)
 
 
 def shape_of(model: torch.nn.Module, probes: ModelProbes) -> ModelShape:
-    """What planners ask of a model: its layers, or one where it has none that are seen."""
+    """The number of layers and the parameters of each, as planners take them. A model whose layers
+    are not known counts as one layer."""
     layers = list(probes.layers.modules) if probes.layers else [model]
-    each = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    rest = max(0, sum(p.numel() for p in model.parameters()) - sum(each))
-    counts = (rest, *each, 0)
+    layer_elements = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    other_elements = max(0, sum(p.numel() for p in model.parameters()) - sum(layer_elements))
+    # By bucket: the embedding, each layer, the head. What is in no layer counts as the embedding.
+    counts = (other_elements, *layer_elements, 0)
     return ModelShape(
-        name=f"{type(model).__name__}, {len(each)} layers",
-        layers=len(each),
+        name=f"{type(model).__name__}, {len(layers)} layers",
+        layers=len(layers),
         hidden=_hidden_features(probes),
         split_elements=(0,) * len(counts),
         whole_elements=counts,
@@ -202,8 +216,21 @@ def shape_of(model: torch.nn.Module, probes: ModelProbes) -> ModelShape:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoopProfiler:
-    """Measures a model within ``cluster.memory_bytes`` of each rank, of which ``state_bytes`` are
-    taken. ``longest`` tokens of a pack; ``point_s`` as in SweepOptions."""
+    """Measures the profile of a model: seconds and bytes by group size and tokens of a pack.
+
+    Attributes:
+        probes: Make what is measured.
+        held: How the model's weights are held.
+        groups: The groups of this rank.
+        sizes: The group sizes to measure, in ranks.
+        exchanges: The attention methods to choose from, for each size the quickest.
+        longest: Tokens of the longest pack.
+        cluster: The ranks, and the memory of each.
+        state_bytes: The part of that memory that weights, gradients and optimizer take.
+        device: The device of the model, as torch names it.
+        point_s: As in :class:`~headrace.profiling.sweep.SweepOptions`.
+        progress: Called as ``progress(what, done, of)``.
+    """
 
     probes: ModelProbes
     held: HeldWeights
@@ -228,15 +255,15 @@ class LoopProfiler:
             room_bytes=max(1, self.cluster.memory_bytes - self.state_bytes),
         )
         self.groups.prepare(
-            some
+            group
             for p in self.sizes
-            for b in blocks(self.groups.ranks, p)
-            for some in self.probes.model.groups_of(b)
+            for block in blocks(self.groups.ranks, p)
+            for group in self.probes.model.groups_of(block)
         )
         points = list[ProfilePoint]()
         for done, p in enumerate(self.sizes):
             self.progress(f"profile cp{p}", done, len(self.sizes))
-            points += self._size(sweeper, p)
+            points += self._points_of_size(sweeper, p)
         self.progress("profile", len(self.sizes), len(self.sizes))
         sizes = sorted({point.p for point in points})
         if not sizes:
@@ -250,7 +277,7 @@ class LoopProfiler:
                 "for weights, gradients and optimizer",
                 hint="more memory, more ranks, or weights sharded by FSDP2",
             )
-        sum_s = self._sum_s()
+        sum_s = self._gradient_sum_s()
         for parameter in self.held.trained:
             parameter.grad = None
         return Profile(
@@ -265,23 +292,26 @@ class LoopProfiler:
             measured_in_s=slowest(self.groups, [time.perf_counter() - started])[0],
         )
 
-    def _size(self, sweeper: Sweeper, p: int) -> Iterator[ProfilePoint]:
-        """The points of one group size."""
-        exchanges = self.exchanges if p > 1 else self.exchanges[:1]
-        found = {
+    def _points_of_size(self, sweeper: Sweeper, p: int) -> Iterator[ProfilePoint]:
+        """Measure groups of ``p`` ranks: the points of a layer by the quickest exchange, at every
+        recompute level, and those of the model without its layers. None where memory runs out too
+        early for a fit."""
+        exchanges = self.exchanges if p > 1 else self.exchanges[:1]  # one rank exchanges nothing
+        points_of = {
             exchange: sweeper.points(self._sweep(p, exchange, "none")) for exchange in exchanges
         }
-        best = min(exchanges, key=partial(_longest_s, found))
-        if sum(point.kept_bytes is not None for point in found[best]) < _COUNTED:
+        best = min(exchanges, key=partial(_longest_s, points_of))
+        if sum(point.kept_bytes is not None for point in points_of[best]) < _LEAST_COUNTED:
             return  # memory ran out before its growth was seen
-        yield from found[best]
+        yield from points_of[best]
         if self.probes.layers is None:
             # The model was measured as its one layer, with what comes before and after.
-            yield from (_empty_ends(point) for point in found[best])
+            yield from (_empty_ends(point) for point in points_of[best])
             return
         if self.probes.levels is not None:
             yield from (
-                _with_full_recompute(point, self._entry_bytes(p, point)) for point in found[best]
+                _with_full_recompute(point, self._entry_bytes(p, point))
+                for point in points_of[best]
             )
             for level in self.probes.levels.known:
                 if level != "full":
@@ -298,8 +328,8 @@ class LoopProfiler:
         )
 
     def _sweep(self, p: int, exchange: str, level: Recompute) -> Sweep:
-        """What is measured of one layer on groups of ``p`` ranks, by one exchange of attention and
-        at one recompute level."""
+        """The sweep over growing packs that measures one layer on groups of ``p`` ranks, with one
+        exchange of attention and at one recompute level."""
 
         def probe(groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...]) -> Probe:
             return self.probes.layer(groups, ranks, lengths, exchange, level)
@@ -321,33 +351,37 @@ class LoopProfiler:
         return (lambda: SavedBytes(model.inner.parameters())) if model.whole else None
 
     def _entry_bytes(self, p: int, point: ProfilePoint) -> int:
-        """Bytes of the input that a layer with recompute ``full`` keeps on a rank."""
+        """Bytes of the tensors as large as its input that a layer with recompute ``full`` keeps on
+        a rank, for the pack of ``point`` on ``p`` ranks."""
         levels = self.probes.levels
-        tokens = -(-sum(point.lengths) // p) * (1 if levels is None else levels.entries)
+        local_tokens = -(-sum(point.lengths) // p)  # rounded up, as the fullest rank counts
+        saved_tensors = 1 if levels is None else levels.entries
         dtype = next(iter(self.probes.model.inner.parameters())).dtype
-        return tokens * _hidden_features(self.probes) * dtype.itemsize
+        return local_tokens * saved_tensors * _hidden_features(self.probes) * dtype.itemsize
 
     def _order(self, exchange: str, p: int) -> TokenOrder:
+        """The order in which an exchange has the tokens of a pack laid out over ``p`` ranks."""
         return "natural" if p == 1 else self.probes.model.order(exchange)
 
-    def _sum_s(self) -> float:
-        """Seconds to sum the gradients of all ranks."""
+    def _gradient_sum_s(self) -> float:
+        """Seconds to sum the gradients over all ranks, of the slowest rank; the quicker of two
+        runs, as the first warms up. 0 where nothing is summed. Collective."""
         for parameter in self.held.trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        taken = list[float]()
+        seconds = list[float]()
         for _ in range(2):
             start = time.perf_counter()
             self.held.add_up()
             if self.device != "cpu":
                 torch.cuda.synchronize()
-            taken.append(time.perf_counter() - start)
-        return slowest(self.groups, [min(taken)])[0] if self.held.ranks > 1 else 0.0
+            seconds.append(time.perf_counter() - start)
+        return slowest(self.groups, [min(seconds)])[0] if self.held.ranks > 1 else 0.0
 
 
 def _hidden_features(probes: ModelProbes) -> int:
-    """Features of a token between layers; for a model without known layers, those of its
-    embedding."""
+    """Features of a token between layers; for a model without known layers those of its first
+    embedding, or 1 where it has no embedding."""
     if probes.layers is not None:
         return probes.layers.hidden
     for module in probes.model.inner.modules():
@@ -363,15 +397,16 @@ def _ends_probe(
     ranks: tuple[int, ...],
     lengths: tuple[int, ...],
 ) -> Probe:
-    """The probe of the whole model on a pack, from which the sweep of the ends is taken; the
-    exchange comes first so that it can be bound."""
+    """The probe of the model without its layers, that is of what comes before and after them. The
+    arguments that :func:`functools.partial` binds come first."""
     return probes.whole(groups, ranks, lengths, exchange)
 
 
 def _longest_s(points_of: dict[str, list[ProfilePoint]], exchange: str) -> float:
-    """Seconds of the longest pack that all exchanges could run."""
-    shared = min(len(points) for points in points_of.values())
-    point = points_of[exchange][shared - 1]
+    """Seconds of forward and backward by ``exchange`` for the longest pack that every exchange in
+    ``points_of`` could run; points are of growing packs."""
+    shared_count = min(len(points) for points in points_of.values())
+    point = points_of[exchange][shared_count - 1]
     return point.forward_s + point.backward_s
 
 
@@ -379,6 +414,7 @@ def _with_full_recompute(point: ProfilePoint, entry_bytes: int) -> ProfilePoint:
     """The point of a layer that keeps only its input of ``entry_bytes`` and runs its forward again,
     computed from the point that was measured without recompute."""
     kept, transient = point.kept_bytes, point.transient_bytes
+    # The backward runs the forward first, so what that keeps is alive only within the backward.
     return replace(
         point,
         option=f"{point.option}+full",
@@ -389,14 +425,14 @@ def _with_full_recompute(point: ProfilePoint, entry_bytes: int) -> ProfilePoint:
 
 
 def _empty_ends(point: ProfilePoint) -> ProfilePoint:
-    """A point of ends that cost nothing, for the pack of ``point``: the model was measured as one
-    layer, which has the ends in it."""
-    none = None if point.kept_bytes is None else 0
+    """A point for the pack of ``point`` that says that embedding and head (the ends) cost nothing:
+    the model was measured as one layer with these in it."""
+    no_bytes = None if point.kept_bytes is None else 0  # None where bytes were not counted
     return replace(
         point,
         option=ENDS,
         forward_s=_LEAST_S,
         backward_s=_LEAST_S,
-        kept_bytes=none,
-        transient_bytes=none,
+        kept_bytes=no_bytes,
+        transient_bytes=no_bytes,
     )

@@ -57,6 +57,7 @@ class LoopMicroBatch:
     Attributes:
         inputs: Arguments of the model: local tokens, position ids, labels where it takes them.
         rest: Fields that the model does not take, of the samples that this rank works on.
+        given_labels: The labels of the local places; None where samples have none.
         tokens: Tokens of the micro-batch, on all its ranks, that have a loss.
         targets: Tokens of the whole step that have a loss: sums of losses are divided by it.
         sequences: The samples of the micro-batch, by their numbers in the batch, in the order of
@@ -102,30 +103,31 @@ class LoopMicroBatch:
 
     @property
     def share(self) -> torch.Tensor:
-        """This rank's part of the labels of the step, [], a number of 0 to 1 that adds up to 1 over
-        the micro-batches of all ranks: what a term that knows no token is multiplied by, as in
-        ``micro.loss(logits) + micro.share * penalty``. Raises DataError where samples have no
-        labels of tokens."""
+        """The fraction of the step's labels that this rank has in this micro-batch, []; fractions
+        add up to 1 over the micro-batches of all ranks. Multiply a term of the loss that does not
+        depend on tokens by it: ``micro.loss(logits) + micro.share * penalty``. Raises DataError
+        where samples have no labels of tokens."""
         return (self.labels != IGNORED).sum().double() / self.targets
 
     @property
     def sequence_share(self) -> torch.Tensor:
-        """What each sequence counts on this rank, [k]: one over the ranks of the micro-batch and
-        the sequences of the step. Shares add up to 1 over the micro-batches of all ranks, and
-        losses of sequences times their shares to the mean over the sequences of the step. Raises
+        """The weight of each sequence in this rank's loss, [k]: 1 / (ranks of the micro-batch *
+        sequences of the step). Weights add up to 1 over the micro-batches of all ranks, so losses
+        of sequences times their weights add up to the mean over the sequences of the step. Raises
         ModelError for a model of several axes."""
         return self._sums.share()
 
     def per_sequence(self, values: torch.Tensor) -> torch.Tensor:
-        """Add values of tokens up to one number for each sequence of the micro-batch, with a true
-        adjoint. Collective among its ranks: all call it alike.
+        """Sum values of tokens by sequence, over all ranks of the micro-batch; gradients flow
+        through the sum. Collective among these ranks: all call it alike.
 
         Args:
             values: [1, s_r] or [s_r], of the local tokens.
 
         Returns:
-            [k], in the order of ``sequences``, the same on all ranks of the micro-batch. Their
-            losses are summed, so what is made of it is multiplied by ``sequence_share``.
+            [k], in the order of ``sequences``, the same on all ranks of the micro-batch. A loss
+            made of it is computed on each of these ranks and summed over them, so multiply it by
+            ``sequence_share``.
 
         Raises:
             ModelError: For values of other tokens, and for a model of several axes.
@@ -143,7 +145,8 @@ class LoopMicroBatch:
 
     @property
     def leaks(self) -> list[torch.Tensor]:
-        """The gradients that reached sequences whose share is 0, in a trial of the loss."""
+        """The largest gradient, [], that reached a sequence whose share is 0, for each call of
+        :meth:`per_sequence`; filled in trials of the loss alone."""
         return self._sums.leaks
 
     @property
@@ -153,7 +156,7 @@ class LoopMicroBatch:
         return self._sums.local_index()
 
     def loss(self, logits: torch.Tensor) -> torch.Tensor:
-        """The cross entropy of the local tokens, summed, over the step's ``targets``.
+        """The sum of the cross entropies of the local tokens, divided by the step's ``targets``.
 
         Args:
             logits: [1, s_r, V], of the local tokens.
@@ -164,11 +167,11 @@ class LoopMicroBatch:
         return local_loss(logits, self.labels, self.targets)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of this part of the loss.
+        """Run the backward of this rank's part of the loss, which adds to the gradients.
 
         Args:
-            loss: A single number: a sum over local tokens, divided by ``targets``; and over
-                sequences, each times its ``sequence_share``.
+            loss: A single number: a sum over local tokens divided by ``targets``, or over
+                sequences, each times its ``sequence_share``, or both added up.
 
         Raises:
             ModelError: For a loss that cannot be one, and for a second one of the micro-batch.
@@ -185,9 +188,9 @@ class LoopMicroBatch:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Spent:
-    """Times of a micro-batch on this rank: marks of its beginning, and of the begin and end of its
-    forwards and backwards."""
+class _MicroBatchTimes:
+    """Clock marks of a micro-batch on this rank: its start, and (begin, end) of the forward and of
+    the backward of each of its packs; ``tokens`` of all its packs."""
 
     forward_action: Forward
     tokens: int
@@ -198,9 +201,15 @@ class _Spent:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Work:
-    """What this rank does in a step: its program, the packs of its micro-batches, the tokens of all
-    ranks that have a loss, and the indices of the actions whose losses are looked at where they
-    are."""
+    """What this rank does in a step.
+
+    Attributes:
+        program: Its actions, in order.
+        packs: Its packs, by (micro-batch of the plan, number of the pack within it).
+        targets: Tokens of all ranks that have a loss.
+        checked: The indices in ``program.actions`` of the forwards whose loss is checked, in steps
+            that check losses.
+    """
 
     program: Program
     packs: dict[tuple[int, int], Pack]
@@ -225,6 +234,9 @@ class LoopRunner:
         updates: Whether the optimizer's step is taken here; else gradients are added up and left.
         check_losses: Whether losses are looked at in the first step and after a load.
         part: This rank's part of the current micro-batch.
+        targets: Tokens of the step that have a loss; in trials of the loss, a multiple of it.
+        action: What this rank is doing in the step, in words.
+        check: Whether losses are checked in the step at hand.
     """
 
     model: SpreadModel
@@ -242,14 +254,14 @@ class LoopRunner:
     targets: int = field(default=0, init=False)
     action: str = field(default="", init=False)
     _clock: StepClock = field(init=False)
-    _begun: Any = field(default=None, init=False)
+    _step_start: Any = field(default=None, init=False)
     _update: tuple[Any, Any] | None = field(default=None, init=False)
-    _sum: torch.Tensor | None = field(default=None, init=False)
-    _spent: dict[int, _Spent] = field(default_factory=dict, init=False)
+    _loss_sum: torch.Tensor | None = field(default=None, init=False)
+    _times: dict[int, _MicroBatchTimes] = field(default_factory=dict, init=False)
     _checks: list[LossCheck] = field(default_factory=list, init=False)
     check: bool = field(default=True, init=False)
     _updating: bool = field(default=False, init=False)
-    _taken: int | None = field(default=None, init=False)
+    _scheduler_epoch: int | None = field(default=None, init=False)
     _hook: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -268,10 +280,10 @@ class LoopRunner:
 
     def attempt(self, number: int, batch: LoopBatch, plan: Plan) -> Iterator[LoopMicroBatch]:
         """Hand out this rank's micro-batches of a plan, until one of them runs out of memory."""
-        self._sum, self._update = None, None
-        self._spent.clear()
+        self._loss_sum, self._update = None, None
+        self._times.clear()
         self._checks.clear()
-        self._begun = self._clock.mark()
+        self._step_start = self._clock.mark()
         self.action = "the making of groups"
         self._require_none_before(number)
         work = self.work(batch, plan)
@@ -283,17 +295,20 @@ class LoopRunner:
                 self.action = str(action)
                 check = None
                 if self.check and index in work.checked:
+                    # The same micro-batch is first handed out once for each trial of the loss.
                     check = LossCheck(part=self.placed(batch, plan, action, work))
                     for trial in check.trials:
                         with set_aside(self.held.model, self.device):
-                            yield from self._call(number, batch, plan, action, work, check, trial)
+                            yield from self._hand_out(
+                                number, batch, plan, action, work, check, trial
+                            )
                         if self.recovery.failed:
                             return
-                yield from self._call(number, batch, plan, action, work, check)
+                yield from self._hand_out(number, batch, plan, action, work, check)
                 if self.recovery.failed:
                     return
 
-    def _call(
+    def _hand_out(
         self,
         number: int,
         batch: LoopBatch,
@@ -303,9 +318,10 @@ class LoopRunner:
         check: LossCheck | None,
         trial: Trial | None = None,
     ) -> Iterator[LoopMicroBatch]:
-        """Hand out one micro-batch, once."""
+        """Yield the micro-batch of an action once, for its loss or for a ``trial`` of it. Raises
+        HeadraceError where the loop did not run its backward, unless memory ran out."""
         self.targets = work.targets * (1 if check is None else check.times(trial))
-        micro = self._micro_batch_of(batch, plan, action, work, check, trial)
+        micro = self._start_micro_batch(batch, plan, action, work, check, trial)
         try:
             yield micro
         finally:
@@ -320,17 +336,21 @@ class LoopRunner:
 
     @property
     def own_loss(self) -> float:
-        """The sum of this rank's losses. Synchronizes with the device."""
-        return 0.0 if self._sum is None else float(self._sum)
+        """The sum of this rank's losses in the step. Synchronizes with the device."""
+        return 0.0 if self._loss_sum is None else float(self._loss_sum)
 
     def update(self, number: int, loss: float) -> tuple[float, float | None]:
         """Add up gradients over ranks, and take one step of optimizer and scheduler, unless that is
-        left to the loop, or the loss or the norm of the gradient is not finite. Collective."""
+        left to the loop, or the loss or the norm of the gradient is not finite. Collective.
+
+        Returns ``loss``, that of the whole step, and the norm of its gradient: NaN where the loss
+        is not finite, None where the loop makes the updates.
+        """
         start = self._clock.mark()
         norm = math.nan if self.updates else None
         if self.check:
             self._require_sums()
-            self.check = not math.isfinite(loss)  # of such a loss nothing can be told
+            self.check = not math.isfinite(loss)  # a loss of inf or NaN could not be checked
         if math.isfinite(loss):
             self.held.add_up()
             if self.updates:
@@ -341,21 +361,24 @@ class LoopRunner:
         return loss, norm
 
     def _clip_and_step(self) -> float:
-        """Clip, and take one step, unless the norm of the gradient is not finite; returns it."""
-        whole = self.held.norm()
-        norm = float(whole)
+        """Clip the gradient and take one step, unless its norm is not finite; returns the norm
+        before clipping."""
+        norm_tensor = self.held.norm()
+        norm = float(norm_tensor)
         if math.isfinite(norm):
             if self.clip is not None:
-                self.held.scale_down(whole, self.clip)
+                self.held.scale_down(norm_tensor, self.clip)
             self._step()
         return norm
 
     def rows(self) -> tuple[Row, ...]:
-        """A row for all forwards and one for all backwards of each micro-batch, and the update."""
+        """The measured seconds of this rank's step: for each micro-batch a row of its forwards and
+        one of its backwards, then one of the update."""
         return tuple(self._rows())
 
     def drop_attempt(self) -> None:
-        """Drop gradients and records of forwards, as not all ranks have run the same ones."""
+        """Drop the gradients of an attempt that ran out of memory, and the model's records of its
+        forwards: ranks had not run the same ones when it ended."""
         self.optimizer.zero_grad()
         self.model.forget()
         gc.collect()
@@ -369,20 +392,21 @@ class LoopRunner:
         return bytes_now(self.held.model, self.optimizer)
 
     def metrics(self, number: int, plan: Plan, step_s: float | None) -> dict[str, Any]:
-        """Metrics of a step: the learning rate, and the tokens that have a loss."""
+        """Metrics of a step: the learning rate, and the tokens that have a loss. A step whose
+        seconds were measured has an ``mfu`` too, which is not known of a user's model."""
         rate = float(self.optimizer.param_groups[0]["lr"])
-        found: dict[str, Any] = {"lr": rate, "targets": self.targets}
-        return found if step_s is None else found | {"mfu": None}
+        metrics: dict[str, Any] = {"lr": rate, "targets": self.targets}
+        return metrics if step_s is None else metrics | {"mfu": None}
 
     def work(self, batch: LoopBatch, plan: Plan) -> Work:
         """Read this rank's samples, agree on the packs of all ranks, make their groups, and compile
         and check this rank's program. Collective."""
         me = self.groups.rank
         batch.bring(plan)
-        mine = list[tuple[int, Pack, Members]]()
+        own_packs = list[tuple[int, Pack, Members]]()  # (micro-batch, pack, ranks that share it)
         failure: Exception | None = None
         try:
-            mine = [
+            own_packs = [
                 (index, pack, ranks)
                 for index, micro in enumerate(plan.micro_batches)
                 if me in plan.pipelines[micro.pipeline].ranks
@@ -391,29 +415,31 @@ class LoopRunner:
         except Exception as error:  # told to all ranks, which would wait for this one
             failure = error
         rates = [group.get("lr") for group in self.optimizer.param_groups]
-        said = _Said(
-            led=sum(pack.targets for _, pack, ranks in mine if ranks[0] == me),
-            alike=f"learning rates {[float(rate or 0) for rate in rates]}",
+        report = _RankReport(
+            # The first rank of each pack counts its targets, so that each is counted once.
+            led_targets=sum(pack.targets for _, pack, ranks in own_packs if ranks[0] == me),
+            must_match=f"learning rates {[float(rate or 0) for rate in rates]}",
             packs={},
             failure=None if failure is None else f"{type(failure).__name__}: {failure}",
         )
-        for index, pack, ranks in mine:
-            said.packs.setdefault(str(index), []).append([list(ranks), _checksum(pack)])
-        packs, targets = _agreed(said, plan, self.groups, failure, learned=batch.learned)
-        wanted = sorted({ranks for groups in packs for ranks in groups})
-        self.model.prepare(some for ranks in wanted for some in self.model.groups_of(ranks))
+        for index, pack, ranks in own_packs:
+            report.packs.setdefault(str(index), []).append([list(ranks), _checksum(pack)])
+        packs, targets = _agree_on_packs(report, plan, self.groups, failure, learned=batch.learned)
+        # Sorted, as every rank must make the same process groups in the same order.
+        sharing = sorted({ranks for groups in packs for ranks in groups})
+        self.model.prepare(group for ranks in sharing for group in self.model.groups_of(ranks))
         program = compile_turns(plan, packs, me)
         check_turns([program], plan, packs)
         count, numbered = Counter[int](), dict[tuple[int, int], Pack]()
-        for index, pack, _ in mine:
+        for index, pack, _ in own_packs:
             numbered[index, count[index]] = pack
             count[index] += 1
-        checked = _checked(program, packs, plan)
+        checked = _checked_actions(program, packs, plan)
         return Work(program=program, packs=numbered, targets=targets, checked=checked)
 
     def _step(self) -> None:
-        """One step of the optimizer, and one of the scheduler. Raises HeadraceError where the loop
-        has taken one of the scheduler's too."""
+        """Take one step of the optimizer, and one of the scheduler. Raises HeadraceError where the
+        loop has stepped the scheduler since the last one, which its ``last_epoch`` shows."""
         self._updating = True
         try:
             self.optimizer.step()
@@ -422,8 +448,8 @@ class LoopRunner:
         scheduler = self.scheduler
         if scheduler is None:
             return
-        taken = getattr(scheduler, "last_epoch", None)
-        if self._taken is not None and taken != self._taken:
+        epoch = getattr(scheduler, "last_epoch", None)
+        if self._scheduler_epoch is not None and epoch != self._scheduler_epoch:
             raise HeadraceError(
                 "scheduler.step()",
                 got="a step by the loop",
@@ -431,11 +457,11 @@ class LoopRunner:
                 hint="leave scheduler.step() out, or give hr.attach no scheduler",
             )
         scheduler.step()
-        self._taken = getattr(scheduler, "last_epoch", None)
+        self._scheduler_epoch = getattr(scheduler, "last_epoch", None)
 
     def _require_none_before(self, number: int) -> None:
-        """Raise HeadraceError for gradients that are there before a step, where the loop drops
-        them itself: those of all ranks would be added up once more."""
+        """Raise HeadraceError where the loop takes the optimizer's steps and gradients are left
+        from the step before: they are sums over ranks and would be summed over ranks again."""
         if self.updates:
             return
         if any(p.grad is not None and bool(p.grad.any()) for p in self.held.trained):
@@ -448,11 +474,13 @@ class LoopRunner:
             )
 
     def resumed(self) -> None:
-        """Look at losses in the next step, and take the scheduler as it is now."""
-        self.check, self._taken = self.check_losses, None
+        """Go on from a checkpoint: check losses in the next step, and take the scheduler's count
+        as it is now."""
+        self.check, self._scheduler_epoch = self.check_losses, None
 
     def _refuse_steps(self, *_: Any) -> None:
-        """Raise HeadraceError for a step of the optimizer by the loop, before it is taken."""
+        """The optimizer's pre-hook: raise HeadraceError for a step that the loop takes, before it
+        is taken."""
         if not self._updating:
             raise HeadraceError(
                 "optimizer.step()",
@@ -465,18 +493,19 @@ class LoopRunner:
         """Raise ModelError on every rank where any has a loss that is no sum over the labels of the
         step, with weights and optimizer as they were. Collective."""
         errors = [error for check in self._checks if (error := check.error()) is not None]
-        mine = errors[0] if errors else None
-        values = None if mine is None else [mine.what, mine.got, mine.wanted, mine.hint]
-        said = gather_bytes(json.dumps(values).encode(), self.groups.world)
-        for rank, text in enumerate(said):
-            if (found := json.loads(text)) is not None:
+        own = errors[0] if errors else None
+        fields = None if own is None else [own.what, own.got, own.wanted, own.hint]
+        errors_by_rank = gather_bytes(json.dumps(fields).encode(), self.groups.world)
+        for rank, text in enumerate(errors_by_rank):
+            if (error_fields := json.loads(text)) is not None:
                 self.abandon()
-                what, got, wanted, hint = found
-                where = f" on rank {rank}" if len(said) > 1 else ""
+                what, got, wanted, hint = error_fields
+                where = f" on rank {rank}" if len(errors_by_rank) > 1 else ""
                 raise ModelError(f"{what}{where}", got=got, wanted=wanted, hint=hint)
 
     def _packs(self, batch: LoopBatch, plan: Plan, index: int) -> Iterator[tuple[Pack, Members]]:
-        """The packs of a micro-batch, each with the ranks that it can be spread over."""
+        """The packs of the plan's micro-batch ``index``, each with the ranks that it is spread
+        over: those of the plan, or fewer where the pack is too small for all."""
         micro = plan.micro_batches[index]
         for pack in self.model.packs([batch.read(i) for i in micro.sequences]):
             yield pack, self.model.ranks_for(pack, plan.pipelines[micro.pipeline].ranks)
@@ -484,11 +513,12 @@ class LoopRunner:
     def _pack_of(
         self, batch: LoopBatch, plan: Plan, action: Forward | Idle, work: Work
     ) -> tuple[Pack, Members, str | None]:
-        """What an action works on: a pack, the ranks that share it, and how they exchange."""
+        """What an action works on: a pack, the ranks that share it, and the attention method by
+        which they exchange tokens; None where the plan gives it to one rank."""
         if isinstance(action, Idle):
             return self._idle_pack(batch), (self.groups.rank,), None
         micro = plan.micro_batches[action.micro_batch]
-        # Some of the ranks may be too many for a pack: it is run as it was planned for all.
+        # A short pack may be left to fewer ranks, even one: the method stays that of the plan.
         spread = len(plan.pipelines[micro.pipeline].ranks) > 1
         exchange = micro.layers.options[0].attention if spread else None
         return work.packs[action.micro_batch, action.pack], action.group, exchange
@@ -502,14 +532,17 @@ class LoopRunner:
         targets: int | None = None,
         model: SpreadModel | None = None,
     ) -> BatchPart:
-        """This rank's part of the micro-batch of an action, for another ``model`` of the same kind
-        where it is given."""
+        """This rank's part of the micro-batch of an action.
+
+        ``targets`` takes the place of ``work.targets`` where it is given, and ``model``, another
+        model of the same kind, that of the loop.
+        """
         pack, ranks, exchange = self._pack_of(batch, plan, action, work)
         values = pack.to(self.device).values
         model = self.model if model is None else model
         return model.place(values, ranks, targets=targets or work.targets, exchange=exchange)
 
-    def _micro_batch_of(
+    def _start_micro_batch(
         self,
         batch: LoopBatch,
         plan: Plan,
@@ -518,12 +551,12 @@ class LoopRunner:
         check: LossCheck | None,
         trial: Trial | None,
     ) -> LoopMicroBatch:
-        """The micro-batch of an action, which the model works on from here on; its loss is told to
-        ``check``, and counts unless it is a ``trial``."""
+        """Spread the model over the micro-batch of an action, and return that micro-batch. Its loss
+        is noted in ``check``; it counts for the step unless it is that of a ``trial``."""
         pack, _, _ = self._pack_of(batch, plan, action, work)
         idle = isinstance(action, Idle)
         micro = None if isinstance(action, Idle) else plan.micro_batches[action.micro_batch]
-        spent = None if trial is not None else self._begin_timing(plan, action, pack)
+        times = None if trial is not None else self._begin_timing(plan, action, pack)
         if self.probes.levels is not None:
             options = () if micro is None else micro.layers.options
             self.probes.levels.choose([option.recompute for option in options])
@@ -531,7 +564,7 @@ class LoopRunner:
         if check is not None and trial is not None:
             self.part = part = check.changed(part, trial)
         self.model.take(part)
-        start = self._clock.mark()
+        forward_start = self._clock.mark()
 
         def backward(_: LoopMicroBatch, loss: torch.Tensor) -> None:
             """The backward of the micro-batch: times it, adds its loss [] to the rank's sum, and
@@ -539,25 +572,25 @@ class LoopRunner:
             if self.check:
                 require_loss(loss)
             if idle:
-                loss = loss * 0.0
-            middle = self._clock.mark()
+                loss = loss * 0.0  # the backward must run for its collectives, but adds nothing
+            backward_start = self._clock.mark()
             loss.backward()
-            if spent is not None:
-                spent.forward.append((start, middle))
-                spent.backward.append((middle, self._clock.mark()))
+            if times is not None:
+                times.forward.append((forward_start, backward_start))
+                times.backward.append((backward_start, self._clock.mark()))
             self.release()
             own = loss.detach()
             if check is not None and not idle:
                 check.losses[trial or "whole"] = own
-                check.by_sequence |= made.uses_sequences
-                check.leaks += made.leaks
+                check.by_sequence |= handed_out.uses_sequences
+                check.leaks += handed_out.leaks
                 if trial is None:
                     self._checks.append(check)
             if trial is None:
-                self._sum = own if self._sum is None else self._sum + own
+                self._loss_sum = own if self._loss_sum is None else self._loss_sum + own
 
-        made = self.micro_batch(batch, plan, action, work, part, backward, check, trial)
-        return made
+        handed_out = self.micro_batch(batch, plan, action, work, part, backward, check, trial)
+        return handed_out
 
     def micro_batch(
         self,
@@ -570,13 +603,17 @@ class LoopRunner:
         check: LossCheck | None = None,
         trial: Trial | None = None,
     ) -> LoopMicroBatch:
-        """The micro-batch of an action for whoever calls the model on its ``part``."""
+        """The micro-batch of an action, for a caller that runs the model on ``part``, this rank's
+        part of it; ``backward(micro, loss)`` is called by ``micro.backward(loss)``. A ``check``
+        says what a ``trial`` changes."""
         pack, ranks, _ = self._pack_of(batch, plan, action, work)
-        planned = () if isinstance(action, Idle) else _sequences(plan, action)
-        count = len(ranks) * len(batch.tokens)
-        owned = [(at, member) for at, i in enumerate(planned) for member in batch.members(i)]
-        shares = [1.0 if check is None else check.share_of(at, trial) for at, _ in owned]
-        first = next(self.held.model.parameters())
+        planned = () if isinstance(action, Idle) else _planned_sequences(plan, action)
+        # A planned sequence is one sample, or several that were given to stay together. They share
+        # ``at``, the number of their planned sequence, as a trial leaves out all of them or none.
+        samples = [(at, sample) for at, i in enumerate(planned) for sample in batch.members(i)]
+        factors = [1.0 if check is None else check.share_of(at, trial) for at, _ in samples]
+        share_divisor = len(ranks) * len(batch.tokens)  # ranks that add the loss, samples of a step
+        parameter = next(self.held.model.parameters())
         return LoopMicroBatch(
             inputs=part.inputs,
             rest=part.rest,
@@ -585,16 +622,16 @@ class LoopRunner:
             targets=self.targets,
             ranks=ranks,
             group=part.group,
-            sequences=tuple(member for _, member in owned),
+            sequences=tuple(sample for _, sample in samples),
             checking=trial is not None,
             _backward=backward,
             _survives=self.recovery.survives,
             _sums=SequenceSums(
-                lengths=[batch.tokens[member] for _, member in owned],
-                shares=[share / count for share in shares],
+                lengths=[batch.tokens[sample] for _, sample in samples],
+                shares=[factor / share_divisor for factor in factors],
                 placed=part.placed,
                 group=part.group,
-                dtype=torch.promote_types(first.dtype, torch.float32),
+                dtype=torch.promote_types(parameter.dtype, torch.float32),
                 device=self.device,
             ),
         )
@@ -610,26 +647,31 @@ class LoopRunner:
         pack = self.model.made(sample, (2,), 1, document=self.probes.document)
         return replace(pack, targets=0)
 
-    def _begin_timing(self, plan: Plan, action: Forward | Idle, pack: Pack) -> _Spent | None:
-        """A new record of times for the micro-batch of an action; None for an idle turn."""
+    def _begin_timing(
+        self, plan: Plan, action: Forward | Idle, pack: Pack
+    ) -> _MicroBatchTimes | None:
+        """The times of the micro-batch of an action, a new record with its first pack, to which
+        ``pack`` adds its tokens; None for an idle turn."""
         if isinstance(action, Idle):
             return None
         index = action.micro_batch
-        if index not in self._spent:
+        if index not in self._times:
             ranks = plan.pipelines[plan.micro_batches[index].pipeline].ranks
             forward = Forward(stage=0, micro_batch=index, group=ranks)
-            self._spent[index] = _Spent(forward_action=forward, tokens=0, start=self._clock.mark())
-        self._spent[index].tokens += pack.tokens
-        return self._spent[index]
+            self._times[index] = _MicroBatchTimes(
+                forward_action=forward, tokens=0, start=self._clock.mark()
+            )
+        self._times[index].tokens += pack.tokens
+        return self._times[index]
 
     def _rows(self) -> Iterator[Row]:
-        """The measured forwards and backwards of this rank and the update, in seconds since the
-        step began."""
+        """The rows of :meth:`rows`, in seconds since the step began. Packs of a micro-batch take
+        turns of forward and backward; its rows show all forwards first, then all backwards."""
         between, rank = self._clock.between, self.groups.rank
-        for spent in self._spent.values():
-            forward, begin_s = spent.forward_action, between(self._begun, spent.start)
+        for times in self._times.values():
+            forward, begin_s = times.forward_action, between(self._step_start, times.start)
             backward = Backward(stage=0, micro_batch=forward.micro_batch, group=forward.group)
-            for action, marks in ((forward, spent.forward), (backward, spent.backward)):
+            for action, marks in ((forward, times.forward), (backward, times.backward)):
                 end_s = begin_s + sum(between(*pair) for pair in marks)
                 yield Row(
                     rank=rank,
@@ -637,24 +679,24 @@ class LoopRunner:
                     kind=action.kind,
                     start_s=begin_s,
                     end_s=end_s,
-                    tokens=spent.tokens,
+                    tokens=times.tokens,
                     ranks=len(forward.group),
                 )
                 begin_s = end_s
         if self._update is not None:
-            start_s, end_s = (between(self._begun, mark) for mark in self._update)
+            start_s, end_s = (between(self._step_start, mark) for mark in self._update)
             yield Row(rank=rank, action="U", kind="update", start_s=start_s, end_s=end_s)
 
 
-def _sequences(plan: Plan, action: Forward) -> tuple[int, ...]:
-    """What is planned as one sequence each, of the micro-batch of an action."""
+def _planned_sequences(plan: Plan, action: Forward) -> tuple[int, ...]:
+    """The numbers in the plan of the sequences of an action's micro-batch."""
     return plan.micro_batches[action.micro_batch].sequences
 
 
-def _checked(program: Program, packs: Packs, plan: Plan) -> frozenset[int]:
-    """The indices of a program's actions whose losses are looked at, so that every rank has one and
-    all ranks of a pack know of it: in lockstep the first of each rank, else each that has a rank
-    that comes for the first time."""
+def _checked_actions(program: Program, packs: Packs, plan: Plan) -> frozenset[int]:
+    """The indices of a program's actions whose losses are checked, at least one on every rank and
+    alike on all ranks of a pack: in lockstep the first turn of each rank, else the packs that have
+    a rank which no earlier pack had."""
     actions = enumerate(program.actions)
     turns = [(index, turn) for index, turn in actions if isinstance(turn, Forward | Idle)]
     if plan.semantics == "lockstep":
@@ -673,59 +715,65 @@ def _checked(program: Program, packs: Packs, plan: Plan) -> frozenset[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Said:
-    """What a rank tells all others before a step: the targets of packs that it leads, what all must
-    have alike, the ranks and a checksum of each of its packs by micro-batch, and what failed."""
+class _RankReport:
+    """What a rank tells all others before a step.
 
-    led: int
-    alike: str
+    ``led_targets`` are the targets of the packs whose first rank it is, ``must_match`` a text that
+    must be the same on all ranks, ``packs`` [ranks, checksum] of each of its packs by micro-batch,
+    ``failure`` the error that it met, if any.
+    """
+
+    led_targets: int
+    must_match: str
     packs: dict[str, list[list[Any]]]
     failure: str | None
 
 
 def _checksum(pack: Pack) -> int:
-    """A number that differs where values do."""
-    found = 0
+    """The CRC-32 of a pack's names, types, shapes and bits."""
+    checksum = 0
     for name in sorted(pack.values):
         value = pack.values[name].detach().cpu().contiguous()
-        found = zlib.crc32(f"{name} {value.dtype} {list(value.shape)}".encode(), found)
-        found = zlib.crc32(value.view(-1).view(torch.uint8).numpy().data, found)
-    return found
+        checksum = zlib.crc32(f"{name} {value.dtype} {list(value.shape)}".encode(), checksum)
+        checksum = zlib.crc32(value.view(-1).view(torch.uint8).numpy().data, checksum)
+    return checksum
 
 
-def _agreed(
-    mine: _Said, plan: Plan, groups: Groups, failure: Exception | None, *, learned: bool
+def _agree_on_packs(
+    own: _RankReport, plan: Plan, groups: Groups, failure: Exception | None, *, learned: bool
 ) -> tuple[Packs, int]:
-    """The packs of all micro-batches, by the ranks that share each, and the tokens of all ranks
-    that have a loss. Collective.
+    """Gather the reports of all ranks and compare them; returns the ranks of each pack of each
+    micro-batch, and the tokens of all ranks that have a loss. Collective. ``failure`` is this
+    rank's, ``learned`` says whether the step must have a token with a loss.
 
     Raises on every rank: HeadraceError where one could not read its samples, PlanMismatch where
     ranks have other learning rates or ranks of one micro-batch other samples, and DataError where
     no token of the step has a loss that needs one.
     """
-    told = [mine.led, mine.alike, mine.packs, mine.failure]
-    said = [
-        _Said(led=led, alike=alike, packs=packs, failure=failed)
-        for led, alike, packs, failed in map(
-            json.loads, gather_bytes(json.dumps(told).encode(), groups.world)
+    fields = [own.led_targets, own.must_match, own.packs, own.failure]
+    reports = [
+        _RankReport(led_targets=led_targets, must_match=must_match, packs=packs, failure=failed)
+        for led_targets, must_match, packs, failed in map(
+            json.loads, gather_bytes(json.dumps(fields).encode(), groups.world)
         )
     ]
-    for rank, one in enumerate(said):
-        if one.failure is not None:
-            if failure is not None:
+    for rank, report in enumerate(reports):
+        if report.failure is not None:
+            if failure is not None:  # this rank failed too: raise its own error, with its trace
                 raise failure
-            raise HeadraceError(f"samples of rank {rank}", got=one.failure, wanted="its samples")
-        if one.alike != said[0].alike:
+            raise HeadraceError(f"samples of rank {rank}", got=report.failure, wanted="its samples")
+        if report.must_match != reports[0].must_match:
             raise PlanMismatch(
                 f"optimizer of rank {rank}",
-                got=one.alike,
-                wanted=f"{said[0].alike}, as on rank 0",
+                got=report.must_match,
+                wanted=f"{reports[0].must_match}, as on rank 0",
                 hint="every rank must set the same rate",
             )
     packs: list[list[Members]] = []
     for index, micro in enumerate(plan.micro_batches):
         ranks = plan.pipelines[micro.pipeline].ranks
-        views = [said[rank].packs.get(str(index), []) for rank in ranks]
+        # Each rank of the micro-batch has read its samples: [ranks, checksum] of each pack.
+        views = [reports[rank].packs.get(str(index), []) for rank in ranks]
         for rank, view in zip(ranks, views, strict=True):
             if view != views[0]:
                 raise PlanMismatch(
@@ -735,7 +783,7 @@ def _agreed(
                     hint="every rank must read the same samples",
                 )
         packs.append([tuple(group) for group, _ in views[0]])
-    targets = sum(one.led for one in said)
+    targets = sum(report.led_targets for report in reports)
     if not targets and learned:
         raise DataError(
             "labels of the step",

@@ -75,7 +75,7 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def part_of(folder: Path) -> Path:
-    """The folder that a checkpoint has while it is written or deleted."""
+    """The temporary name of a checkpoint's folder, which it has while it is written or deleted."""
     return folder.with_name(folder.name.removesuffix(".old") + ".part")
 
 
@@ -111,46 +111,47 @@ def latest(root: Path) -> Path | None:
 
 
 def prepare(folder: Path) -> None:
-    """Remove or restore what interrupted saves left, and make an empty temporary folder."""
+    """Clean up what interrupted saves have left next to ``folder``, and make its empty temporary
+    folder. Temporary folders are deleted; a former checkpoint (".old") is deleted where the one
+    that replaces it is whole, else it gets its name back."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    ours = [path for path in folder.parent.iterdir() if step_of(path) is not None]
-    for part in (path for path in ours if path.suffix == ".part"):
-        shutil.rmtree(part)
-    for old in (path for path in ours if path.suffix == ".old"):
-        target = old.with_suffix("")
+    checkpoints = [path for path in folder.parent.iterdir() if step_of(path) is not None]
+    for unfinished in (path for path in checkpoints if path.suffix == ".part"):
+        shutil.rmtree(unfinished)
+    for former in (path for path in checkpoints if path.suffix == ".old"):
+        target = former.with_suffix("")
         if (target / INDEX).exists():
-            _discard(old)
+            _discard(former)
         elif not target.exists():
-            old.rename(target)
+            former.rename(target)
     part_of(folder).mkdir()
 
 
 def put_in_place(folder: Path) -> None:
-    """Rename the temporary folder to ``folder``, in place of a former one."""
-    part, old = part_of(folder), folder.with_suffix(".old")
+    """Rename the temporary folder to ``folder``. A former checkpoint of that name is moved aside
+    first, and deleted only once the new one is in place."""
+    part, former = part_of(folder), folder.with_suffix(".old")
     fsync_folder(part)
     replaces = folder.exists()
     if replaces:
-        folder.rename(old)
+        folder.rename(former)
     try:
         part.rename(folder)
     except OSError:
         if replaces:
-            old.rename(folder)
+            former.rename(folder)
         raise
     fsync_folder(folder.parent)
     if replaces:
-        _discard(old)
+        _discard(former)
 
 
 def prune(root: Path, step: int, keep: int) -> None:
-    """Delete all whole checkpoints up to ``step`` but the last ``keep``.
-
-    Later ones belong to a run that was gone back from; they are left alone.
-    """
+    """Delete all whole checkpoints of steps up to ``step`` but the last ``keep``. Later ones are of
+    a run that was resumed from before them, and stay."""
     whole = whole_folders(root)
-    for old in sorted(s for s in whole if s <= step)[:-keep]:
-        _discard(whole[old])
+    for old_step in sorted(s for s in whole if s <= step)[:-keep]:
+        _discard(whole[old_step])
 
 
 def _discard(folder: Path) -> None:
@@ -203,6 +204,7 @@ class Writing:
         part = part_of(self.folder)
 
         def put(tables: Sequence[Any]) -> None:
+            """Write the index of all ranks' tables, and rename the folder."""
             index = join_tables(tables, step=self.step, extra=self.extra)
             write_text(part / INDEX, index.to_text())
             put_in_place(self.folder)
@@ -215,9 +217,12 @@ class Writing:
         return self.folder
 
     def _together(self, gather: Gather, action: Callable[[], Any]) -> list[Any]:
+        """Run ``action`` on every rank; all results in rank order, or a CheckpointError on all
+        ranks."""
         return _together(f"checkpoint {self.folder} was not written", gather, action)
 
     def _first(self, gather: Gather, action: Callable[[], None]) -> None:
+        """Run ``action`` on rank 0 alone; where it fails, all ranks raise. Collective."""
         self._together(gather, action if self.rank == 0 else lambda: None)
 
     @contextmanager
@@ -281,8 +286,9 @@ class BackgroundWriter:
         :func:`headrace.native.checkpoint.save`. Collective while :attr:`busy`."""
         if not self.busy:
             return None
+        # b"1" where this rank's thread has ended
         done = b"0" if self._thread is not None and self._thread.is_alive() else b"1"
-        return self.finish(gather) if all(one == b"1" for one in gather(done)) else None
+        return self.finish(gather) if all(flag == b"1" for flag in gather(done)) else None
 
     def finish(self, gather: Gather) -> Path | None:
         """Wait for the checkpoint and publish it; its folder, None where there is none. Raises as
@@ -311,6 +317,7 @@ class BackgroundWriter:
         copies, devices = list[StoredShard](), set[torch.device]()
         for shard in shards:
             key, tensor = (shard.name, shard.first_row), shard.tensor.detach()
+            # buffers are kept from one checkpoint to the next while shapes and types stay the same
             buffer = self._buffers.get(key)
             if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
                 pinned = tensor.device.type == "cuda"
@@ -324,28 +331,35 @@ class BackgroundWriter:
                     name=shard.name, first_row=shard.first_row, tensor=buffer, shape=shard.shape
                 )
             )
+        # the copies must have ended before training changes the tensors
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return copies
 
 
 def _together(what: str, gather: Gather, action: Callable[[], Any]) -> list[Any]:
-    """``action`` on every rank, all results; or the same CheckpointError on every rank."""
+    """Run ``action`` on every rank. Returns all results in rank order; where it fails on any rank,
+    all ranks raise the same CheckpointError, which begins with ``what``."""
     try:
-        answer = {"value": action()}
+        own_answer = {"value": action()}
     except Exception as error:  # whatever it is, the other ranks wait for an answer
-        answer = {"error": _cause(error)}
-    answers = [json.loads(payload) for payload in gather(json.dumps(answer).encode())]
-    failed = [f"rank {r}: {a['error']}" for r, a in enumerate(answers) if "error" in a]
+        own_answer = {"error": _cause(error)}
+    answers = [json.loads(payload) for payload in gather(json.dumps(own_answer).encode())]
+    failed = [
+        f"rank {rank}: {answer['error']}"
+        for rank, answer in enumerate(answers)
+        if "error" in answer
+    ]
     if failed:
         if len(failed) > _NAMED_RANKS:
             failed[_NAMED_RANKS:] = [f"{len(failed) - _NAMED_RANKS} more ranks"]
         hint = "the checkpoints before it are as they were"
         raise CheckpointError(what, got=", ".join(failed), hint=hint)
-    return [a["value"] for a in answers]
+    return [answer["value"] for answer in answers]
 
 
 def _cause(error: Exception) -> str:
+    """An error in a few words."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f" ({error.filename})" if error.filename else "")
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -390,13 +404,14 @@ def load(path: Path, wanted: Sequence[StoredShard]) -> dict[str, Any]:
         index = _index(path)
     _check_wanted(path, index, wanted)
     with _naming_another(path):
-        jobs: dict[str, list[tuple[StoredShard, FilePiece]]] = defaultdict(list)
+        reads_by_file: dict[str, list[tuple[StoredShard, FilePiece]]] = defaultdict(list)
         for shard, pieces in zip(wanted, index.pieces([s.interval for s in wanted]), strict=True):
             for piece in pieces:
-                jobs[piece.file.file].append((shard, piece))
-        _check_files(path, [file for file in index.files if file.file in jobs])
-        for name, job in jobs.items():
-            read_pieces(path / name, job)
+                reads_by_file[piece.file.file].append((shard, piece))
+        # only files that are read, before anything is written to the tensors
+        _check_files(path, [file for file in index.files if file.file in reads_by_file])
+        for name, reads in reads_by_file.items():
+            read_pieces(path / name, reads)
     return dict(index.extra)
 
 
@@ -411,8 +426,8 @@ def _index(path: Path) -> Index:
 
 
 def _check_wanted(path: Path, index: Index, wanted: Sequence[StoredShard]) -> None:
-    """Raise CheckpointError where a wanted shard's tensor has another shape or type in the
-    checkpoint."""
+    """Raise CheckpointError for a wanted tensor that the checkpoint does not have, or has with
+    another shape or type."""
     for shard in wanted:
         info = index.info(shard.name)
         if info != shard.info:
@@ -421,6 +436,7 @@ def _check_wanted(path: Path, index: Index, wanted: Sequence[StoredShard]) -> No
 
 
 def _check_files(path: Path, files: Sequence[FileInfo]) -> None:
+    """Raise CheckpointError for the first file that is missing, or differs in size or checksum."""
     for file in files:  # sizes of all first: that is quick, checksums are not
         check_file(path, file, checksum=False)
     for file in files:
@@ -440,14 +456,14 @@ def _naming_another(path: Path) -> Generator[None, None, None]:
 
 
 def _another(path: Path) -> str | None:
-    """A hint with the path of the checkpoint before this one, or of one within this folder; None
-    where there is neither."""
+    """A hint for an error: the path of the checkpoint before this one, or else of one within this
+    folder; None where there is neither."""
     try:
-        good, inside = previous(path), latest(path)
+        before, inside = previous(path), latest(path)
     except CheckpointError:  # no hint is worth hiding the first error
         return None
-    if good:
-        return f"the previous good checkpoint is {good}"
+    if before:
+        return f"the previous good checkpoint is {before}"
     return f"did you mean {inside}?" if inside else None
 
 
@@ -522,18 +538,19 @@ def read_all(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def _read(path: Path, choose: Callable[[Index], Iterable[str]]) -> dict[str, torch.Tensor]:
-    """The chosen tensors of a checkpoint, whole, by their names; files are checked first."""
+    """The tensors whose names ``choose(index)`` gives, whole, by their names; files are checked
+    first."""
     with _naming_another(path):
         index = _index(path)
     chosen = {name: index.info(name) for name in choose(index)}
     with _naming_another(path):
         index.check_whole(chosen)  # before memory is asked for what the index claims
-    empty = {n: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for n, t in chosen.items()}
+    tensors = {n: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for n, t in chosen.items()}
     load(
         path,
         [
             StoredShard(name=n, first_row=0, tensor=t, shape=tuple(t.shape))
-            for n, t in empty.items()
+            for n, t in tensors.items()
         ],
     )
-    return empty
+    return tensors

@@ -63,7 +63,8 @@ class ByteCounter(TorchDispatchMode):
         return out
 
     def _count(self, storage: torch.UntypedStorage, known: set[int]) -> None:
-        """Add a storage's bytes once, until it is freed."""
+        """Add a storage's bytes to the current ones until it is freed; not where it was counted
+        before or is in ``known``, the storages of the operator's arguments."""
         key = storage._cdata
         if key in self._alive or key in known:
             return
@@ -74,6 +75,7 @@ class ByteCounter(TorchDispatchMode):
         weakref.finalize(storage, self._forget, key, storage.nbytes())
 
     def _forget(self, key: int, count: int) -> None:
+        """Take off the bytes of a storage that was freed."""
         self._alive.discard(key)
         self.current_bytes -= count
 
@@ -154,8 +156,8 @@ class TrafficCounter(TorchDispatchMode):
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """All tensors in an operator's arguments or results. Lists of numbers are skipped: a collective
-    has two with a number for every rank."""
+    """All tensors in an operator's arguments or results. Lists that begin with a number are skipped
+    unread: a collective has two with a number for every rank."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, dict):
@@ -175,6 +177,7 @@ def sent_bytes(
     if func is torch.ops.c10d.alltoall_base_.default:
         out, x, boxed, received, sent = args[:5]
         group = dist.ProcessGroup.unbox(boxed)
+        # the rows that this rank sends to itself do not leave it
         own = sent[group.rank()]
         return (sum(sent) - own) * _row_bytes(x, out, sum(sent), sum(received)), group
     if func is torch.ops.c10d._allgather_base_.default:
@@ -184,4 +187,6 @@ def sent_bytes(
 
 
 def _row_bytes(x: torch.Tensor, out: torch.Tensor, sent: int, received: int) -> int:
+    """Bytes of one row: from ``x``, of which ``sent`` rows are sent, or from ``out``, of which
+    ``received`` rows are received, where none is sent; 0 where there are no rows."""
     return x.nbytes // sent if sent else out.nbytes // received if received else 0

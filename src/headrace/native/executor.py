@@ -63,8 +63,10 @@ class PlanGroups:
         """Empty caches: numbers of layer plans, and the sets of ranks that a pipeline of a scheme
         meets in."""
         self._architecture = architecture
+        # numbers of layer plans, and layer plans by number
         self._layers: dict[LayerPlan, int] = {}
         self._plans: list[LayerPlan] = []
+        # by what they depend on: groups by indices of a pipeline's members, and in ranks
         self._members: dict[tuple[Scheme, Ranks, int, Working], frozenset[Ranks]] = {}
         self._known: dict[tuple[Pipeline, int, Working], frozenset[Ranks]] = {}
 
@@ -72,12 +74,15 @@ class PlanGroups:
         """The groups of all stages, of their tensor blocks, and those that methods need. Raises
         SpecError for a method that a stage cannot run."""
         wanted = set[Ranks]()
-        # By identity: hashing the layers of all micro-batches takes longer than the repetitions.
-        pairs = {(micro.pipeline, id(micro.layers)): micro.layers for micro in plan.micro_batches}
-        plans = {id(layers): layers for layers in pairs.values()}
-        numbers = {layers_id: self._number(layers) for layers_id, layers in plans.items()}
-        for index, layers_id in pairs:
-            pipeline = plan.pipelines[index]
+        # By identity: hashing the layer plans of all micro-batches would take longer than looking
+        # at equal ones twice.
+        used_layers = {
+            (micro.pipeline, id(micro.layers)): micro.layers for micro in plan.micro_batches
+        }
+        distinct_plans = {id(layers): layers for layers in used_layers.values()}
+        numbers = {layers_id: self._number(layers) for layers_id, layers in distinct_plans.items()}
+        for pipeline_index, layers_id in used_layers:
+            pipeline = plan.pipelines[pipeline_index]
             key = pipeline, numbers[layers_id], plan.working
             if key not in self._known:
                 self._known[key] = self._groups(*key)
@@ -92,36 +97,44 @@ class PlanGroups:
         return self._layers[layers]
 
     def _groups(self, pipeline: Pipeline, layers: int, working: Working) -> frozenset[Ranks]:
-        """The groups of ranks that communicate within a pipeline."""
-        kind = pipeline.scheme, pipeline.shares, layers, working
-        if kind not in self._members:
-            self._members[kind] = self._groups_of(pipeline, self._plans[layers], working)
+        """The groups of a pipeline in ranks of the world, for the layer plan of number ``layers``.
+        Pipelines that differ in their ranks alone share the work."""
+        key = pipeline.scheme, pipeline.shares, layers, working
+        if key not in self._members:
+            self._members[key] = self._groups_of(pipeline, self._plans[layers], working)
         width = pipeline.scheme.width
+        # member i of the pipeline is ranks[i]: stage after stage, ascending within each
         ranks = [
             rank
             for first in range(0, len(pipeline.ranks), width)
             for rank in sorted(pipeline.ranks[first : first + width])
         ]
-        return frozenset(tuple(ranks[member] for member in met) for met in self._members[kind])
+        return frozenset(
+            tuple(ranks[member] for member in members) for members in self._members[key]
+        )
 
     def _groups_of(
         self, pipeline: Pipeline, layers: LayerPlan, working: Working
     ) -> frozenset[Ranks]:
-        """The groups of a pipeline, by indices of its members in its stages."""
-        a, wanted = self._architecture, set[Ranks]()
-        parts, width = pipeline.scheme.parts(sharded=working == "sharded"), pipeline.scheme.width
-        for stage in pipeline.stages(a.layers):
+        """The groups of a pipeline, by the indices of its members, stage after stage: each stage,
+        the blocks that share sharded weights, the tensor blocks, and what methods need. Raises
+        SpecError for a method that a stage cannot run."""
+        architecture, wanted = self._architecture, set[Ranks]()
+        width = pipeline.scheme.width
+        block_ranks = pipeline.scheme.parts(sharded=working == "sharded")
+        for stage in pipeline.stages(architecture.layers):
             first = stage.index * width
             wanted.add(tuple(range(first, first + width)))
-            for size in {parts, pipeline.scheme.tensor}:
+            for size in {block_ranks, pipeline.scheme.tensor}:
                 wanted |= {
-                    tuple(range(at, min(at + size, first + width)))
-                    for at in range(first, first + width, size)
+                    tuple(range(start, min(start + size, first + width)))
+                    for start in range(first, first + width, size)
                 }
             for option in set(layers.options[stage.start : stage.stop]):
-                branch(option.attention, "attention", a, width)
-                branch(option.feed_forward, "feed_forward", a, width)
-                for members in subgroups(option, a, width, pipeline.scheme.tensor):
+                # only for the error of a method that cannot run here
+                branch(option.attention, "attention", architecture, width)
+                branch(option.feed_forward, "feed_forward", architecture, width)
+                for members in subgroups(option, architecture, width, pipeline.scheme.tensor):
                     wanted.add(tuple(first + member for member in members))
         return frozenset(wanted)
 
@@ -324,6 +337,7 @@ class Executor:
 
     @staticmethod
     def _has_stages(plan: Plan) -> bool:
+        """Whether some pipeline has more than one stage."""
         return any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines)
 
     def _pull(self, bucket: int, state: StepState) -> None:
@@ -344,7 +358,8 @@ class Executor:
 
     @contextmanager
     def _issuing(self, letter: str, bucket: int, state: StepState) -> Iterator[None]:
-        """Record a row of its own where issuing a transfer waits for its first step."""
+        """Context of issuing a transfer. Where that itself waits, for the first of two steps over
+        nodes, the wait gets a row of its own."""
         if not state.working.waits:
             yield
             return
@@ -354,29 +369,33 @@ class Executor:
     def _make_room(
         self, letter: str, bucket: int, pending: dict[int, Pending], state: StepState
     ) -> None:
-        """Wait for the oldest transfers until one more is allowed. This cannot deadlock: all ranks
-        issue shared transfers in one order, and an issued one needs nothing more of the host."""
-        most = self._in_flight_bytes - state.working.buffer_bytes(bucket)
-        while pending and sum(transfer.nbytes for transfer in pending.values()) > most:
+        """Before the transfer of ``bucket`` is issued, wait for the oldest of ``pending`` until all
+        fit into the bytes that may be in flight. This cannot deadlock: all ranks issue shared
+        transfers in one order, and an issued one needs nothing more of the host."""
+        free_bytes = self._in_flight_bytes - state.working.buffer_bytes(bucket)
+        while pending and sum(transfer.nbytes for transfer in pending.values()) > free_bytes:
             with state.spans.wait():
                 self._wait(letter, [next(iter(pending))], pending, state)
 
     def _await(self, buckets: Sequence[int], state: StepState) -> None:
-        """Wait for pulls in flight."""
-        due = [bucket for bucket in buckets if bucket in state.pulls]
-        if due:
+        """Wait for the pulls of these ``buckets`` that are in flight."""
+        in_flight = [bucket for bucket in buckets if bucket in state.pulls]
+        if in_flight:
             with state.spans.wait():
-                self._wait("P", due, state.pulls, state)
+                self._wait("P", in_flight, state.pulls, state)
 
     def _wait(
         self, letter: str, buckets: Sequence[int], pending: dict[int, Pending], state: StepState
     ) -> None:
-        """Wait for issued transfers, in the order given; one row each."""
+        """Wait for the transfers of ``buckets`` out of ``pending``, in the order given. Each gets a
+        row, named by ``letter`` (P for pulls, G for pushes) and its bucket."""
         for bucket in buckets:
             with self._moving(letter, bucket, state):
                 pending.pop(bucket).wait()
 
     def _moving(self, letter: str, bucket: int, state: StepState) -> AbstractContextManager[None]:
+        """The span of one transfer, named as in programs: P3 is the pull of bucket 3, G3 its
+        push."""
         kind = "pull" if letter == "P" else "push"
         return state.spans.action(f"{letter}{bucket}", kind, ranks=self.groups.ranks)
 
@@ -423,30 +442,33 @@ class Executor:
     def _backward(self, action: Backward, state: StepState) -> None:
         """The backward of one micro-batch on this stage; the buckets that the action names are
         pushed as soon as their gradients are complete."""
-        index, due = action.micro_batch, set(action.pushes)
+        micro_batch, push_after = action.micro_batch, set(action.pushes)
 
         def done(bucket: int) -> None:
-            if bucket in due:
+            """Push a bucket whose gradients are complete."""
+            if bucket in push_after:
                 self._push(bucket, state)
 
-        run = state.runs[index]
-        run.backward(state.returned.pop(index, None), done)
+        run = state.runs[micro_batch]
+        run.backward(state.returned.pop(micro_batch, None), done)
         if run.stage.first:
-            del state.runs[index]
+            del state.runs[micro_batch]
 
     def _traffic(self, action: Send | Recv | Exchange, state: StepState) -> None:
         """Send the tensor that leaves a micro-batch; store a received one for its next action."""
         messages, device = self.groups.messages, self._device
         hidden, dtype = self.storage.architecture.hidden, self.storage.working_dtype
         match action:
-            case Send(message=out):
-                messages.send(state.leaving(out), out.peer)
-            case Recv(message=back):
-                arrived = messages.receive((back.rows, hidden), dtype, device, back.peer)
-                state.arrive(back, arrived)
-            case Exchange(send=Send(message=out), recv=Recv(message=back)):
-                leaving = state.leaving(out)
-                state.arrive(back, messages.exchange(leaving, (back.rows, hidden), out.peer))
+            case Send(message=sent):
+                messages.send(state.leaving(sent), sent.peer)
+            case Recv(message=received):
+                value = messages.receive((received.rows, hidden), dtype, device, received.peer)
+                state.arrive(received, value)
+            case Exchange(send=Send(message=sent), recv=Recv(message=received)):
+                leaving = state.leaving(sent)
+                state.arrive(
+                    received, messages.exchange(leaving, (received.rows, hidden), sent.peer)
+                )
 
     def _update(self, state: StepState) -> None:
         """Sum the loss over all ranks, find the norm of the gradient, and update the stored

@@ -36,20 +36,23 @@ _MOUNTS = {"": (".", "unified"), "memory": ("memory",)}
 
 
 def memory_left(root: Path = Path("/")) -> int | None:
-    """Bytes until the nearest limit; None without one. ``root`` is the root of the file system."""
-    found = []
-    for kind, group in _groups(root / "proc/self/cgroup"):
-        limit_name, taken_name, cached_name = _FILES[kind]
-        for folder in _levels(root / "sys/fs/cgroup", kind, group):
-            limit, taken = _number(folder / limit_name), _number(folder / taken_name)
+    """Bytes that this process may still allocate before it reaches a memory limit of its control
+    groups, the nearest one; None where there is no limit. ``root`` is the root of the file system.
+    Cached files that the system would give up are counted as free."""
+    bytes_left = []
+    for controller, group in _memory_groups(root / "proc/self/cgroup"):
+        limit_name, used_name, cached_name = _FILES[controller]
+        for folder in _levels(root / "sys/fs/cgroup", controller, group):
+            limit, used = _number(folder / limit_name), _number(folder / used_name)
             if limit is not None:
                 cached = _entry(folder / "memory.stat", cached_name)
-                found.append(max(0, limit - max(0, (taken or 0) - cached)))
-    return min(found, default=None)
+                bytes_left.append(max(0, limit - max(0, (used or 0) - cached)))
+    return min(bytes_left, default=None)
 
 
-def _groups(path: Path) -> Iterator[tuple[str, str]]:
-    """The controller ("" is version 2) and group of each line that has to do with memory."""
+def _memory_groups(path: Path) -> Iterator[tuple[str, str]]:
+    """(controller, group) of each line of /proc/self/cgroup that is about memory: the controller is
+    "memory" in version 1 of control groups, "" in version 2."""
     for line in _text(path).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
@@ -59,11 +62,12 @@ def _groups(path: Path) -> Iterator[tuple[str, str]]:
             yield "memory", group
 
 
-def _levels(top: Path, kind: str, group: str) -> Iterator[Path]:
-    """The folders of a group and of all above it, as far as they are seen from here: a container
-    sees its own as the top."""
+def _levels(top: Path, controller: str, group: str) -> Iterator[Path]:
+    """The folders of a control group and of all groups above it, at each place where its controller
+    may be mounted. A container sees its own group as the topmost, and a group outside of it as a
+    path with "..", which is not followed."""
     parts = [name for name in group.split("/") if name and ".." not in group]
-    for mount in _MOUNTS[kind]:
+    for mount in _MOUNTS[controller]:
         for depth in range(len(parts), -1, -1):
             yield top / mount / Path(*parts[:depth])
 
@@ -77,13 +81,15 @@ def _text(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
+    """The whole number in a file; None where there is no such file, or something else in it
+    ("max")."""
     text = _text(path).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _entry(path: Path, name: str) -> int:
-    """The number behind ``name`` in a file with lines of a name and a number; 0 where there is
-    none."""
+    """The number behind ``name`` in a file whose lines are a name and a number; 0 where it has no
+    such line."""
     for line in _text(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.isdecimal():
@@ -131,36 +137,38 @@ _NO_MEMORY = ("can't allocate memory", "out of memory", "alloc_failed", "alloc f
 def matmul_flops_per_s(
     device: str, dtype: torch.dtype, size: int | None = None, products: int | None = None
 ) -> float:
-    """FLOP/s of square matrix products, several in a row: what utilisation is measured against. On
-    a device they are large, or it would be idle for most of the time, and of random numbers: of
-    ones it takes less power, and is faster than with any data."""
+    """FLOP/s of square matrix products, the peak against which utilisation is measured: the best of
+    four rounds of ``products`` products of ``size``. On a device they are large, or it would be
+    idle for most of the time. Numbers are random: products of ones take less power and are faster
+    than those of real data."""
     size = size or (768 if device == "cpu" else 8192)
     products = products or (1 if device == "cpu" else 8)
-    a = torch.randn(size, size, dtype=dtype, device=device)
-    best = float("inf")
+    matrix = torch.randn(size, size, dtype=dtype, device=device)
+    best_s = float("inf")
     for _ in range(4):
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         for _ in range(products):
-            a @ a
+            matrix @ matrix
         if device != "cpu":
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2.0 * products * size**3 / best
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return 2.0 * products * size**3 / best_s
 
 
 def copied_bytes_per_s(device: str) -> float:
     """Bytes that a plain copy of a large tensor reads and writes in a second."""
     size = 1 << (26 if device == "cpu" else 30)
-    there = torch.ones(size, dtype=torch.uint8, device=device)
-    here = torch.empty_like(there)
-    best = float("inf")
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best_s = float("inf")
     for _ in range(4):
-        start = time.perf_counter()
-        here.copy_(there)
+        start_s = time.perf_counter()
+        target.copy_(source)
         if device != "cpu":
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2.0 * size / best
+        best_s = min(best_s, time.perf_counter() - start_s)
+    # each byte is read and written
+    return 2.0 * size / best_s
 
 
 def reset_peak_bytes(device: str) -> int:

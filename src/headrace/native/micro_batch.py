@@ -31,29 +31,33 @@ __all__ = ["MicroBatchRun", "layer_states", "sources"]
 def sources(
     table: tuple[WeightSpec, ...], working: Working, plan: Plan, pipeline: Pipeline, groups: Groups
 ) -> dict[str, Weight]:
-    """The weights of this rank's stage of a pipeline, for its methods: ``Whole`` where every member
-    holds all rows, else ``Shard`` over a block of members."""
+    """The weights of this rank's stage of a pipeline by name, as methods use them: a ``Whole``
+    where every member of the stage holds all rows, or for a vector; else a ``Shard`` over the block
+    of neighbouring members that hold the rows together."""
     stage = pipeline.stage_of(groups.rank, plan.layers)
-    whole, parts = works_whole(plan), pipeline.scheme.parts(sharded=plan.working == "sharded")
-    gathered = not all(whole[rank] for rank in stage.ranks)
+    holds_all = works_whole(plan)
+    block_ranks = pipeline.scheme.parts(sharded=plan.working == "sharded")
+    is_sharded = not all(holds_all[rank] for rank in stage.ranks)
     member = _member(groups.rank, stage.ranks)
-    first = member - member % parts
-    group = groups.get(stage.ranks[first : first + parts]) if gathered else None
+    # the members block_start, block_start + 1, ... hold one copy of the rows together
+    block_start = member - member % block_ranks
+    group = groups.get(stage.ranks[block_start : block_start + block_ranks]) if is_sharded else None
     views: dict[str, Weight] = {}
     for weight in table:
         if not weight.used_in(stage.buckets):
             continue
         value, grad = working.values[weight.name], working.partials[weight.name]
         if group is not None and weight.unit is not None:
-            shards = group_shards(weight, parts)
-            part = shards[member - first].within(working.held[weight.name])
+            shards = group_shards(weight, block_ranks)
+            # the working tensors may hold more rows than this member's shard
+            own_rows = shards[member - block_start].within(working.held[weight.name])
             views[weight.name] = Shard(
-                value=value[part],
-                grad=grad[part],
+                value=value[own_rows],
+                grad=grad[own_rows],
                 shards=shards,
                 group=group,
                 unit=weight.unit,
-                first=first,
+                first=block_start,
                 dtype=working.dtype,
             )
         else:
@@ -146,9 +150,11 @@ class MicroBatchRun:
         ]
 
         def subgroup(members: tuple[int, ...]) -> dist.ProcessGroup | None:
+            """The process group of some members of the stage."""
             return groups.get(tuple(ranks[member] for member in members))
 
         def local(values: np.ndarray) -> torch.Tensor:
+            """An array as an int64 tensor on the device."""
             return to_device(torch.from_numpy(values.astype(np.int64)), device)
 
         place = Place(
@@ -167,6 +173,7 @@ class MicroBatchRun:
             samples=local(samples[pack.documents(member)]),
             positions=local(pack.positions(member)),
         )
+        # one array each for the whole pack, of which this rank takes its part below
         ids, labels = (np.concatenate(parts) for parts in zip(*examples, strict=True))
         return cls(
             model=model,
@@ -202,6 +209,8 @@ class MicroBatchRun:
             x = arrived
         for index in range(self.stage.start, self.stage.stop):
             need(index + 1)
+            # Each layer is a graph of its own, so that the backward can run, and drop, one after
+            # the other.
             entry = x.detach().requires_grad_(self.context.training)
             option = self.layers.options[index]
             x = self.model.layer(entry, index, option, self.states[index], self.context)
@@ -213,8 +222,9 @@ class MicroBatchRun:
             self.leaving = x.detach()
 
     def _end(self, x: torch.Tensor, need: Needed) -> None:
-        """Run what follows the last layer on x [local tokens, features], to the loss and its
-        gradient; ``need`` waits for a bucket."""
+        """Run what follows the last layer on its output x [T / R, h]: the last norm, the head and
+        the loss. The head gives the gradient of its input at once, which is kept for the backward.
+        ``need`` waits for a weight bucket."""
         need(0)  # a tied embedding
         need(self.stage.stop + 1)
         entry = x.detach().requires_grad_(self.context.training)
@@ -226,15 +236,15 @@ class MicroBatchRun:
         self.loss = loss.detach()
 
     def _check(self, x: torch.Tensor, what: str, index: int) -> None:
-        """Raise NotFinite, where values are checked, for a tensor of layer ``index`` with values
-        that are not finite."""
+        """Raise NotFinite where ``checked`` and x, the ``what`` of layer ``index``, has values that
+        are not finite."""
         if not self.checked or bool(x.isfinite().all()):
             return
-        bad = int(x.numel() - x.isfinite().sum())
+        bad_count = int(x.numel() - x.isfinite().sum())
         raise NotFinite(
             f"{what} of layer {index} ({self.layers.options[index]}) on member "
             f"{self.context.member} of {self.context.ranks}",
-            got=f"{bad:,} of {x.numel():,} values not finite",
+            got=f"{bad_count:,} of {x.numel():,} values not finite",
             wanted="finite values",
         )
 
@@ -248,6 +258,7 @@ class MicroBatchRun:
         for bucket in reversed(self.stage.buckets):
             entry, out = self._segments.pop()
             out.backward(grad)
+            # the embedding (bucket 0) is first: nothing before it needs a gradient
             grad = entry.grad if bucket else None
             del entry, out
             if grad is not None and self.stage.start < bucket <= self.stage.stop:

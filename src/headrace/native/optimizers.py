@@ -111,18 +111,18 @@ class Elementwise:
 
 
 def state_names(options: OptimizerOptions, dtype: torch.dtype) -> tuple[str, ...]:
-    """The names of an optimizer's state that follows the elements of a weight, of as many as
-    there are; found by a step of a weight of two elements."""
+    """The names of the state tensors that an optimizer keeps for each element of a weight (AdamW:
+    exp_avg, exp_avg_sq). They are found by a step of a weight of two elements."""
     probe = torch.zeros(2, dtype=dtype)
     optimizer = options.make([{"params": [probe], "weight_decay": 0.0}])
     probe.grad = torch.ones_like(probe)
     optimizer.step()
-    return tuple(_rows_of(optimizer.state[probe], probe))
+    return tuple(_elementwise_names(optimizer.state[probe], probe))
 
 
-def _rows_of(state: Mapping[str, Any], weight: torch.Tensor) -> Sequence[str]:
-    """The names of an optimizer's states of one weight that have the weight's shape, and so rows to
-    shard."""
+def _elementwise_names(state: Mapping[str, Any], weight: torch.Tensor) -> Sequence[str]:
+    """The names of the entries in the optimizer's state of one weight that are tensors of the
+    weight's shape, and are sharded by rows as it is."""
     return [
         name
         for name, value in state.items()
@@ -145,9 +145,10 @@ class Schedule:
             raise SpecError("schedule", got=f"{self.steps} steps", wanted=">= 1, warm-up >= 0")
 
     def rate(self, step: int) -> float:
-        """The rate of step ``step`` (the first is 0)."""
+        """The learning rate of step ``step`` (the first is 0)."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
+        # half a cosine: from 1 at the end of the warm-up to 0 at the last step
         span = max(1, self.steps - self.warmup_steps)
         progress = min(1.0, (step - self.warmup_steps) / span)
         return self.lr * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress)))

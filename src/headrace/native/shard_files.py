@@ -189,6 +189,7 @@ def write_shards(path: Path, shards: Sequence[StoredShard]) -> FileInfo:
             size += len(rows)
             for at in range(0, len(rows), _CHUNK_BYTES):
                 chunk = rows[at : at + _CHUNK_BYTES]
+                # the checksum is taken on the way, instead of by reading the file again
                 crc32 = zlib.crc32(chunk, crc32)
                 file.write(chunk)
         file.flush()
@@ -208,21 +209,23 @@ def write_text(path: Path, text: str) -> None:
 def _header(shards: Sequence[StoredShard]) -> bytes:
     """The header of a safetensors file: its length in 8 bytes, then JSON, padded with spaces."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    begin = 0
     for shard in shards:
         interval, info = shard.interval, shard.info
         if interval.key in entries:
             raise CheckpointError(f"shards of {shard.name}", got=f"two at row {shard.first_row}")
-        end = at + interval.rows * info.row_bytes
+        end = begin + interval.rows * info.row_bytes
         shape = [interval.rows, *info.shape[1:]]
-        entries[interval.key] = {"dtype": info.dtype, "shape": shape, "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+        entries[interval.key] = {"dtype": info.dtype, "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    header = json.dumps(entries).encode()
+    # padded to a multiple of 8, so that data begins aligned
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The raw bytes of a tensor, in host memory and row order."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -262,10 +265,13 @@ def read_pieces(path: Path, wanted: Sequence[tuple[StoredShard, FilePiece]]) -> 
     try:
         with safe_open(path, framework="pt") as file, torch.no_grad():
             for shard, piece in wanted:
-                interval, held = piece.interval, _rows_in(path, file, piece.interval, shard.info)
-                rows = held[piece.first_row - interval.first_row : piece.stop - interval.first_row]
-                at = piece.first_row - shard.first_row
-                shard.tensor[at : at + len(rows)].copy_(rows)
+                held_rows = _rows_in(path, file, piece.interval, shard.info)
+                # a piece counts rows of the whole tensor: shift them to the file's interval, and to
+                # the shard
+                first_held = piece.interval.first_row
+                rows = held_rows[piece.first_row - first_held : piece.stop - first_held]
+                target_row = piece.first_row - shard.first_row
+                shard.tensor[target_row : target_row + len(rows)].copy_(rows)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(str(path), got=f"{error}", wanted="the tensors of the index")
 
@@ -282,7 +288,8 @@ def check_header(folder: Path, file: FileInfo, tensors: Mapping[str, TensorInfo]
 
 
 def _rows_in(path: Path, file: Any, interval: Interval, info: TensorInfo) -> Any:
-    """The rows of an interval in an open file; raises CheckpointError when they are others."""
+    """The rows of an interval in an open safetensors file, not read yet; raises CheckpointError
+    where the file's type or shape of them is not that of the index."""
     held = file.get_slice(interval.key)
     shape = [interval.rows, *info.shape[1:]]
     if (held.get_dtype(), held.get_shape()) != (info.dtype, shape):
@@ -344,13 +351,13 @@ class Index:
 
         Raises CheckpointError when a row lies in no file.
         """
-        held: dict[str, list[tuple[FileInfo, Interval]]] = defaultdict(list)
+        intervals_of: dict[str, list[tuple[FileInfo, Interval]]] = defaultdict(list)
         for file in self.files:
             for interval in file.intervals:
-                held[interval.name].append((file, interval))
-        for pairs in held.values():
+                intervals_of[interval.name].append((file, interval))
+        for pairs in intervals_of.values():
             pairs.sort(key=lambda pair: pair[1].first_row)
-        return [_cover(interval, held[interval.name]) for interval in wanted]
+        return [_cover(interval, intervals_of[interval.name]) for interval in wanted]
 
     def check_whole(self, names: Iterable[str]) -> None:
         """Raise CheckpointError when a row of one of these tensors lies in no file."""
@@ -396,6 +403,7 @@ def require_json(extra: Mapping[str, Any]) -> None:
 
 
 def _no_number(text: str) -> None:
+    """Refuse NaN and infinities, which Python's json reads though they are no JSON."""
     raise ValueError(f"{text} is no JSON")
 
 
@@ -403,16 +411,16 @@ def _cover(wanted: Interval, held: Sequence[tuple[FileInfo, Interval]]) -> list[
     """The pieces of files that give the rows of ``wanted`` in order, from intervals sorted by first
     row; raises CheckpointError for a row that no file has."""
     pieces: list[FilePiece] = []
-    at = wanted.first_row
+    next_row = wanted.first_row
     for file, interval in held:
-        if interval.first_row <= at < min(interval.stop, wanted.stop):
+        if interval.first_row <= next_row < min(interval.stop, wanted.stop):
             stop = min(interval.stop, wanted.stop)
-            pieces.append(FilePiece(file=file, interval=interval, first_row=at, stop=stop))
-            at = stop
-    if at < wanted.stop:
+            pieces.append(FilePiece(file=file, interval=interval, first_row=next_row, stop=stop))
+            next_row = stop
+    if next_row < wanted.stop:
         raise CheckpointError(
             f"rows of {wanted.name}",
-            got=f"none for row {at}",
+            got=f"none for row {next_row}",
             wanted=f"rows [{wanted.first_row}, {wanted.stop})",
         )
     return pieces
@@ -424,8 +432,8 @@ def table_of(shards: Sequence[StoredShard], file: FileInfo) -> dict[str, Any]:
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
         _add(tensors, shard.name, shard.info)
-    told = {name: _tensor_to_json(info) for name, info in tensors.items()}
-    return {"tensors": told, "file": _file_to_json(file)}
+    tensors_json = {name: _tensor_to_json(info) for name, info in tensors.items()}
+    return {"tensors": tensors_json, "file": _file_to_json(file)}
 
 
 def join_tables(tables: Sequence[Any], *, step: int, extra: Mapping[str, Any]) -> Index:
@@ -435,8 +443,8 @@ def join_tables(tables: Sequence[Any], *, step: int, extra: Mapping[str, Any]) -
     """
     tensors: dict[str, TensorInfo] = {}
     for table in tables:
-        for name, told in table["tensors"].items():
-            _add(tensors, name, _tensor(told))
+        for name, tensor_json in table["tensors"].items():
+            _add(tensors, name, _tensor(tensor_json))
     files = tuple(_file(table["file"]) for table in tables)
     index = Index(step=step, tensors=tensors, files=files, extra=extra)
     index.check_whole(tensors)
@@ -444,7 +452,8 @@ def join_tables(tables: Sequence[Any], *, step: int, extra: Mapping[str, Any]) -
 
 
 def _add(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:
-    """Note a tensor's type and shape; raises CheckpointError where another rank has others."""
+    """Note the shape and type of a tensor under its name; raises CheckpointError where others were
+    noted before."""
     if tensors.setdefault(name, info) != info:
         raise CheckpointError(
             f"shards of {name}", got=f"{tensors[name]} and {info}", wanted="one type and shape"
@@ -452,10 +461,12 @@ def _add(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:
 
 
 def _tensor_to_json(info: TensorInfo) -> dict[str, Any]:
+    """The entry of a tensor in the index."""
     return {"shape": list(info.shape), "dtype": info.dtype}
 
 
 def _file_to_json(file: FileInfo) -> dict[str, Any]:
+    """The entry of a file in the index; rows are [name, first row, rows]."""
     rows = [[i.name, i.first_row, i.rows] for i in file.intervals]
     return {"file": file.file, "bytes": file.bytes, "crc32": file.crc32, "rows": rows}
 
@@ -490,6 +501,7 @@ def _tensor(value: Any) -> TensorInfo:
     dtype = _get(value, "dtype", str)
     if dtype not in DTYPES:
         raise _index_error(f"the type {_short(dtype)}", wanted=f"one of {', '.join(DTYPES)}")
+    # an empty dim must not hide dims that no machine could hold
     if not shape or prod(max(n, 1) for n in shape) * DTYPES[dtype].itemsize >= 2**63:
         raise _index_error(f"the shape {_short(shape)}", wanted="one that fits a machine")
     return TensorInfo(shape=shape, dtype=dtype)
@@ -514,27 +526,34 @@ def _from_json(value: Any) -> Index:
 
 def _checksum(body: Mapping[str, Any]) -> int:
     # What json reads it writes again in the same text, so the text need not be kept.
+    """The CRC-32 of the index's JSON text."""
     return zlib.crc32(json.dumps(body).encode())
 
 
 def _index_error(got: str, *, wanted: str = "a well-formed index") -> CheckpointError:
+    """The error for an index that is malformed: ``got`` says how."""
     return CheckpointError(INDEX, got=got, wanted=wanted)
 
 
 def _get(value: Any, key: str, kind: type) -> Any:
-    """The value of type ``kind`` under a key of an index; raises CheckpointError for another."""
+    """The value under ``key`` of an object in the index; raises CheckpointError where it is missing
+    or not of type ``kind``."""
     part = value.get(key) if isinstance(value, dict) else None
+    # True is an int for Python, but no number here
     if not isinstance(part, kind) or isinstance(part, bool):
         raise _index_error(f"{key} = {_short(part)}", wanted=f"a {kind.__name__}")
     return part
 
 
 def _count(value: Any, what: str) -> int:
+    """The value, if it is a whole number from 0 on; else raises CheckpointError, which names it
+    ``what``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise _index_error(f"{what} {_short(value)}", wanted="whole numbers >= 0")
     return value
 
 
 def _short(value: object) -> str:
+    """A value for an error message, in at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -120,7 +120,8 @@ class Spans:
     @contextmanager
     def action(self, text: str, kind: str, *, tokens: int = 0, ranks: int = 1) -> Iterator[None]:
         """Context whose issued work is one action, with a row of its own."""
-        before, self._waits = self._waits, list[tuple[Any, Any]]()
+        # waits in this action are its own: those of an action around it go on afterwards
+        outer_waits, self._waits = self._waits, list[tuple[Any, Any]]()
         start = self._clock.mark()
         try:
             yield
@@ -136,7 +137,7 @@ class Spans:
                 )
             )
         finally:
-            self._waits = before
+            self._waits = outer_waits
 
     @contextmanager
     def wait(self) -> Iterator[None]:
@@ -146,8 +147,8 @@ class Spans:
         self._waits.append((start, self._clock.mark()))
 
     def reach(self, entered: Callable[[str], None]) -> None:
-        """Wait until all issued work is done, one action after the other; ``entered`` is called
-        with each action that is not done yet, so that a hanging one can be reported."""
+        """Wait until the device has done all issued work, one action after the other. ``entered``
+        is called with each action that is not done yet, so that one that hangs can be reported."""
         for span in self._spans:
             if not self._clock.past(span.end):
                 entered(span.action)

@@ -58,40 +58,48 @@ class Working:
     ) -> None:
         """The layout ``partitions`` of this rank's weights; weights that lie in it as they do in
         storage are used in place, for the others pulls and pushes are made."""
-        self.held: dict[str, Rows] = {n: p.parts[groups.rank] for n, p in partitions.items()}
+        self.held: dict[str, Rows] = {
+            name: partition.parts[groups.rank] for name, partition in partitions.items()
+        }
         self.values: dict[str, torch.Tensor] = {}
         self.partials: dict[str, torch.Tensor] = {}
         self._storage, self.partitions = storage, partitions
         self.dtype = storage.working_dtype
-        in_place = _same_partitions(storage.partitions, partitions)
-        kept = in_place
+        # weights whose partial gradients are the stored sums, then those whose values are the
+        # stored masters: see [Note: the tensors of a weight]
+        uses_sums = _same_partitions(storage.partitions, partitions)
+        uses_masters = uses_sums
         if storage.working_dtype != storage.dtype:
             # Shards are cast when they are used; a whole weight would be cast again and again.
-            units = {weight.name for weight in storage.table if weight.unit is not None}
-            kept = in_place & units if groups.ranks > 1 else frozenset[str]()
+            sharded_names = {weight.name for weight in storage.table if weight.unit is not None}
+            uses_masters = uses_sums & sharded_names if groups.ranks > 1 else frozenset[str]()
         for weight in storage.table:
-            self._hold(weight, value=weight.name in kept, partial=weight.name in in_place)
-        self._pulls = self._links_without(kept, groups)
-        self._pushes = self._pulls if kept == in_place else self._links_without(in_place, groups)
+            self._hold(weight, value=weight.name in uses_masters, partial=weight.name in uses_sums)
+        self._pulls = self._links_without(uses_masters, groups)
+        self._pushes = (
+            self._pulls if uses_masters == uses_sums else self._links_without(uses_sums, groups)
+        )
         links = (*self._pulls, *self._pushes)
         self.waits = any(link.waits for link in links if link)
 
     def _links_without(self, names: Collection[str], groups: Groups) -> list[WeightLink | None]:
-        """The links of all buckets, of weights that are not among ``names``; None where no weight
-        of a bucket moves."""
+        """The links of all buckets, in order, for the weights that are not among ``names``; None
+        for a bucket without such weights, of which nothing moves."""
         tables = [
             [weight for weight in bucket if weight.name not in names]
             for bucket in buckets(self._storage.architecture)
         ]
         moving = [table for table in tables if table]
-        found = iter(links_over(groups, moving, self._storage.partitions, self.partitions))
-        return [next(found) if table else None for table in tables]
+        links = iter(links_over(groups, moving, self._storage.partitions, self.partitions))
+        return [next(links) if table else None for table in tables]
 
     def _hold(self, weight: WeightSpec, *, value: bool, partial: bool) -> None:
-        """Hold a weight's working rows and their gradients: those of the storage, or buffers."""
+        """Set a weight's working rows (``value``: the stored masters, else a new buffer) and their
+        gradient (``partial``: the stored sums, else a new buffer)."""
         name, storage = weight.name, self._storage
         shape = (len(self.held[name]), *weight.shape[1:])
         master, total = storage.masters[name], storage.sums[name]
+        # a buffer is filled with NaN, so that use before a pull is noticed
         self.values[name] = (
             master if value else master.new_full(shape, float("nan"), dtype=storage.working_dtype)
         )
@@ -210,7 +218,7 @@ class Storage:
         if self._working is not None and self._layout == key:
             return self._working
         partitions = working_partitions(self.table, plan)
-        if self._working is None or not _alike(self._working.partitions, partitions):
+        if self._working is None or not _equal_partitions(self._working.partitions, partitions):
             # One layout's buffers at a time: a change of layout costs an allocation, not memory.
             self._working = None
             self._working = Working(self, partitions, self._groups)
@@ -231,6 +239,7 @@ class Storage:
         step at rate ``lr``; returns the norm before clipping. A norm that is not finite leaves
         everything as it was."""
         norm = self.gradient_norm() if norm is None else norm
+        # NaN fails every comparison, and so comes here as well
         if not norm < float("inf"):
             return norm
         if not self._updates:
@@ -250,11 +259,13 @@ class Storage:
 
     def bytes_held(self) -> int:
         """Bytes of masters, gradient sums and optimizer state on this rank."""
+        # masters, sums, and each elementwise state of the optimizer
         copies = 2 + len(self._state_names)
         return copies * sum(m.numel() * m.element_size() for m in self.masters.values())
 
     def bytes_now(self) -> int:
         """Bytes of all tensors that are allocated now, working weights included."""
+        # by address: working weights may be the masters themselves
         seen: dict[int, int] = {}
         for tensor in self._tensors():
             seen[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
@@ -317,31 +328,35 @@ class Storage:
 
 
 def _square(gradients: list[torch.Tensor]) -> float:
-    """The sum of all squares; on a device in a few kernels, with one synchronization."""
+    """The sum of the squares of all elements; on a device in a few kernels, with one
+    synchronization."""
     if all(x.device.type == "cpu" for x in gradients):
         return sum(float(x.double().square().sum()) for x in gradients)
     norms = torch._foreach_norm(gradients)  # noqa: SLF001  torch's own clipping calls it
+    # squares of the norms of the single tensors
     return float(torch.stack(norms).double().square().sum())
 
 
 def _same_partitions(
     storage: dict[str, Partition], working: dict[str, Partition]
 ) -> frozenset[str]:
-    """The weights whose rows each rank stores and works with alike. Many weights share a
-    partition, and comparing those of a thousand ranks takes long."""
+    """The names of the weights whose rows each rank stores and works with alike."""
+    # Many weights share a partition, and comparing those of a thousand ranks takes long: each pair
+    # of objects is compared once.
     equal: dict[tuple[int, int], bool] = {}
-    found = set[str]()
+    same = set[str]()
     for name, stored in storage.items():
         pair = id(stored), id(working[name])
         if pair not in equal:
             equal[pair] = stored == working[name]
         if equal[pair]:
-            found.add(name)
-    return frozenset(found)
+            same.add(name)
+    return frozenset(same)
 
 
-def _alike(one: dict[str, Partition], other: dict[str, Partition]) -> bool:
-    """Whether partitions of the same weights are equal. Many weights share one, and comparing those
-    of a thousand ranks takes long."""
+def _equal_partitions(one: dict[str, Partition], other: dict[str, Partition]) -> bool:
+    """Whether partitions of the same weights are equal."""
+    # Many weights share a partition, and comparing those of a thousand ranks takes long: one weight
+    # for each pair of objects is compared.
     pairs = {(id(one[name]), id(other[name])): name for name in one}
     return all(one[name] == other[name] for name in pairs.values())

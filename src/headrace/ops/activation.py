@@ -79,11 +79,14 @@ class _Activated(torch.autograd.Function):
 
 
 def _halves(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up, each [T, f / block, block], as views of x [T, 2 f], in which they take turns of
+    ``block`` features."""
     blocks = x.view(x.shape[0], x.shape[1] // (2 * block), 2, block)
     return blocks[:, :, 0], blocks[:, :, 1]
 
 
 def _plain_swiglu(x: torch.Tensor, block: int) -> torch.Tensor:
+    """silu(gate) * up [T, f] of x [T, 2 f], in the type of x."""
     gate, up = _halves(x, block)
     return torch.nn.functional.silu(gate).mul_(up).reshape(x.shape[0], x.shape[1] // 2)
 
@@ -94,6 +97,7 @@ def _plain_swiglu_backward(grad: torch.Tensor, x: torch.Tensor, block: int) -> t
     gate, up = _halves(x, block)
     grad = grad.reshape(gate.shape)
     out = torch.empty_like(x)
+    # views: what is written to them is in ``out``
     dgate, dup = _halves(out, block)
     torch.mul(grad, torch.nn.functional.silu(gate), out=dup)
     dgate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
@@ -102,12 +106,16 @@ def _plain_swiglu_backward(grad: torch.Tensor, x: torch.Tensor, block: int) -> t
 
 @fused("swiglu(Tensor x, int block) -> Tensor", plain=_plain_swiglu)
 def _swiglu(x: torch.Tensor, block: int) -> torch.Tensor:
+    """As :func:`_plain_swiglu`, but in at least fp32 and without writes in place, so that it can be
+    compiled."""
     gate, up = (widened(half) for half in _halves(x, block))
     return (gate * gate.sigmoid() * up).to(x.dtype).reshape(x.shape[0], x.shape[1] // 2)
 
 
 @fused("swiglu_backward(Tensor grad, Tensor x, int block) -> Tensor", plain=_plain_swiglu_backward)
 def _swiglu_backward(grad: torch.Tensor, x: torch.Tensor, block: int) -> torch.Tensor:
+    """As :func:`_plain_swiglu_backward`, in at least fp32 and without writes in place; the formula
+    is that of :class:`SwiGLU`."""
     gate, up = (widened(half) for half in _halves(x, block))
     dy, s = widened(grad).reshape(gate.shape), gate.sigmoid()
     dgate = dy * up * s * (1 + gate * (1 - s))

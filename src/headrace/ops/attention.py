@@ -117,30 +117,34 @@ def attend_blocks(
     """
     backend = _backend(q, softcap)
     runs = runs_of(blocks, backend.documents) if q.shape[1] else ()
+    # one run of all rows: the kernel's results as they are
     if len(runs) == 1 and runs[0].queries == slice(0, q.shape[0]):
         part, part_lse = _forward(backend, q, k, v, runs[0])
         return part.contiguous(), part_lse.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=wide(q))
-    touched, several = _touched(runs)
-    sums = [Partial(q[a:b]) for a, b in several]
+    # Rows of one run are written once; those of several are merged, in a Partial for each interval
+    # of them.
+    covered, shared_rows = _touched(runs)
+    partials = [Partial(q[begin:end]) for begin, end in shared_rows]
     for run in runs:
         part, part_lse = _forward(backend, q, k, v, run)
-        if not sums:
+        if not partials:
             out[run.queries], lse[:, run.queries] = part, part_lse
             continue
         start = run.queries.start
-        for a, b, shared in several.pieces(start, run.queries.stop):
-            rows, scale = part[a - start : b - start], part_lse[:, a - start : b - start]
-            if shared:
-                at = several.index(a)
-                sums[at].merge(a - several.start(at), rows, scale)
+        for begin, end, is_shared in shared_rows.pieces(start, run.queries.stop):
+            rows = part[begin - start : end - start]
+            rows_lse = part_lse[:, begin - start : end - start]
+            if is_shared:
+                index = shared_rows.index(begin)
+                partials[index].merge(begin - shared_rows.start(index), rows, rows_lse)
             else:
-                out[a:b], lse[:, a:b] = rows, scale
-    for (a, b), total in zip(several, sums, strict=True):
-        total.write(out[a:b], lse[:, a:b])
-    for a, b in _unmarked(touched, q.shape[0]):
-        out[a:b], lse[:, a:b] = 0, -math.inf
+                out[begin:end], lse[:, begin:end] = rows, rows_lse
+    for (begin, end), partial in zip(shared_rows, partials, strict=True):
+        partial.write(out[begin:end], lse[:, begin:end])
+    for begin, end in _unmarked(covered, q.shape[0]):
+        out[begin:end], lse[:, begin:end] = 0, -math.inf
     return out, lse
 
 
@@ -182,13 +186,14 @@ class Partial:
         self._parts.append(_Result(start, out, lse))
         self._held += len(out)
         if self._held > HELD * len(self._like):
+            # too many are held: merge them into one for each segment of rows
             joined = self._new(wide(self._like))
             self._write(*joined)
             spans = [(part.start, part.start + len(part.out)) for part in self._parts]
             self._parts = [
-                _Result(a, joined[0][a:b], joined[1][:, a:b])
-                for a, b, of in segments(spans, len(self._like))
-                if of
+                _Result(begin, joined[0][begin:end], joined[1][:, begin:end])
+                for begin, end, part_indices in segments(spans, len(self._like))
+                if part_indices
             ]
             self._held = len(self._like)
 
@@ -210,8 +215,8 @@ class Partial:
             out.copy_(self._sums[0])
         if lse is not self._sums[1]:
             lse.copy_(self._sums[1])
-        for a, b in _unmarked(self._touched, len(self._like)):
-            out[a:b], lse[:, a:b] = 0, -math.inf
+        for begin, end in _unmarked(self._touched, len(self._like)):
+            out[begin:end], lse[:, begin:end] = 0, -math.inf
 
     def _new(self, dtype: torch.dtype) -> Pair:
         """Uninitialised out [rows, heads, features] of ``dtype`` and lse [heads, rows] in at least
@@ -223,25 +228,30 @@ class Partial:
     def _write(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Write the held results into ``out`` and ``lse``."""
         spans = [(part.start, part.start + len(part.out)) for part in self._parts]
-        for a, b, of in segments(spans, len(self._like)):
-            parts = [self._parts[i].rows(a, b) for i in of]
+        for begin, end, part_indices in segments(spans, len(self._like)):
+            parts = [self._parts[i].rows(begin, end) for i in part_indices]
             if len(parts) > 1:
-                _merge_all(out[a:b], lse[:, a:b], [p[0] for p in parts], [p[1] for p in parts])
+                _merge_all(
+                    out[begin:end],
+                    lse[:, begin:end],
+                    [result[0] for result in parts],
+                    [result[1] for result in parts],
+                )
             else:
-                out[a:b], lse[:, a:b] = parts[0] if parts else (0, -math.inf)
+                out[begin:end], lse[:, begin:end] = parts[0] if parts else (0, -math.inf)
 
     def _merge_now(self, start: int, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge attention out [rows, heads, features] over more keys, with its log-sum-exp lse
         [heads, rows], into the rows from ``start`` on."""
         self._sums = self._sums or self._new(wide(self._like))
-        for a, b, known in self._touched.mark(start, start + out.shape[0]):
-            rows, scale = out[a - start : b - start], lse[:, a - start : b - start]
-            mine, mine_scale = self._sums[0][a:b], self._sums[1][:, a:b]
-            if known:
-                _merge(mine, mine_scale, rows, scale)
+        for begin, end, has_result in self._touched.mark(start, start + out.shape[0]):
+            rows, rows_lse = out[begin - start : end - start], lse[:, begin - start : end - start]
+            own_out, own_lse = self._sums[0][begin:end], self._sums[1][:, begin:end]
+            if has_result:
+                _merge(own_out, own_lse, rows, rows_lse)
             else:
-                mine.copy_(rows)
-                mine_scale.copy_(scale)
+                own_out.copy_(rows)
+                own_lse.copy_(rows_lse)
 
 
 class _Result(NamedTuple):
@@ -252,6 +262,7 @@ class _Result(NamedTuple):
     lse: torch.Tensor
 
     def rows(self, start: int, stop: int) -> Pair:
+        """(out, lse) of the rows [start, stop), numbered as the queries are."""
         at = slice(start - self.start, stop - self.start)
         return self.out[at], self.lse[:, at]
 
@@ -308,31 +319,38 @@ def add_gradients(
     """
     backend = _backend(q, softcap)
     for run in runs_of(blocks, backend.documents) if q.shape[1] else ():
-        at, of = run.queries, run.keys
-        parts = _backward(backend, grad[at], q[at], k[of], v[of], out[at], lse[:, at], run)
-        dq.add(at.start, parts[0])
-        dk.add(of.start, parts[1])
-        dv.add(of.start, parts[2])
+        queries, keys = run.queries, run.keys
+        parts = _backward(
+            backend, grad[queries], q[queries], k[keys], v[keys], out[queries], lse[:, queries], run
+        )
+        dq.add(queries.start, parts[0])
+        dk.add(keys.start, parts[1])
+        dv.add(keys.start, parts[2])
 
 
-def _merge(out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor) -> None:
-    """Merge results over some keys into results over other keys, in place."""
-    weight = (scale - lse).sigmoid_().t()[..., None]
+def _merge(
+    out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, rows_lse: torch.Tensor
+) -> None:
+    """Merge results ``rows`` [q, N, D] with log-sum-exp ``rows_lse`` [N, q] into ``out`` and
+    ``lse``, which are over other keys, in place; see [Note: results over some of the keys]."""
+    weight = (rows_lse - lse).sigmoid_().t()[..., None]
     out.lerp_(rows.to(out.dtype), weight)
-    torch.logaddexp(lse, scale, out=lse)
+    torch.logaddexp(lse, rows_lse, out=lse)
 
 
 def _merge_all(
     out: torch.Tensor, lse: torch.Tensor, rows: list[torch.Tensor], scales: list[torch.Tensor]
 ) -> None:
-    """Merge the results of all parts into ``out`` and ``lse``, which are uninitialized."""
+    """Merge results over several parts of the keys, ``rows`` [q, N, D] with log-sum-exp ``scales``
+    [N, q] each, into ``out`` and ``lse``, which are uninitialized."""
     _log_sum(lse, scales)
     _weigh_up(out, lse, rows, scales)
 
 
 @fused("log_sum_(Tensor(a!) lse, Tensor[] scales) -> ()")
 def _log_sum(lse: torch.Tensor, scales: list[torch.Tensor]) -> None:
-    """Write log(sum of exp) of ``scales``, each [heads, rows], into ``lse``."""
+    """Write the log-sum-exp over all parts, from those of the parts ``scales`` [N, q], into
+    ``lse``."""
     total = scales[0]
     for scale in scales[1:]:
         total = torch.logaddexp(total, scale)
@@ -343,16 +361,18 @@ def _log_sum(lse: torch.Tensor, scales: list[torch.Tensor]) -> None:
 def _weigh_up(
     out: torch.Tensor, lse: torch.Tensor, rows: list[torch.Tensor], scales: list[torch.Tensor]
 ) -> None:
-    """The sum of ``rows`` [q, N, D], each times e^(its scale - lse) [N, q], into ``out``."""
-    shares = [(scale - lse).exp().t()[..., None] for scale in scales]
-    total = widened(rows[0]) * shares[0]
-    for part, share in zip(rows[1:], shares[1:], strict=True):
-        total = total + widened(part) * share
+    """Write the sum of the results ``rows`` [q, N, D] of all parts, each weighted by e^(its
+    log-sum-exp - lse), into ``out``; ``scales`` [N, q] are the parts' log-sum-exps."""
+    weights = [(scale - lse).exp().t()[..., None] for scale in scales]
+    total = widened(rows[0]) * weights[0]
+    for part, weight in zip(rows[1:], weights[1:], strict=True):
+        total = total + widened(part) * weight
     out.copy_(total)
 
 
 def _backend(q: torch.Tensor, softcap: float = 0.0) -> Backend:
-    """The first back end for tensors like ``q``; bounded scores only plain operators have."""
+    """The first back end that supports tensors like ``q``; with a ``softcap`` only plain operators
+    do."""
     if softcap:
         return Plain(softcap=softcap)
     return next(backend for backend in BACKENDS if backend.supports(q))
@@ -361,14 +381,21 @@ def _backend(q: torch.Tensor, softcap: float = 0.0) -> Backend:
 def _forward(
     backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: KernelRun
 ) -> Pair:
-    """Attention and its log-sum-exp of one run of a kernel: its documents of queries against their
-    keys."""
-    at, of = run.queries, run.keys
+    """(out, lse) of one run: the queries of each of its documents over the keys of that
+    document."""
+    queries, keys = run.queries, run.keys
     if not run.turned:
-        return backend.forward(q[at], k[of], v[of], run.q_lengths, run.k_lengths, run.causal)
+        return backend.forward(
+            q[queries], k[keys], v[keys], run.q_lengths, run.k_lengths, run.causal
+        )
     # With ``turned``, the square is causal when rows and columns are read from the end.
     out, lse = backend.forward(
-        q[at].flip(0), k[of].flip(0), v[of].flip(0), run.q_lengths[::-1], run.k_lengths[::-1], True
+        q[queries].flip(0),
+        k[keys].flip(0),
+        v[keys].flip(0),
+        run.q_lengths[::-1],
+        run.k_lengths[::-1],
+        True,
     )
     return out.flip(0), lse.flip(1)
 
@@ -383,16 +410,17 @@ def _backward(
     lse: torch.Tensor,
     run: KernelRun,
 ) -> Triple:
-    """(dq, dk, dv) of the rows of one run."""
+    """(dq, dk, dv) of one run; all tensors are cut to its rows."""
     if not run.turned:
         return backend.backward(grad, q, k, v, out, lse, run.q_lengths, run.k_lengths, run.causal)
-    back = [x.flip(0) for x in (grad, q, k, v, out)]
+    # as in the forward: causal when read from the end
+    flipped = [x.flip(0) for x in (grad, q, k, v, out)]
     dq, dk, dv = backend.backward(
-        back[0],
-        back[1],
-        back[2],
-        back[3],
-        back[4],
+        flipped[0],
+        flipped[1],
+        flipped[2],
+        flipped[3],
+        flipped[4],
         lse.flip(1),
         run.q_lengths[::-1],
         run.k_lengths[::-1],
@@ -402,15 +430,15 @@ def _backward(
 
 
 def _touched(runs: Sequence[KernelRun]) -> tuple[MarkedRows, MarkedRows]:
-    """Rows of queries in at least one run, and in more than one."""
-    touched, several = MarkedRows(), MarkedRows()
+    """(query rows of at least one run, query rows of more than one)."""
+    covered, shared = MarkedRows(), MarkedRows()
     for run in runs:
-        for a, b, again in touched.mark(run.queries.start, run.queries.stop):
-            if again:
-                several.mark(a, b)
-    return touched, several
+        for begin, end, is_covered in covered.mark(run.queries.start, run.queries.stop):
+            if is_covered:
+                shared.mark(begin, end)
+    return covered, shared
 
 
 def _unmarked(rows: MarkedRows, count: int) -> list[tuple[int, int]]:
-    """Rows below ``count`` that are not marked."""
+    """The intervals [start, stop) of rows below ``count`` that are not marked."""
     return [(a, b) for a, b, marked in rows.pieces(0, count) if not marked]

@@ -110,18 +110,24 @@ class PackCore:
         dqkv = torch.empty_like(qkv, dtype=_sum_dtype(qkv, self.blocks))
         q, k, v = self.heads.split(dqkv)
         dq, dk, dv = (RowSum(len(qkv), total=part) for part in (q, k, v))
-        parts, cap = self.heads.split(qkv), self.heads.softcap
-        add_gradients(grad, *parts, out, saved[0], self.blocks, dq, dk, dv, cap)
-        only = (dq.only(), dk.only(), dv.only())
-        if only[0] is not None and only[1] is not None and only[2] is not None:
-            return Gradients(q=only[0], k=only[1], v=only[2])
-        for rows, part in ((dq, q), (dk, k), (dv, v)):
-            rows.write(part)
+        qkv_parts, cap = self.heads.split(qkv), self.heads.softcap
+        add_gradients(grad, *qkv_parts, out, saved[0], self.blocks, dq, dk, dv, cap)
+        # a kernel's result that is all of a sum is returned as it is, without a copy
+        single_parts = (dq.only(), dk.only(), dv.only())
+        if (
+            single_parts[0] is not None
+            and single_parts[1] is not None
+            and single_parts[2] is not None
+        ):
+            return Gradients(q=single_parts[0], k=single_parts[1], v=single_parts[2])
+        for row_sum, part in ((dq, q), (dk, k), (dv, v)):
+            row_sum.write(part)
         return Gradients.of(dqkv.to(qkv.dtype), self.heads)
 
 
 def _sum_dtype(qkv: torch.Tensor, blocks: Sequence[Block]) -> torch.dtype:
-    """The type for gradients of q, k and v: fp32 where several blocks add to one row."""
+    """The type for gradients of q, k and v over ``blocks``: that of :func:`sum_dtype` where several
+    blocks add to one row, else that of qkv."""
     starts = {block.q_start for block in blocks}
     return qkv.dtype if len(starts) == len(blocks) else sum_dtype(qkv)
 
@@ -147,6 +153,7 @@ def sunk(out: torch.Tensor, saved: Saved, sinks: torch.Tensor) -> tuple[torch.Te
         sinks   [N]             of these heads
     """
     (lse,) = saved
+    # the log of the softmax's denominator with the sink, and the share of it that the keys keep
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     share = (lse - total).exp().t()[..., None]
     return (out.to(share.dtype) * share).to(out.dtype), (total,)
@@ -156,9 +163,11 @@ def sink_gradient(
     grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of ``sinks`` [N] by these rows: grad and out [t, N, D], lse [N, t]."""
-    share = (sinks.to(lse.dtype)[:, None] - lse).exp()
-    inner = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t()
-    return -(share * inner).sum(1)
+    # A sink has weight e^(s - lse) and no value: its gradient is -weight (do . o), summed over
+    # rows.
+    weight = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    do_dot_o = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t()
+    return -(weight * do_dot_o).sum(1)
 
 
 def attended(core: Core, qkv: torch.Tensor | Turned) -> torch.Tensor:
@@ -181,6 +190,7 @@ class _Attended(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """The gradient of qkv, as one tensor."""
         qkv, out, *saved = ctx.saved_tensors
         return ctx.core.backward(grad, qkv, out, tuple(saved)).whole, None
 
@@ -248,6 +258,8 @@ class _AttendedAgain(torch.autograd.Function):
             turned, again = project(leaf)
         parts = core.backward(grad, turned.qkv, out, tuple(saved))
         turned.grads.append((parts.q, parts.k, parts.v))
+        # The token carries no values: it has autograd run the projection's backward, which takes
+        # the gradients from ``turned.grads``.
         results, grads = [turned.token], [grad.new_empty(0)]
         if passed is not None:
             results, grads = [*results, again], [*grads, passed]

@@ -169,8 +169,8 @@ def gather(
 
 
 def _check(name: str, x: object, dims: tuple[object, ...], group: object) -> None:
-    """Raise SpecError for what is no plain tensor, no number of a dim, and no group of this
-    rank."""
+    """Raise SpecError where ``x`` is no plain tensor, a dim no number, or ``group`` no group of
+    this rank; errors name the primitive ``name``."""
     if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
         hint = "x.to_local() is a rank's shard" if isinstance(x, DTensor) else None
         raise SpecError(f"x of {name}", got=type(x).__name__, wanted="a torch.Tensor", hint=hint)
@@ -187,13 +187,14 @@ def _check(name: str, x: object, dims: tuple[object, ...], group: object) -> Non
 
 
 def _sizes(name: str, given: Sequence[int] | None) -> _Sizes | None:
-    """Sizes as a tuple. Raises SpecError for what are no numbers of places."""
+    """Sizes as a tuple, None where they are left out. Raises SpecError where they are not whole
+    numbers from 0 on."""
     if given is None:
         return None
-    found = tuple(given)
-    if not all(isinstance(size, int) and size >= 0 for size in found):
-        raise SpecError(f"sizes of {name}", got=list(found), wanted="whole numbers from 0 on")
-    return found
+    sizes = tuple(given)
+    if not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise SpecError(f"sizes of {name}", got=list(sizes), wanted="whole numbers from 0 on")
+    return sizes
 
 
 def _known(
@@ -206,7 +207,8 @@ def _known(
     *,
     compare: bool,
 ) -> _Sizes:
-    """The places of the first of ``dims`` on each rank: as given, or as the ranks say."""
+    """The places of the sharded dim, the first of ``dims``, on each rank: as given in ``sizes``, or
+    as the ranks tell each other where they ``compare``. ``more`` are further sizes to compare."""
     if compare:
         return _told(name, x, dims, dims[0], group, (sizes, *more))
     if sizes is None:
@@ -230,57 +232,60 @@ def _told(
     group: dist.ProcessGroup,
     sizes: tuple[_Sizes | None, ...],
 ) -> _Sizes:
-    """The places of the sharded dim on each rank, once all ranks have said that they were called
-    alike. Raises PlanMismatch on all of them otherwise, and SpecError where ``sizes``, of the
-    sharded dim first, say something else. All else that an operator refuses follows from what is
-    compared, so that no rank is left waiting for one that has refused."""
-    own = 0
+    """The places of the dim ``sharded`` (None: no dim) on each rank, once all ranks have told each
+    other that they were called alike. Raises PlanMismatch on all of them otherwise, and SpecError
+    where the first of ``sizes``, those of the sharded dim, say something else. All else that an
+    operator refuses follows from what is compared, so that no rank waits for one that has
+    refused."""
+    own_places = 0
     shape: list[Any] = list(x.shape)
     if sharded is not None and -x.dim() <= sharded < x.dim():
-        own, shape[sharded] = x.shape[sharded], "_"
-    waits = sharded is not None and x.requires_grad and torch.is_grad_enabled()
+        # the one size in which ranks may differ
+        own_places, shape[sharded] = x.shape[sharded], "_"
+    has_backward = sharded is not None and x.requires_grad and torch.is_grad_enabled()
     text = ", ".join(
         (
             f"{name} of dims {' and '.join(map(str, dims))} of [{', '.join(map(str, shape))}]",
             str(x.dtype).removeprefix("torch."),
-            "with a gradient" if waits else "without a gradient",
-            *(f"sizes {list(some)}" for some in sizes if some is not None),
+            "with a gradient" if has_backward else "without a gradient",
+            *(f"sizes {list(given)}" for given in sizes if given is not None),
         )
     )
-    found = _exchanged(own, text, group, x.device)
-    if sharded is not None and sizes[0] is not None and found != sizes[0]:
+    places = _exchanged(own_places, text, group, x.device)
+    if sharded is not None and sizes[0] is not None and places != sizes[0]:
         raise SpecError(
-            f"sizes of {name}", got=list(sizes[0]), wanted=f"{list(found)}, as the ranks have them"
+            f"sizes of {name}", got=list(sizes[0]), wanted=f"{list(places)}, as the ranks have them"
         )
-    return found
+    return places
 
 
 def _exchanged(
-    own: int, text: str, group: dist.ProcessGroup, device: torch.device
+    own_places: int, text: str, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[int, ...]:
-    """``own`` of all ranks in rank order. Raises PlanMismatch on all of them where their texts
-    differ."""
+    """``own_places`` of all ranks in rank order. Raises PlanMismatch on all of them where their
+    ``text`` differs. One message has both: the places, and a digest of the text."""
     digest = hashlib.sha256(text.encode()).digest()
-    words = torch.frombuffer(bytearray(_MESSAGE.pack(own, digest[:24])), dtype=torch.int64)
+    message = torch.frombuffer(bytearray(_MESSAGE.pack(own_places, digest[:24])), dtype=torch.int64)
     ranks = dist.get_world_size(group)
-    rows = all_gather_rows(words[None].to(device), [1] * ranks, group).tolist()
+    rows = all_gather_rows(message[None].to(device), [1] * ranks, group).tolist()
     if all(row[1:] == rows[0][1:] for row in rows):
         return tuple(row[0] for row in rows)
     texts = [told.decode() for told in gather_bytes(text.encode(), group, device=device)]
-    odd = next(rank for rank, told in enumerate(texts) if told != texts[0])
+    other = next(rank for rank, told in enumerate(texts) if told != texts[0])
     raise PlanMismatch(
         "split, switch or gather",
-        got=f"{texts[odd]} on rank {odd} of the group",
+        got=f"{texts[other]} on rank {other} of the group",
         wanted=f"{texts[0]} as on rank 0",
         hint="ranks that share a tensor call the same primitives in the same order",
     )
 
 
 def _handle(group: dist.ProcessGroup) -> int:
-    """The number under which graphs find a group."""
+    """The number under which traced graphs find a group."""
     return _handle_of_name(group.group_name)
 
 
 @torch.compiler.assume_constant_result
 def _handle_of_name(name: str) -> int:
+    """As :func:`_handle`, by the group's name: torch.compile takes the result for a constant."""
     return GroupSlot.named(name).handle

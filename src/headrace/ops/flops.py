@@ -47,8 +47,9 @@ def _cpu(
     causal: bool = False,
     **rest: Any,
 ) -> int:
-    """q [B, N, Q, D], k [B, G, K, D]."""
+    """FLOPs of the forward of torch's attention on a CPU: q [B, N, Q, D], k [B, G, K, D]."""
     batch, _, rows, _ = q.shape
+    # two products of 2 N D operations per score
     return 4 * _width(q, 1) * batch * _scores(rows, k.shape[2], causal)
 
 
@@ -63,9 +64,9 @@ def _cpu_backward(
     causal: bool,
     **rest: Any,
 ) -> int:
-    """FLOPs of the backward of torch's attention on a CPU; it has five products where the forward
-    has two."""
-    return 5 * _cpu(q, k, v, dropout, causal) // 2  # five products, not two
+    """FLOPs of the backward of torch's attention on a CPU: five products where the forward has
+    two."""
+    return 5 * _cpu(q, k, v, dropout, causal) // 2
 
 
 def _flash(
@@ -81,7 +82,8 @@ def _flash(
     *rest: Any,
     **more: Any,
 ) -> int:
-    """q [Q, N, D] with starts, [B, Q, N, D] without."""
+    """FLOPs of the forward of flash attention: q [Q, N, D] where ``q_starts`` cut it into
+    documents, [B, Q, N, D] without."""
     return 4 * _width(q, -2) * _packed(q, k, q_starts, k_starts, q_most, k_most, causal)
 
 
@@ -113,7 +115,8 @@ def _efficient(
     *rest: Any,
     **more: Any,
 ) -> int:
-    """q [1, Q, N, D] with starts, [B, Q, N, D] without."""
+    """FLOPs of the forward of memory-efficient attention: q [1, Q, N, D] where ``q_starts`` cut it
+    into documents, [B, Q, N, D] without. ``mask`` is 0 for full attention."""
     scores = _packed(q, k, q_starts, k_starts, q_most or 0, k_most or 0, bool(mask))
     return 4 * _width(q, -2) * scores
 
@@ -152,8 +155,8 @@ def _packed(
     k_most: int,
     causal: bool,
 ) -> int:
-    """Pairs of a query and a key that are computed, in all samples or, where ``*_starts``
-    [documents + 1] cut one row, in all documents."""
+    """The number of scores that count, over all samples [B, ...], or over all documents where
+    ``*_starts`` [documents + 1] cut one row into them. ``*_most`` are the longest lengths."""
     if q_starts is None or k_starts is None:
         return q.shape[0] * _scores(q.shape[1], k.shape[1], causal)
     pairs = zip(_lengths(q_starts, q_most), _lengths(k_starts, k_most), strict=True)
@@ -161,29 +164,33 @@ def _packed(
 
 
 def _lengths(starts: torch.Tensor, most: int) -> Sequence[int]:
-    """Lengths of documents; where a tensor has no values, each is as long as the longest."""
+    """Lengths of documents from their ``starts`` [documents + 1]; all ``most``, the longest, where
+    the tensor has no values (in tracing)."""
     if isinstance(starts, FakeTensor | FunctionalTensor) or starts.is_meta:
         return [most] * (starts.shape[0] - 1)
     return starts.diff().tolist()
 
 
 def _scores(rows: int, columns: int, causal: bool) -> int:
-    """Scores that count: all, or up to the diagonal from the first row and column."""
+    """Scores that count of a query block with a key block: all, or for causal attention those up to
+    the diagonal, which begins at the first row and column."""
     if not causal:
         return rows * columns
+    # the triangle with its diagonal, and whole rows below it where there are more rows than columns
     corner = min(rows, columns)
     return corner * (corner + 1) // 2 + (rows - corner) * columns
 
 
-def _width(q: torch.Tensor, heads: int) -> int:
-    return q.shape[heads] * q.shape[-1]
+def _width(q: torch.Tensor, heads_dim: int) -> int:
+    """N D, the features of all query heads; ``heads_dim`` is the dim of the heads."""
+    return q.shape[heads_dim] * q.shape[-1]
 
 
 def _added_product(
     total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *others: Any, **rest: Any
 ) -> int:
-    """left [M, K], right [K, N]: what torch's counter leaves out when it is added in place, and
-    cannot count when the result is of another type."""
+    """FLOPs of left [M, K] times right [K, N]. torch's counter leaves such a product out when it is
+    added in place, and cannot count it when the result is of another type."""
     return 2 * left.shape[0] * left.shape[1] * right.shape[1]
 
 

@@ -73,8 +73,8 @@ class Fused:
         return self.operator(x, *others)
 
     def _on_device(self, *args: Any) -> Any:
-        """Run the kernel that was written for the function, or what is compiled of it; a kernel
-        that does not run is not tried again."""
+        """Run the Triton kernel that was written for the function, or where there is none the
+        compiled function. A kernel that fails is not tried again."""
         if not self._looked:
             self._looked, self.written = True, _written_kernel(self.name)
         if self.written is not None:
@@ -88,10 +88,11 @@ class Fused:
         return self.of_compiler(*args)
 
     def of_compiler(self, *args: Any) -> Any:
-        """Run the compiled function; one that cannot be compiled runs as plain operators from then
-        on, with a warning."""
+        """Run the function as torch.compile makes it; one that cannot be compiled runs as plain
+        operators from then on, with a warning."""
         if self._compiled is None:
             self._compiled = torch.compile(self.function, dynamic=True, fullgraph=True)
+        # compiling has failed before
         if self._compiled is self.function:
             return self.function(*args)
         try:
@@ -110,7 +111,7 @@ class Fused:
             return self.function(*args)
 
     def _warn(self, instead: str, error: Exception) -> None:
-        """Say once what runs instead, slower, and why."""
+        """Warn, once, that ``instead`` runs in place of what failed with ``error``."""
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         warnings.warn(f"{self.name} runs as {instead}, slower: {why}", stacklevel=3)
 
@@ -131,15 +132,15 @@ def fused(
     it."""
 
     def make(function: Callable[..., Any]) -> Fused:
-        made = Fused(function, schema, kernels, plain)
-        FUSED[made.name] = made
-        return made
+        operator = Fused(function, schema, kernels, plain)
+        FUSED[operator.name] = operator
+        return operator
 
     return make
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """A tensor in the type in which sums are taken."""
+    """x in the type in which sums are taken: fp64 as it is, all else in fp32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -154,17 +155,20 @@ def index_tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def kept(key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The cached result of ``make()``, which must depend on ``key`` alone and must not be written
-    to. The last ones are cached, except tensors without contents, which belong to a mode."""
+    """The result of ``make()``, which is cached under ``key``: it must depend on ``key`` alone, and
+    nobody may write to it. Tensors without contents (of a fake mode) are not cached, as they belong
+    to that mode."""
     if detect_fake_mode() is not None:
         return make()
-    found = _made.get(key)
-    if found is None:
+    tensor = _made.get(key)
+    if tensor is None:
+        # a tensor made in inference mode could not be used in training later
         with torch.inference_mode(mode=False):
-            found = _made[key] = make()
+            tensor = _made[key] = make()
+        # the oldest goes first, as dicts keep the order of insertion
         if len(_made) > _MOST_KEPT:
             _made.pop(next(iter(_made)), None)
-    return found
+    return tensor
 
 
 def to_device(x: torch.Tensor, device: str | torch.device) -> torch.Tensor:

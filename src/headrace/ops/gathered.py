@@ -55,26 +55,28 @@ class GatheredCore:
 
     def forward(self, qkv: torch.Tensor) -> tuple[torch.Tensor, Saved]:
         """(out [t, N, D], (lse [N, t],))."""
-        g, kv = self.heads.keys, self._gather(qkv)
+        kv_heads, kv = self.heads.keys, self._gather(qkv)
         q = qkv[:, : self.heads.queries]
-        out, lse = attend_blocks(q, kv[:, :g], kv[:, g:], self.blocks, self.heads.softcap)
+        out, lse = attend_blocks(
+            q, kv[:, :kv_heads], kv[:, kv_heads:], self.blocks, self.heads.softcap
+        )
         return out, (lse,)
 
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
     ) -> Gradients:
         """The gradients of qkv; gathers keys and values again."""
-        n, g, kv = self.heads.queries, self.heads.keys, self._gather(qkv)
+        queries, kv_heads, kv = self.heads.queries, self.heads.keys, self._gather(qkv)
         dqkv = torch.empty_like(qkv, dtype=sum_dtype(qkv))
-        mine, own = dqkv[:, :n], dqkv[:, n:]
+        dq_rows, dkv_own = dqkv[:, :queries], dqkv[:, queries:]
         dkv = torch.empty_like(kv, dtype=dqkv.dtype)
-        dq = RowSum(len(qkv), total=mine)
-        dk, dv = (RowSum(len(kv), total=x) for x in (dkv[:, :g], dkv[:, g:]))
+        dq = RowSum(len(qkv), total=dq_rows)
+        dk, dv = (RowSum(len(kv), total=part) for part in (dkv[:, :kv_heads], dkv[:, kv_heads:]))
         add_gradients(
             grad,
-            qkv[:, :n],
-            kv[:, :g],
-            kv[:, g:],
+            qkv[:, :queries],
+            kv[:, :kv_heads],
+            kv[:, kv_heads:],
             out,
             saved[0],
             self.blocks,
@@ -84,23 +86,28 @@ class GatheredCore:
             self.heads.softcap,
         )
         del kv
-        dq.write(mine)
+        dq.write(dq_rows)
         sent = self._rows_of_ranks(dkv, dk, dv)
         del dkv, dk, dv
+        # the sum over ranks of this rank's rows goes right into ``dqkv``
         reduce_scatter_rows(
-            sent.to(qkv.dtype), self.sizes, self.group, add=partial(sum_of_parts, into=own)
+            sent.to(qkv.dtype), self.sizes, self.group, add=partial(sum_of_parts, into=dkv_own)
         )
         return Gradients.of(dqkv.to(qkv.dtype), self.heads)
 
     def _rows_of_ranks(self, dkv: torch.Tensor, dk: RowSum, dv: RowSum) -> torch.Tensor:
-        """The gradients of gathered rows in rank order. ``dkv`` is a buffer for them, or holds them
-        in pack order where they were added at once."""
-        g, places = self.heads.keys, self.order
+        """The gradients of all gathered rows [T, 2 G, D], in rank order, from the sums ``dk`` and
+        ``dv`` in pack order. ``dkv`` is a buffer for them; where sums are added at once it is what
+        they were added to, in pack order."""
+        kv_heads, rank_rows = self.heads.keys, self.order
         if adds_at_once(dkv):
-            places = None
-        dk.write(dkv[:, :g], places)
-        dv.write(dkv[:, g:], places)
-        return dkv if places is self.order or self.back is None else dkv.index_select(0, self.back)
+            rank_rows = None
+        dk.write(dkv[:, :kv_heads], rank_rows)
+        dv.write(dkv[:, kv_heads:], rank_rows)
+        # written in rank order, or both orders are the same; else still to be sorted
+        return (
+            dkv if rank_rows is self.order or self.back is None else dkv.index_select(0, self.back)
+        )
 
     def _gather(self, qkv: torch.Tensor) -> torch.Tensor:
         """The keys and values [T, 2 G, D] of all ranks, in the order of the pack."""
@@ -109,13 +116,15 @@ class GatheredCore:
             return all_gather_rows(kv, self.sizes, self.group)
         if adds_at_once(kv) or max(self.sizes) - min(self.sizes) != 1:
             return all_gather_rows(kv, self.sizes, self.group).index_select(0, self.order)
+        # Sizes differ by one, on a device: one selection drops the padding and sorts the rows.
         coming = issue_padded_gather(kv, self.sizes, self.group)
         order = _padded_index(tuple(self.sizes), kv.device).index_select(0, self.order)
         return coming.wait().index_select(0, order)
 
 
 def _padded_index(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """[T]: index of each rank's rows in a gather that is padded to max(sizes) rows per rank."""
+    """[T]: where the rows of each rank, one after the other, are in a gather that is padded to
+    max(sizes) rows per rank."""
 
     def make() -> torch.Tensor:
         rows = [torch.arange(size) + rank * max(sizes) for rank, size in enumerate(sizes)]

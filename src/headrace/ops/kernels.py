@@ -162,11 +162,12 @@ class Plain:
         for rows, keys in _tiles(q, k, causal):
             scores = self._scores(q[rows], k[keys], rows.start if causal else None)
             p = (scores - lse[:, rows, None]).exp()
-            g = grad[rows].to(p.dtype)
-            dv[keys] += fold(torch.einsum("nqk,qnd->knd", p, g), v[keys])
-            dp = torch.einsum("qnd,knd->nqk", g, spread(v[keys], q).to(p.dtype))
-            inner = (g * out[rows].to(p.dtype)).sum(-1).t()[..., None]
-            ds = p * (dp - inner) / math.sqrt(q.shape[-1])
+            do = grad[rows].to(p.dtype)
+            dv[keys] += fold(torch.einsum("nqk,qnd->knd", p, do), v[keys])
+            dp = torch.einsum("qnd,knd->nqk", do, spread(v[keys], q).to(p.dtype))
+            # dS = P (dP - delta) / sqrt(D), delta = sum_D(do o) of each query
+            delta = (do * out[rows].to(p.dtype)).sum(-1).t()[..., None]
+            ds = p * (dp - delta) / math.sqrt(q.shape[-1])
             if self.softcap:
                 # The slope of c tanh(x / c) is 1 - tanh^2; masked scores have no share already.
                 ds *= 1 - (scores / self.softcap).clamp_min_(-1).square_()
@@ -175,8 +176,9 @@ class Plain:
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
     def _scores(self, q: torch.Tensor, k: torch.Tensor, first: int | None) -> torch.Tensor:
-        """Scaled scores [heads, queries, keys]; where attention is causal, ``first`` is the place
-        of the first query, and scores of keys behind a query are minus infinity."""
+        """Scaled scores [N, queries, keys]. Where attention is causal, ``first`` is the index of
+        the first query among the keys, and scores of later keys are minus infinity; else it is
+        None."""
         scores = torch.einsum("qnd,knd->nqk", q.to(wide(q)), spread(k, q).to(wide(q)))
         scores /= math.sqrt(q.shape[-1])
         if self.softcap:
@@ -192,10 +194,11 @@ _SCORES = 1 << 24
 
 
 def _tiles(q: torch.Tensor, k: torch.Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Rows of queries, and the keys that they see, so few that their scores of all heads fit."""
-    count = max(1, _SCORES // max(1, q.shape[1] * len(k)))
-    for start in range(0, len(q), count):
-        stop = min(start + count, len(q))
+    """(rows of queries, the keys that they see), cut so that the scores of a tile, of all heads,
+    stay within ``_SCORES``."""
+    rows = max(1, _SCORES // max(1, q.shape[1] * len(k)))
+    for start in range(0, len(q), rows):
+        stop = min(start + rows, len(q))
         yield slice(start, stop), slice(0, stop if causal else len(k))
 
 
@@ -205,12 +208,13 @@ def wide(x: torch.Tensor) -> torch.dtype:
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with the features of a head side by side: kernels read them so without looking."""
+    """``x``, copied where the features of a head are not adjacent in memory: kernels take that for
+    granted."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def spread(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """A key-value head for each query head, [K, N, D]."""
+    """Repeat the key-value heads x [K, G, D], one for each query head of ``q``: [K, N, D]."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 

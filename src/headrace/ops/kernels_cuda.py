@@ -45,8 +45,8 @@ class CudaFlash:
 
     def supports(self, q: torch.Tensor) -> bool:
         """Half types and features of a head in whole eights up to 256."""
-        halves, features = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
-        if not halves or features % 8 or features > 256:
+        is_half, features = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
+        if not is_half or features % 8 or features > 256:
             return False
         return q.is_meta or (
             q.is_cuda
@@ -123,8 +123,8 @@ class CudaEfficient:
 
     def supports(self, q: torch.Tensor) -> bool:
         """Features of a head in whole 16 bytes; bf16 on Ampere and later."""
-        known = q.dtype in (torch.float32, torch.float16, torch.bfloat16)
-        if not (q.is_cuda or q.is_meta) or not known or q.shape[-1] * q.element_size() % 16:
+        has_kernel = q.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        if not (q.is_cuda or q.is_meta) or not has_kernel or q.shape[-1] * q.element_size() % 16:
             return False
         return (
             q.is_meta
@@ -154,6 +154,7 @@ class CudaEfficient:
             int(causal),
             True,
         )
+        # lse is [documents, N, padded length]: keep the rows that are tokens
         rows = lse.transpose(0, 1).reshape(q.shape[1], -1)
         return out[0], rows.index_select(1, _padded_index(q_lengths, lse.shape[2], q.device))
 
@@ -171,6 +172,7 @@ class CudaEfficient:
     ) -> Triple:
         """(dq, dk, dv) of a run of documents, in the shapes of q, k, v."""
         width = math.ceil(max(q_lengths) / _PAD) * _PAD
+        # padded as the kernel gave it: e^(score - inf) = 0 in rows that are no tokens
         rows = lse.new_full((q.shape[1], len(q_lengths) * width), math.inf)
         rows.index_copy_(1, _padded_index(q_lengths, width, q.device), lse)
         padded = rows.view(q.shape[1], len(q_lengths), width).transpose(0, 1).contiguous()
@@ -201,46 +203,48 @@ def take_newest_flash() -> str:
     the device is of the generation that it is for, and the user chose none; the name of what runs.
     """
     attention = torch.nn.attention
-    chosen: str | None = attention.current_flash_attention_impl()
-    for_it = torch.cuda.get_device_capability() == (9, 0) and find_spec("flash_attn_interface")
-    if chosen is None and for_it and "FA3" in attention.list_flash_attention_impls():
+    implementation: str | None = attention.current_flash_attention_impl()
+    fits = torch.cuda.get_device_capability() == (9, 0) and find_spec("flash_attn_interface")
+    if implementation is None and fits and "FA3" in attention.list_flash_attention_impls():
         try:
             attention.activate_flash_attention_impl("FA3")
-            chosen = "FA3"
+            implementation = "FA3"
         except Exception as error:  # whatever a package of another torch raises
             attention.restore_flash_attention_impl(_raise_warn=False)
             why = f"{type(error).__name__}: {error}"
             warnings.warn(f"FlashAttention 3 is installed and cannot be used: {why}", stacklevel=2)
-    return chosen or "FA2"
+    return implementation or "FA2"
 
 
 def _workspace(q: torch.Tensor, k: torch.Tensor, documents: int) -> tuple[torch.Tensor, ...]:
     """Tensors that FlashAttention 2 allocates within its backward, to count their bytes where
     tensors have no contents: sums of dq in fp32, padded for each document, a number for each row of
     them, and dk, dv of every head where heads share keys."""
-    tokens, (heads, features) = len(q) + _TILE * documents, q.shape[1:]
-    wide = q.new_empty((tokens, heads, -(-features // 32) * 32), dtype=torch.float32)
-    rows = q.new_empty((heads, tokens), dtype=torch.float32)
+    padded_tokens, (heads, features) = len(q) + _TILE * documents, q.shape[1:]
+    # features are padded to a multiple of 32
+    dq_sums = q.new_empty((padded_tokens, heads, -(-features // 32) * 32), dtype=torch.float32)
+    row_values = q.new_empty((heads, padded_tokens), dtype=torch.float32)
     if k.shape[1] == heads:
-        return wide, rows
-    return wide, rows, *(k.new_empty((len(k), heads, features)) for _ in range(2))
+        return dq_sums, row_values
+    return dq_sums, row_values, *(k.new_empty((len(k), heads, features)) for _ in range(2))
 
 
 @contextmanager
 def flash_as_before() -> Iterator[None]:
-    """Which FlashAttention torch runs after the context is what it was before."""
+    """Context after which torch runs the FlashAttention that it ran before."""
     attention = torch.nn.attention
-    asked = attention.current_flash_attention_impl
-    before = asked()
+    current_implementation = attention.current_flash_attention_impl
+    before = current_implementation()
     try:
         yield
     finally:
-        if asked() != before:
+        if current_implementation() != before:
             attention.restore_flash_attention_impl(_raise_warn=False)
 
 
 def _starts(q_lengths: Sequence[int], k_lengths: Sequence[int], device: torch.device) -> Pair:
-    """Where each document starts, and where the last ends: int32 [documents + 1], twice."""
+    """(starts of the documents among queries, among keys): int32 [documents + 1] each, with the end
+    of the last document."""
 
     def make() -> torch.Tensor:
         starts = torch.tensor([[0, *q_lengths], [0, *k_lengths]], dtype=torch.int32)
@@ -251,10 +255,11 @@ def _starts(q_lengths: Sequence[int], k_lengths: Sequence[int], device: torch.de
 
 
 def _padded_index(lengths: Sequence[int], width: int, device: torch.device) -> torch.Tensor:
-    """Where each token [Q] stands when every document takes ``width`` places."""
+    """The index [Q] of each token where every document is padded to ``width`` places."""
 
     def make() -> torch.Tensor:
         counts, tokens = torch.tensor(lengths), sum(lengths)
+        # by how much padding moves the tokens of each document
         gaps = torch.arange(len(lengths)) * width - (counts.cumsum(0) - counts)
         places = torch.arange(tokens) + gaps.repeat_interleave(counts, output_size=tokens)
         return to_device(places, device)
@@ -263,7 +268,7 @@ def _padded_index(lengths: Sequence[int], width: int, device: torch.device) -> t
 
 
 def _unread(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The random state argument of the kernel, which only dropout reads; uninitialized."""
+    """A tensor for an argument that the kernel does not read without dropout, the random state."""
     return kept(
         ("unread", shape, dtype, device), lambda: torch.zeros(shape, dtype=dtype, device=device)
     )

@@ -179,6 +179,7 @@ class _NormedLinear(torch.autograd.Function):
 
 
 def _product(x: torch.Tensor, matrix: torch.Tensor, bias: WeightSource | None) -> torch.Tensor:
+    """x [T, in] times matrix [in, out], plus the bias where there is one."""
     return x @ matrix if bias is None else torch.addmm(bias.rows(), x, matrix)
 
 

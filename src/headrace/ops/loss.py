@@ -51,8 +51,8 @@ def logits_gradient(
 
 @fused("cross_entropy(Tensor logits, Tensor labels) -> (Tensor, Tensor)", kernels=3)
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of logits [t, V] the log-sum-exp [t], and the logit of each label [t], 0 where there is no
-    label."""
+    """(log-sum-exp [t], logit of the label [t], 0 where there is no label) of each row of logits
+    [t, V]."""
     wide = widened(logits)
     picked = wide.gather(1, labels.clamp_min(0)[:, None]).squeeze(1)
     return wide.logsumexp(1), picked.masked_fill(labels < 0, 0.0)
@@ -61,13 +61,13 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
 def _written_over(
     logits: torch.Tensor, labels: torch.Tensor, normal: torch.Tensor, factor: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the logits [t, V], in their memory: (softmax - onehot(label)) * factor, of
-    ``normal`` [t] the log-sum-exp and ``factor`` [t]."""
-    wide = widened(logits).sub_(normal[:, None]).exp_()
-    if wide.shape[1]:
-        ones = (labels >= 0).to(wide.dtype)[:, None]
-        wide.scatter_add_(1, labels.clamp_min(0)[:, None], -ones)
-    return wide.mul_(factor[:, None]).to(logits.dtype)
+    """The gradient of the logits [t, V], written over them: (softmax - onehot(label)) factor, where
+    softmax is exp(logits - ``normal``), ``normal`` [t] the log-sum-exp, and ``factor`` is [t]."""
+    softmax = widened(logits).sub_(normal[:, None]).exp_()
+    if softmax.shape[1]:
+        has_label = (labels >= 0).to(softmax.dtype)[:, None]
+        softmax.scatter_add_(1, labels.clamp_min(0)[:, None], -has_label)
+    return softmax.mul_(factor[:, None]).to(logits.dtype)
 
 
 @fused(
@@ -77,10 +77,10 @@ def _written_over(
 def _cross_entropy_backward(
     logits: torch.Tensor, labels: torch.Tensor, normal: torch.Tensor, factor: torch.Tensor
 ) -> torch.Tensor:
-    """The same in new memory, as a function that can be compiled."""
+    """As :func:`_written_over`, in new memory, as a function that can be compiled."""
     words = torch.arange(logits.shape[1], device=logits.device)
-    wide = (widened(logits) - normal[:, None]).exp()
-    dz = (wide - (words == labels[:, None]).to(wide.dtype)) * factor[:, None]
+    softmax = (widened(logits) - normal[:, None]).exp()
+    dz = (softmax - (words == labels[:, None]).to(softmax.dtype)) * factor[:, None]
     return dz.to(logits.dtype)
 
 
@@ -111,27 +111,27 @@ def head_loss(
     ``scale`` is multiplied in fp32; ``dz`` is rounded to the type of x once.
     """
     matrix = weight.rows()
-    offset = None if bias is None else widened(bias.rows())
+    bias_row = None if bias is None else widened(bias.rows())
     loss = torch.zeros((), dtype=torch.float64, device=x.device)
     dx = torch.empty_like(x)
-    gradient = weight.sums()
-    sums = gradient.new_zeros(len(matrix))
+    weight_grad = weight.sums()
+    bias_grad = weight_grad.new_zeros(len(matrix))
     for start in range(0, x.shape[0], chunk):
-        part = x[start : start + chunk]
+        rows = x[start : start + chunk]
         target = labels[start : start + chunk]
-        logits = logits_of(part, matrix, offset)
+        logits = logits_of(rows, matrix, bias_row)
         normal, picked = label_terms(logits, target)
-        kept = (target >= 0).to(normal.dtype)
-        loss += ((normal - picked) * kept).double().sum()
-        dlogits = logits_gradient(logits, target, normal, kept * scale)
+        has_label = (target >= 0).to(normal.dtype)
+        loss += ((normal - picked) * has_label).double().sum()
+        dlogits = logits_gradient(logits, target, normal, has_label * scale)
         del logits
         if bias is not None:
-            sums += dlogits.sum(0)
+            bias_grad += dlogits.sum(0)
         dlogits = dlogits.to(x.dtype)
         torch.mm(dlogits, matrix, out=dx[start : start + chunk])
-        add_wide_product(gradient, dlogits, part)
+        add_wide_product(weight_grad, dlogits, rows)
         del dlogits  # before the next chunk has its own
-    weight.add(gradient)
+    weight.add(weight_grad)
     if bias is not None:
-        bias.add(sums)
+        bias.add(bias_grad)
     return loss * scale, dx

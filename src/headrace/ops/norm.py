@@ -144,14 +144,15 @@ class _Normalised(torch.autograd.Function):
 
 @fused("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
 def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The RMS norm of x [t, h], and one over the root mean square of each token [t, 1]."""
-    own = widened(x)
-    scale = torch.rsqrt(own.square().mean(-1, keepdim=True).add_(eps))
-    return (own * scale).mul_(weight).to(x.dtype), scale
+    """(RMS norm of x [t, h], one over the root mean square of each token [t, 1])."""
+    wide = widened(x)
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    return (wide * scale).mul_(weight).to(x.dtype), scale
 
 
 @fused("rms_norm_again(Tensor x, Tensor weight, Tensor scale) -> Tensor")
 def _rms_again(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The RMS norm of x [t, h] from the saved ``scale`` [t, 1]."""
     return (widened(x) * scale).mul_(weight).to(x.dtype)
 
 
@@ -167,8 +168,9 @@ def _rms_backward(
     scale: torch.Tensor,
     plus: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of x [t, h] and weight [h] of an RMS norm, of ``scale`` [t, 1] one over the
-    root mean square; ``plus`` [t, h] is added to that of x."""
+    """(dx [t, h], dw [h]) of an RMS norm; ``scale`` [t, 1] is one over the root mean square of each
+    token. ``plus`` [t, h] is added to dx. The formula is that of :class:`RMSNorm`, with unit = x
+    r."""
     unit, dy = widened(x) * scale, widened(grad)
     dw = (dy * unit).sum(0)
     g = dy * weight
@@ -181,11 +183,11 @@ def _rms_backward(
 def _layer(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The layer norm of x [t, h], and of each token the mean [t, 1] and one over the standard
-    deviation [t, 1]."""
-    own = widened(x)
-    mean = own.mean(-1, keepdim=True)
-    centred = own - mean
+    """(layer norm of x [t, h], mean [t, 1], one over the standard deviation [t, 1]) of each
+    token."""
+    wide = widened(x)
+    mean = wide.mean(-1, keepdim=True)
+    centred = wide - mean
     scale = torch.rsqrt(centred.square().mean(-1, keepdim=True).add_(eps))
     return torch.addcmul(bias, centred.mul_(scale), weight).to(x.dtype), mean, scale
 
@@ -200,7 +202,8 @@ def _layer_again(
     mean: torch.Tensor,
     scale: torch.Tensor,
 ) -> torch.Tensor:
-    """The layer norm of x [t, h] from its statistics, each [t, 1]."""
+    """The layer norm of x [t, h] from its saved statistics: ``mean`` and ``scale``, one over the
+    standard deviation, each [t, 1]."""
     return torch.addcmul(bias, (widened(x) - mean).mul_(scale), weight).to(x.dtype)
 
 
@@ -217,8 +220,9 @@ def _layer_backward(
     scale: torch.Tensor,
     plus: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of x [t, h], weight [h] and bias [h] of a layer norm with these statistics;
-    ``plus`` [t, h] is added to that of x."""
+    """(dx [t, h], dw [h], db [h]) of a layer norm; ``mean`` and ``scale``, one over the standard
+    deviation, are [t, 1]. ``plus`` [t, h] is added to dx. The formula is that of
+    :class:`LayerNorm`, with unit = u."""
     unit, dy = (widened(x) - mean).mul_(scale), widened(grad)
     dw, db = (dy * unit).sum(0), dy.sum(0)
     g = dy * weight

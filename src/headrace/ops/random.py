@@ -60,22 +60,30 @@ class _Dropout(torch.autograd.Function):
 
 
 def keep_mask(features: int, rate: float, key: DropoutKey, site: int) -> torch.Tensor:
-    """[t, features] bool, True with probability 1 - rate."""
-    run = _splitmix(_splitmix(_splitmix(key.seed) + key.step) + site)
-    low, high = key.samples.to(torch.int32), (key.samples >> 32).to(torch.int32)
-    sample = _mix(_mix(low ^ _int32(run)) + (high ^ _int32(run >> 32)))
-    token = _mix(sample + key.positions.to(torch.int32) * _int32(0x85EBCA77))
-    column = torch.arange(features, dtype=torch.int32, device=token.device) * _int32(0x9E3779B9)
-    bits = _mix(_mix(token[:, None] + column) ^ _mix(token + _int32(0x27D4EB2F))[:, None])
+    """Which elements dropout keeps: [t, features] bool, True with probability 1 - rate. The same
+    for a token on every rank and in every pack."""
+    site_key = _splitmix(_splitmix(_splitmix(key.seed) + key.step) + site)
+    # mixed in one after the other: both halves of the sample's id, the position, the feature
+    low_bits, high_bits = key.samples.to(torch.int32), (key.samples >> 32).to(torch.int32)
+    sample_hash = _mix(_mix(low_bits ^ _int32(site_key)) + (high_bits ^ _int32(site_key >> 32)))
+    token_hash = _mix(sample_hash + key.positions.to(torch.int32) * _int32(0x85EBCA77))
+    feature_terms = torch.arange(features, dtype=torch.int32, device=token_hash.device) * _int32(
+        0x9E3779B9
+    )
+    bits = _mix(
+        _mix(token_hash[:, None] + feature_terms) ^ _mix(token_hash + _int32(0x27D4EB2F))[:, None]
+    )
+    # bits are uniform int32: this threshold has the share ``rate`` of them below it
     return bits >= min(round(rate * 2**32) - 2**31, 2**31 - 1)
 
 
 def _int32(value: int) -> int:
+    """The number of signed 32 bits that is ``value`` modulo 2^32."""
     return (value + 2**31) % 2**32 - 2**31
 
 
 def _splitmix(x: int) -> int:
-    """A 64-bit number of another one."""
+    """The splitmix64 hash of a 64-bit number."""
     x = (x + 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64

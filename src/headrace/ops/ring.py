@@ -61,22 +61,22 @@ class Ring:
         return issue_shift(x, self.sizes[self.source(step + 1)], self.group)
 
     def sums(self, passing: torch.Tensor, attend: Callable[[torch.Tensor, int], Onto]) -> None:
-        """The backward walk: ``attend(rows, source)`` computes what this rank has to add to the
-        gradient of the ``rows`` of ``source``, and gives a function that adds it to what others
-        have, to nothing where it is the first: so a kernel does not wait for what is to come.
-
-        passing   [t_r, ...]  this rank's rows, passed round
-        """
-        coming, behind = self.onward(passing, 0), list[Arriving]()
-        own = attend(passing, self.member)
+        """The backward walk of a ring, in which the sum of each rank's gradient travels one step
+        behind its rows and ends at that rank. ``attend(rows, source)`` computes what this rank adds
+        to the gradient of the rows of ``source``, and returns a function that does so once the sum
+        is here: a kernel need not wait for it. passing [t_r, ...]: this rank's rows, which go
+        round."""
+        next_rows, partial_sums = self.onward(passing, 0), list[Arriving]()
+        add_own = attend(passing, self.member)
         for step in range(1, self.ranks):
-            assert coming is not None
-            rows = coming.wait()
-            coming = self.onward(rows, step)
-            put = attend(rows, self.source(step))
-            here = put(behind.pop().wait() if behind else None)
-            behind.append(issue_shift(here, self.sizes[self.source(step + 1)], self.group))
-        own(behind.pop().wait() if behind else None)
+            assert next_rows is not None
+            rows = next_rows.wait()
+            next_rows = self.onward(rows, step)
+            add_to = attend(rows, self.source(step))
+            dsum = add_to(partial_sums.pop().wait() if partial_sums else None)
+            partial_sums.append(issue_shift(dsum, self.sizes[self.source(step + 1)], self.group))
+        # the own rows' sum comes home last
+        add_own(partial_sums.pop().wait() if partial_sums else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +89,15 @@ class RingCore:
 
     def forward(self, qkv: torch.Tensor) -> tuple[torch.Tensor, Saved]:
         """(out [t, N, D], (lse [N, t],))."""
-        g, q = self.heads.keys, qkv[:, : self.heads.queries]
+        kv_heads, q = self.heads.keys, qkv[:, : self.heads.queries]
         partial = Partial(q)
         kv = qkv[:, self.heads.queries :].contiguous()
         for step in range(self.ring.ranks):
-            coming = self.ring.onward(kv, step)
+            # sent on before it is used
+            next_kv = self.ring.onward(kv, step)
             blocks = self.blocks(self.ring.source(step))
-            partial.add(q, kv[:, :g], kv[:, g:], blocks, self.heads.softcap)
-            kv = coming.wait() if coming is not None else kv
+            partial.add(q, kv[:, :kv_heads], kv[:, kv_heads:], blocks, self.heads.softcap)
+            kv = next_kv.wait() if next_kv is not None else kv
         out, lse = partial.result(qkv.dtype)
         return out, (lse,)
 
@@ -104,20 +105,20 @@ class RingCore:
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
     ) -> Gradients:
         """The gradients of qkv; keys and values travel around the ring again."""
-        n, g = self.heads.queries, self.heads.keys
+        queries, kv_heads = self.heads.queries, self.heads.keys
         dqkv = torch.empty_like(qkv, dtype=sum_dtype(qkv))
-        mine, own = dqkv[:, :n], dqkv[:, n:]
-        dq = RowSum(len(qkv), total=mine)
+        dq_rows, dkv_own = dqkv[:, :queries], dqkv[:, queries:]
+        dq = RowSum(len(qkv), total=dq_rows)
 
         def attend(kv: torch.Tensor, source: int) -> Onto:
-            """Add the gradients of the local queries, and those of the keys and values of rank
-            ``source``, which travel on with them."""
-            sums = _KeySums(kv, g, own if source == self.ring.member else None)
+            """Add to the gradients of the local queries. Returns a function that adds the gradients
+            of the keys and values of rank ``source`` to the sum that comes round the ring."""
+            sums = _KeySums(kv, kv_heads, dkv_own if source == self.ring.member else None)
             add_gradients(
                 grad,
-                qkv[:, :n],
-                kv[:, :g],
-                kv[:, g:],
+                qkv[:, :queries],
+                kv[:, :kv_heads],
+                kv[:, kv_heads:],
                 out,
                 saved[0],
                 self.blocks(source),
@@ -128,36 +129,42 @@ class RingCore:
             )
             return sums.onto if sums.own is None else sums.finish
 
-        self.ring.sums(qkv[:, n:].contiguous(), attend)
-        dq.write(mine)
+        self.ring.sums(qkv[:, queries:].contiguous(), attend)
+        dq.write(dq_rows)
         return Gradients.of(dqkv.to(qkv.dtype), self.heads)
 
 
 class _KeySums:
-    """The gradient of keys and values ``kv`` [t, 2 G, D], of this rank's queries; into ``own``
-    where they are this rank's."""
+    """The gradient of keys and values ``kv`` [t, 2 G, D] through the scores of this rank's queries.
+    ``own`` is where the whole sum goes if the keys are this rank's, else None."""
 
-    def __init__(self, kv: torch.Tensor, g: int, own: torch.Tensor | None) -> None:
-        self.kv, self.g, self.own = kv.new_empty(()).expand(kv.shape), g, own
-        self.into = (None, None) if own is None else (own[:, :g], own[:, g:])
+    def __init__(self, kv: torch.Tensor, kv_heads: int, own: torch.Tensor | None) -> None:
+        # of kv only shape and type are needed: a view of one element keeps them without memory
+        self.kv, self.kv_heads, self.own = kv.new_empty(()).expand(kv.shape), kv_heads, own
+        self.into = (None, None) if own is None else (own[:, :kv_heads], own[:, kv_heads:])
         self.dk, self.dv = (RowSum(len(kv), total=x) for x in self.into)
 
     def onto(self, behind: torch.Tensor | None) -> torch.Tensor:
-        """The gradient added to ``behind``, the wide sum of the ranks before."""
-        fresh = behind is None
+        """Add the gradient to ``behind`` [t, 2 G, D], the wide sum of the ranks before, None for
+        the first rank; returns the sum."""
+        is_first = behind is None
         if behind is None:
             behind = self.kv.new_empty(self.kv.shape, dtype=wide_dtype(self.kv.dtype))
-        for x, into in ((self.dk, behind[:, : self.g]), (self.dv, behind[:, self.g :])):
-            x.write(into) if fresh else x.add_to(into)
+        for row_sum, part in (
+            (self.dk, behind[:, : self.kv_heads]),
+            (self.dv, behind[:, self.kv_heads :]),
+        ):
+            row_sum.write(part) if is_first else row_sum.add_to(part)
         return behind
 
     def finish(self, behind: torch.Tensor | None) -> torch.Tensor:
-        """Write the gradient into ``own``, with the sum ``behind`` of the other ranks."""
+        """Write the whole gradient of this rank's keys and values into ``own``: ``behind`` is the
+        sum of the other ranks, None where there are none."""
         assert self.own is not None, "of this rank's rows"
         if behind is not None:
-            self.dk.add(0, behind[:, : self.g])
-            self.dv.add(0, behind[:, self.g :])
-        for x, into in zip((self.dk, self.dv), self.into, strict=True):
-            assert into is not None, "of this rank's rows"
-            x.write(into)
+            self.dk.add(0, behind[:, : self.kv_heads])
+            self.dv.add(0, behind[:, self.kv_heads :])
+        for row_sum, part in zip((self.dk, self.dv), self.into, strict=True):
+            assert part is not None, "of this rank's rows"
+            row_sum.write(part)
         return self.own

@@ -79,8 +79,8 @@ class Turned:
 
 
 def turned(qkv: torch.Tensor, rotation: Rotation) -> Turned:
-    """:func:`rotate_and_sort` for :func:`headrace.ops.core.attended`: gradients skip the joint
-    tensor."""
+    """Rotate and sort as :func:`rotate_and_sort`, for :func:`headrace.ops.core.attended`: the
+    gradients of q, k and v come back apart, and are never put into one tensor."""
     made = Turned(token=qkv, qkv=qkv, grads=[])
     made.token = _Turn.apply(qkv, rotation, made)
     return made
@@ -98,6 +98,8 @@ class _Turn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """Take the gradients of q, k and v, which attention has left in ``grads``, back to the
+        projection."""
         rotation, grads = ctx.rest
         return rotation.turned_back(*grads.pop()), None, None
 
@@ -126,25 +128,25 @@ class Rotation:
 
 
 def _sort(qkv: torch.Tensor) -> torch.Tensor:
-    """From qkv [t, groups, m + 2, D], in each group m queries, a key and a value, to [t, N + 2 G,
-    D]: all queries, all keys, all values."""
-    t, groups, heads, features = qkv.shape
-    m, n = heads - 2, groups * (heads - 2)
-    out = qkv.new_empty((t, n + 2 * groups, features))
-    out[:, :n].view(t, groups, m, features).copy_(qkv[:, :, :m])
-    out[:, n : n + groups] = qkv[:, :, m]
-    out[:, n + groups :] = qkv[:, :, m + 1]
+    """Sort qkv [t, g, m + 2, D], in each group m queries, a key and a value, into [t, n + 2 g, D]:
+    all queries, all keys, all values."""
+    t, groups, group_heads, features = qkv.shape
+    group_queries, queries = group_heads - 2, groups * (group_heads - 2)
+    out = qkv.new_empty((t, queries + 2 * groups, features))
+    out[:, :queries].view(t, groups, group_queries, features).copy_(qkv[:, :, :group_queries])
+    out[:, queries : queries + groups] = qkv[:, :, group_queries]
+    out[:, queries + groups :] = qkv[:, :, group_queries + 1]
     return out
 
 
 def _unsort(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> torch.Tensor:
-    """From the gradients dq [t, N, D], dk and dv [t, G, D] back to [t, groups, m + 2, D]."""
+    """The adjoint of :func:`_sort`: dq [t, n, D], dk and dv [t, g, D] to [t, g, m + 2, D]."""
     t, groups, features = dk.shape
-    m = dq.shape[1] // groups if groups else 0
-    out = dq.new_empty((t, groups, m + 2, features))
-    out[:, :, :m] = dq.unflatten(1, (groups, m))
-    out[:, :, m] = dk
-    out[:, :, m + 1] = dv
+    group_queries = dq.shape[1] // groups if groups else 0
+    out = dq.new_empty((t, groups, group_queries + 2, features))
+    out[:, :, :group_queries] = dq.unflatten(1, (groups, group_queries))
+    out[:, :, group_queries] = dk
+    out[:, :, group_queries + 1] = dv
     return out
 
 
@@ -158,9 +160,10 @@ def _select_rows(
 def _plain_rotate_and_sort(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: torch.Tensor | None
 ) -> torch.Tensor:
-    """Sort qkv [t, G, m + 2, D] to [t, N + 2 G, D] and turn queries and keys by their places' cos
-    and sin, in place; ``rows`` selects tokens first."""
+    """Sort qkv [t, g, m + 2, D] into [t, n + 2 g, D], and rotate queries and keys by ``cos`` and
+    ``sin`` [t, D / 2]; ``rows`` [t], where given, selects rows of qkv first."""
     out, groups = _sort(qkv if rows is None else qkv.index_select(0, rows)), qkv.shape[1]
+    # all heads but the values, which are last
     _rotate(out[:, : out.shape[1] - groups], cos, sin)
     return out
 
@@ -173,15 +176,17 @@ def _plain_unrotate_and_unsort(
     sin: torch.Tensor,
     rows: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The adjoint: gradients turned back and sorted to [t, G, m + 2, D]."""
+    """The adjoint of :func:`_plain_rotate_and_sort`: gradients rotated back and sorted to [t, g, m
+    + 2, D]; ``rows`` is the inverse selection."""
     dq, dk, dv, cos, sin = _select_rows((dq, dk, dv, cos, sin), rows)
     out = _unsort(dq, dk, dv)
+    # all heads of a group but its value; minus the sine is the inverse rotation
     _rotate(out[:, :, :-1].transpose(0, 1), cos, -sin)
     return out
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate pairs (i, i + D/2) of ``x`` [.., t, heads, D] in place."""
+    """Rotate the pairs of features (i, i + D / 2) of ``x`` [.., t, heads, D] in place."""
     half = x.shape[-1] // 2
     cos, sin = cos[:, None], sin[:, None]
     first, second = x[..., :half].clone(), x[..., half:]
@@ -222,14 +227,15 @@ def _unrotate_and_unsort(
     if rows is not None:
         dq, dk, dv, cos, sin = (x.index_select(0, rows) for x in (dq, dk, dv, cos, sin))
     t, groups, features = dk.shape
-    m = dq.shape[1] // groups if groups else 0
-    queries = _rotated_pairs(dq, cos, -sin).reshape(t, groups, m, features)
+    group_queries = dq.shape[1] // groups if groups else 0
+    queries = _rotated_pairs(dq, cos, -sin).reshape(t, groups, group_queries, features)
     return torch.cat((queries, _rotated_pairs(dk, cos, -sin)[:, :, None], dv[:, :, None]), dim=2)
 
 
 def _rotated_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Pairs (i, i + D/2) of ``x`` [t, heads, D] rotated."""
+    """``x`` [t, heads, D] with the pairs of features (i, i + D / 2) rotated, computed in at least
+    fp32."""
     first, second = widened(x).chunk(2, dim=-1)
     cos, sin = widened(cos)[:, None], widened(sin)[:, None]
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)

@@ -46,17 +46,23 @@ class KernelRun(NamedTuple):
 
 
 def runs_of(blocks: Iterable[Block], most: int) -> tuple[KernelRun, ...]:
-    """Blocks in their order, neighbours joined up to ``most`` of them; empty ones left out, and
-    queries that see the same keys are one document."""
+    """Blocks in their order as runs, one for each call of a kernel: neighbours are joined, up to
+    ``most`` documents in a run. Empty blocks are left out, and neighbouring queries that see the
+    same keys become one document."""
     groups: list[list[Block]] = []
     for block in blocks:
         rows, columns = block.q_stop - block.q_start, block.k_stop - block.k_start
         assert not block.causal or rows == columns, f"{block} is causal and not square"
         if not rows or not columns:
             continue
-        if groups and _goes_on(block, groups[-1][-1]):
+        if groups and _extends_queries(block, groups[-1][-1]):
             groups[-1][-1] = groups[-1][-1]._replace(q_stop=block.q_stop)
-        elif most > 1 and groups and len(groups[-1]) < most and _follows(block, groups[-1][-1]):
+        elif (
+            most > 1
+            and groups
+            and len(groups[-1]) < most
+            and _is_next_document(block, groups[-1][-1])
+        ):
             groups[-1].append(block)
         else:
             groups.append([block])
@@ -73,12 +79,16 @@ def runs_of(blocks: Iterable[Block], most: int) -> tuple[KernelRun, ...]:
     )
 
 
-def _follows(block: Block, last: Block) -> bool:
+def _is_next_document(block: Block, last: Block) -> bool:
+    """Whether ``block`` begins where ``last`` ends, among queries and among keys, and is of the
+    same kind."""
     starts, stops = (block.q_start, block.k_start), (last.q_stop, last.k_stop)
     return starts == stops and (block.causal, block.turned) == (last.causal, last.turned)
 
 
-def _goes_on(block: Block, last: Block) -> bool:
+def _extends_queries(block: Block, last: Block) -> bool:
+    """Whether ``block`` has the queries right after those of ``last`` and the same keys, all of
+    which count."""
     same_keys = (block.k_start, block.k_stop) == (last.k_start, last.k_stop)
     return same_keys and block.q_start == last.q_stop and not (block.causal or last.causal)
 
@@ -105,30 +115,32 @@ class MarkedRows:
 
     def pieces(self, start: int, stop: int) -> list[RowSpan]:
         """[start, stop) cut at the borders of the marked rows."""
-        cuts: list[RowSpan] = []
-        at = bisect_right(self._stops, start)
+        spans: list[RowSpan] = []
+        # the first marked interval that ends behind ``start``
+        index = bisect_right(self._stops, start)
         while start < stop:
-            begin = self._starts[at] if at < len(self._starts) else stop
-            if start < begin:
-                cuts.append((start, min(begin, stop), False))
-            if begin < stop:
-                cuts.append((max(begin, start), min(self._stops[at], stop), True))
-            start, at = cuts[-1][1], at + 1
-        return cuts
+            marked_start = self._starts[index] if index < len(self._starts) else stop
+            if start < marked_start:
+                spans.append((start, min(marked_start, stop), False))
+            if marked_start < stop:
+                spans.append((max(marked_start, start), min(self._stops[index], stop), True))
+            start, index = spans[-1][1], index + 1
+        return spans
 
     def mark(self, start: int, stop: int) -> list[RowSpan]:
         """Mark [start, stop); returns its pieces as they were before."""
         if start < stop and self._stops and start == self._stops[-1]:  # the usual case: extend
             self._stops[-1] = stop
             return [(start, stop, False)]
-        before = self.pieces(start, stop)
+        pieces = self.pieces(start, stop)
         if start < stop:
+            # replace all intervals that overlap or touch [start, stop) by one
             first, last = bisect_left(self._stops, start), bisect_right(self._starts, stop)
             if first < last:
                 start = min(start, self._starts[first])
                 stop = max(stop, self._stops[last - 1])
             self._starts[first:last], self._stops[first:last] = [start], [stop]
-        return before
+        return pieces
 
 
 HELD = 9
@@ -151,14 +163,14 @@ def adds_at_once(x: torch.Tensor) -> bool:
 
 
 def segments(spans: Sequence[tuple[int, int]], rows: int) -> list[Segment]:
-    """All ``rows``, cut where one of ``spans`` (start, stop) begins or ends."""
+    """The rows from 0 to ``rows``, cut where one of ``spans`` [start, stop) begins or ends."""
     edges = sorted({0, rows, *(edge for span in spans for edge in span)})
-    at = {edge: i for i, edge in enumerate(edges)}
-    found = [Segment(a, b, []) for a, b in pairwise(edges)]
+    segment_at = {edge: i for i, edge in enumerate(edges)}
+    pieces = [Segment(begin, end, []) for begin, end in pairwise(edges)]
     for i, (start, stop) in enumerate(spans):
-        for segment in found[at[start] : at[stop]]:
+        for segment in pieces[segment_at[start] : segment_at[stop]]:
             segment.parts.append(i)
-    return found
+    return pieces
 
 
 class RowSum:
@@ -170,7 +182,8 @@ class RowSum:
     __slots__ = ("_held", "_marked", "_parts", "_rows", "_total")
 
     def __init__(self, rows: int, *, total: torch.Tensor | None = None, fresh: bool = True) -> None:
-        """An empty sum of ``rows`` rows, or one that adds to ``total``."""
+        """An empty sum of ``rows`` rows. On a CPU parts are added to ``total`` [rows, ...] at once;
+        not ``fresh``: it holds values already, which count."""
         self._total = total if total is not None and adds_at_once(total) else None
         self._rows, self._marked, self._held = rows, MarkedRows(), 0
         self._parts: list[tuple[int, torch.Tensor]] = []
@@ -194,9 +207,9 @@ class RowSum:
         is no part; its row i at ``places[i]`` where they are given. A total must be given again."""
         if self._total is not None:
             assert places is None, "parts were added in order"
-            for a, b, known in self._marked.pieces(0, self._rows):
-                if not known:
-                    out[a:b] = 0
+            for begin, end, has_value in self._marked.pieces(0, self._rows):
+                if not has_value:
+                    out[begin:end] = 0
             return
         for start, stop, parts in self._segments():
             if places is not None:
@@ -221,15 +234,21 @@ class RowSum:
         return self._parts[0][1]
 
     def _segments(self) -> list[tuple[int, int, list[torch.Tensor]]]:
-        """Segments, each with the rows of every part that contains it."""
+        """(start, stop, the rows of every part in [start, stop)) of each segment between borders of
+        parts."""
         spans = [(start, start + len(part)) for start, part in self._parts]
         return [
-            (a, b, [self._parts[i][1][a - spans[i][0] : b - spans[i][0]] for i in of])
-            for a, b, of in segments(spans, self._rows)
+            (
+                begin,
+                end,
+                [self._parts[i][1][begin - spans[i][0] : end - spans[i][0]] for i in part_indices],
+            )
+            for begin, end, part_indices in segments(spans, self._rows)
         ]
 
     def _join(self, like: torch.Tensor) -> None:
-        """Replace several held parts by one wide sum."""
+        """Make all held parts one part for each segment, in fp32 where several add up, so that no
+        more is held than the rows; ``like`` is any part."""
         joined = list[tuple[int, torch.Tensor]]()
         for start, stop, parts in self._segments():
             if len(parts) > 1:
@@ -242,11 +261,12 @@ class RowSum:
 
 
 def _add(total: torch.Tensor, part: torch.Tensor, pieces: Sequence[tuple[int, int, bool]]) -> None:
-    """Add ``part`` to the pieces of ``total`` that hold a value, and copy it to the others."""
+    """Add ``part``, whose rows begin with the first of ``pieces`` (start, stop, holds a value), to
+    ``total``: to rows that hold a value, and as a copy to the others."""
     start = pieces[0][0]
-    for a, b, known in pieces:
-        rows = part if len(pieces) == 1 else part[a - start : b - start]
-        total[a:b].add_(rows) if known else total[a:b].copy_(rows)
+    for begin, end, has_value in pieces:
+        rows = part if len(pieces) == 1 else part[begin - start : end - start]
+        total[begin:end].add_(rows) if has_value else total[begin:end].copy_(rows)
 
 
 def _put_sum(out: torch.Tensor, places: torch.Tensor, parts: list[torch.Tensor]) -> None:
@@ -261,6 +281,7 @@ def _put_sum(out: torch.Tensor, places: torch.Tensor, parts: list[torch.Tensor])
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
+    """The type of sums of tensors like x."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -274,14 +295,17 @@ def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
 
 @fused("add_up_(Tensor(a!) out, Tensor[] parts) -> ()")
 def _add_up(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Write the sum of ``parts`` to ``out``."""
     out.copy_(_sum(parts))
 
 
 @fused("add_to_(Tensor(a!) out, Tensor[] parts) -> ()")
 def _add_to(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Add the sum of ``parts`` to ``out``, rounded once."""
     out.copy_(widened(out) + _sum(parts))
 
 
 @fused("put_up_(Tensor(a!) out, Tensor places, Tensor[] parts) -> ()")
 def _put_up(out: torch.Tensor, places: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Write the sum of ``parts`` [n, ...] to the rows ``places`` [n] of ``out``."""
     out.index_copy_(0, places, _sum(parts).to(out.dtype))

@@ -40,57 +40,67 @@ class ScoreRowsCore:
     blocks: Callable[[int], Sequence[Block]]
 
     def forward(self, qkv: torch.Tensor) -> tuple[torch.Tensor, Saved]:
-        """(out [t, N, D], one P [N, rows, columns] for each block in the order of the ring)."""
-        n, g = self.heads.queries, self.heads.keys
-        q, wide = qkv[:, :n], wide_dtype(qkv.dtype)
+        """(out [t, N, D], the softmax P [N, rows, columns] of each block in the order of the
+        ring)."""
+        queries, kv_heads = self.heads.queries, self.heads.keys
+        q, wide_type = qkv[:, :queries], wide_dtype(qkv.dtype)
         scores: list[torch.Tensor] = []
-        for keys, source in self._round(qkv[:, n : n + g]):
-            scores += [_scores(q, keys, block).to(wide) for block in self.blocks(source)]
-        order = [b for step in range(self.ring.ranks) for b in self.blocks(self.ring.source(step))]
-        shares = [p.to(qkv.dtype) for p in _softmax(scores, order)]
+        for keys, source in self._round(qkv[:, queries : queries + kv_heads]):
+            scores += [_scores(q, keys, block).to(wide_type) for block in self.blocks(source)]
+        # the blocks in the order of the ring, in which scores were computed
+        blocks = [b for step in range(self.ring.ranks) for b in self.blocks(self.ring.source(step))]
+        probabilities = [p.to(qkv.dtype) for p in _softmax(scores, blocks)]
         del scores
-        out = q.new_zeros(q.shape, dtype=wide)
-        at = iter(shares)
-        for values, source in self._round(qkv[:, n + g :]):
+        out = q.new_zeros(q.shape, dtype=wide_type)
+        next_probabilities = iter(probabilities)
+        for values, source in self._round(qkv[:, queries + kv_heads :]):
             for block in self.blocks(source):
                 rows = slice(block.q_start, block.q_stop)
-                out[rows] += _weigh_values(next(at), values[block.k_start : block.k_stop], n)
-        return out.to(qkv.dtype), tuple(shares)
+                out[rows] += _weigh_values(
+                    next(next_probabilities), values[block.k_start : block.k_stop], queries
+                )
+        return out.to(qkv.dtype), tuple(probabilities)
 
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
     ) -> Gradients:
         """The gradients of qkv; keys and values travel around the ring again."""
-        n, g = self.heads.queries, self.heads.keys
-        wide = wide_dtype(qkv.dtype)
-        dqkv = torch.zeros_like(qkv, dtype=wide)
-        dq, dkv = dqkv[:, :n], torch.empty_like(qkv[:, n:], dtype=wide)
-        delta = (grad.to(wide) * out.to(wide)).sum(-1).t()[..., None]
-        at = iter(saved)
+        queries, kv_heads = self.heads.queries, self.heads.keys
+        wide_type = wide_dtype(qkv.dtype)
+        dqkv = torch.zeros_like(qkv, dtype=wide_type)
+        dq, dkv = dqkv[:, :queries], torch.empty_like(qkv[:, queries:], dtype=wide_type)
+        # sum_D(do o) of each query [N, t, 1], by which the softmax's gradient is centred
+        delta = (grad.to(wide_type) * out.to(wide_type)).sum(-1).t()[..., None]
+        next_probabilities = iter(saved)
 
         def attend(kv: torch.Tensor, source: int) -> Onto:
-            """Add the gradients of the local queries, and return what adds those of rank
-            ``source``'s keys and values to a sum that comes round."""
-            into = dkv if source == self.ring.member else torch.empty_like(kv, dtype=wide)
-            into.zero_()
+            """Add to the gradients of the local queries. Returns a function that adds the gradients
+            of the keys and values of rank ``source`` to the sum that comes round the ring."""
+            dkv_source = (
+                dkv if source == self.ring.member else torch.empty_like(kv, dtype=wide_type)
+            )
+            dkv_source.zero_()
             for block in self.blocks(source):
                 rows = slice(block.q_start, block.q_stop)
                 columns = slice(block.k_start, block.k_stop)
-                p, do = next(at).to(wide), grad[rows].to(wide)
-                k, v = kv[columns, :g].to(wide), kv[columns, g:].to(wide)
-                ds = p * (torch.einsum("qnd,knd->nqk", do, _expand(v, n)) - delta[:, rows])
+                p, do = next(next_probabilities).to(wide_type), grad[rows].to(wide_type)
+                k, v = kv[columns, :kv_heads].to(wide_type), kv[columns, kv_heads:].to(wide_type)
+                ds = p * (torch.einsum("qnd,knd->nqk", do, _expand(v, queries)) - delta[:, rows])
                 ds /= math.sqrt(qkv.shape[-1])
-                dq[rows] += torch.einsum("nqk,knd->qnd", ds, _expand(k, n))
-                dk = torch.einsum("nqk,qnd->knd", ds, qkv[rows, :n].to(wide))
-                into[columns, :g] += _sum_groups(dk, g)
-                into[columns, g:] += _sum_groups(torch.einsum("nqk,qnd->knd", p, do), g)
-            return lambda behind: into if behind is None else into.add_(behind)
+                dq[rows] += torch.einsum("nqk,knd->qnd", ds, _expand(k, queries))
+                dk = torch.einsum("nqk,qnd->knd", ds, qkv[rows, :queries].to(wide_type))
+                dkv_source[columns, :kv_heads] += _sum_groups(dk, kv_heads)
+                dkv_source[columns, kv_heads:] += _sum_groups(
+                    torch.einsum("nqk,qnd->knd", p, do), kv_heads
+                )
+            return lambda behind: dkv_source if behind is None else dkv_source.add_(behind)
 
-        self.ring.sums(qkv[:, n:].contiguous(), attend)
-        dqkv[:, n:] = dkv
+        self.ring.sums(qkv[:, queries:].contiguous(), attend)
+        dqkv[:, queries:] = dkv
         return Gradients.of(dqkv.to(qkv.dtype), self.heads)
 
     def _round(self, x: torch.Tensor) -> _Round:
+        """An iterator over the rows of ``x`` of every rank, as they come round the ring."""
         return _Round(self.ring, x)
 
 
@@ -106,7 +116,7 @@ class _Round:
         return self
 
     def __next__(self) -> tuple[torch.Tensor, int]:
-        """The next rank's rows and its number; the rows after them are sent for first."""
+        """(the rows of the next rank, that rank). The rows after them are already on their way."""
         step = self._step
         if step == self._ring.ranks:
             raise StopIteration
@@ -119,7 +129,8 @@ class _Round:
 
 
 def _scores(q: torch.Tensor, keys: torch.Tensor, block: Block) -> torch.Tensor:
-    """[N, rows, columns], minus infinity where a causal row does not see."""
+    """Scaled scores [N, rows, columns] of one block; minus infinity for keys behind a query where
+    it is causal."""
     rows = q[block.q_start : block.q_stop]
     columns = _expand(keys[block.k_start : block.k_stop], q.shape[1])
     scores = torch.einsum("qnd,knd->nqk", rows, columns) / math.sqrt(q.shape[-1])
@@ -130,26 +141,32 @@ def _scores(q: torch.Tensor, keys: torch.Tensor, block: Block) -> torch.Tensor:
     return scores
 
 
-def _softmax(scores: Sequence[torch.Tensor], order: Sequence[Block]) -> list[torch.Tensor]:
-    """The blocks of each row divided by the sum over all of them, in place."""
-    normal: dict[int, torch.Tensor] = {}
-    for block, part in zip(order, scores, strict=True):
-        here = part.logsumexp(-1, keepdim=True)
-        before = normal.get(block.q_start)
-        normal[block.q_start] = here if before is None else torch.logaddexp(before, here)
+def _softmax(scores: Sequence[torch.Tensor], blocks: Sequence[Block]) -> list[torch.Tensor]:
+    """The softmax of each row, whose scores lie in several of the ``blocks``: each block's
+    ``scores`` [N, rows, columns] minus the log-sum-exp over all blocks of its rows, exponentiated,
+    in place."""
+    row_lse: dict[int, torch.Tensor] = {}
+    for block, block_scores in zip(blocks, scores, strict=True):
+        block_lse = block_scores.logsumexp(-1, keepdim=True)
+        before = row_lse.get(block.q_start)
+        row_lse[block.q_start] = block_lse if before is None else torch.logaddexp(before, block_lse)
     return [
-        part.sub_(normal[block.q_start]).exp_() for block, part in zip(order, scores, strict=True)
+        block_scores.sub_(row_lse[block.q_start]).exp_()
+        for block, block_scores in zip(blocks, scores, strict=True)
     ]
 
 
 def _weigh_values(p: torch.Tensor, values: torch.Tensor, heads: int) -> torch.Tensor:
+    """P V: out [rows, N, D] of probabilities [N, rows, columns] and values [columns, G, D]."""
     return torch.einsum("nqk,knd->qnd", p, _expand(values, heads))
 
 
 def _expand(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Repeat key-value heads [t, G, D], one for each of ``heads`` query heads: [t, N, D]."""
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _sum_groups(grad: torch.Tensor, groups: int) -> torch.Tensor:
+    """The adjoint of :func:`_expand`: gradients [t, N, D] to [t, G, D]."""
     rows, heads, features = grad.shape
     return grad.view(rows, groups, heads // groups, features).sum(2)

@@ -60,8 +60,11 @@ class Spread:
         """The rows of one rank's tokens that are in a chunk: the same number for every rank if
         possible; rows that only some ranks have are in the last chunk."""
         size, least = self.sizes[rank], min(self.sizes)
+        # cut each rank's rows by itself: as evenly as can be
         if max(self.sizes) != least + 1:
             return slice(size * chunk // self.chunks, size * (chunk + 1) // self.chunks)
+        # Some ranks have one row more than others: all share the cuts of the smaller size, rounded
+        # up, and the further row is in the last chunk.
         start, stop = (-(-least * i // self.chunks) for i in (chunk, chunk + 1))
         return slice(start, size if chunk + 1 == self.chunks else stop)
 
@@ -80,18 +83,24 @@ class Spread:
         coming: Arriving | None = self._issue(x, 0)
         for chunk in range(self.chunks):
             assert coming is not None
+            # popped when it is given away, so that this generator does not keep a chunk alive
             arrived = [coming.wait()]
             coming = self._issue(x, chunk + 1) if chunk + 1 < self.chunks else None
             yield arrived.pop()
 
     def _issue(self, x: torch.Tensor, chunk: int) -> Arriving:
+        """Start to gather this rank's rows of a chunk with those of all others."""
         return issue_all_gather(x[self.mine(chunk)], self.counts(chunk), self.group)
 
     def take(self, whole: torch.Tensor, chunk: int) -> torch.Tensor:
         """The rows of a chunk in rank order, taken from ``whole`` [T, ...]."""
         if self.places is not None:
-            return whole.index_select(0, torch.cat([self.places[s] for s in self._slices(chunk)]))
-        return whole if self.chunks == 1 else torch.cat([whole[s] for s in self._slices(chunk)])
+            return whole.index_select(
+                0, torch.cat([self.places[rows] for rows in self._slices(chunk)])
+            )
+        return (
+            whole if self.chunks == 1 else torch.cat([whole[rows] for rows in self._slices(chunk)])
+        )
 
     def put(self, whole: torch.Tensor, chunk: int, rows: torch.Tensor) -> None:
         """Write the rows of a chunk back to ``whole``: the inverse of :meth:`take`."""
@@ -99,16 +108,18 @@ class Spread:
             places = torch.cat([self.places[s] for s in self._slices(chunk)])
             whole.index_copy_(0, places, rows)
             return
+        # equal sizes: one strided copy serves all ranks
         if len(set(self.sizes)) == 1:
-            ranks, share = len(self.sizes), self.share(0, chunk)
-            whole.unflatten(0, (ranks, -1))[:, share] = rows.unflatten(0, (ranks, -1))
+            ranks, rank_share = len(self.sizes), self.share(0, chunk)
+            whole.unflatten(0, (ranks, -1))[:, rank_share] = rows.unflatten(0, (ranks, -1))
             return
-        for there, part in zip(self._slices(chunk), rows.split(self.counts(chunk)), strict=True):
-            whole[there] = part
+        for target, part in zip(self._slices(chunk), rows.split(self.counts(chunk)), strict=True):
+            whole[target] = part
 
     def apart(self, whole: torch.Tensor, chunk: int) -> torch.Tensor | None:
-        """The rows of a chunk as a view [R, rows, ...] of ``whole``, where all ranks have as many
-        rows and matrix products accept the strides; else None."""
+        """The rows of a chunk as a view [R, rows of a rank, ...] of ``whole`` [T, ...], without a
+        copy. None where there is no such view, as sizes differ or rows are in another order, or
+        matrix products would be slow on it."""
         if self.places is not None or len(set(self.sizes)) > 1 or not _takes_blocks(whole):
             return None
         return whole.unflatten(0, (len(self.sizes), self.sizes[0]))[:, self.share(0, chunk)]
@@ -119,23 +130,29 @@ class Spread:
         return slice(start, start + sum(self.counts(chunk)))
 
     def arrival(self) -> np.ndarray:
-        """[T]: for each row in the order of chunks, its index among the rows in rank order."""
-        parts = [np.arange(s.start, s.stop) for c in range(self.chunks) for s in self._slices(c)]
+        """[T]: for each row in the order in which chunks arrive, its index among the rows in rank
+        order."""
+        parts = [
+            np.arange(rows.start, rows.stop)
+            for chunk in range(self.chunks)
+            for rows in self._slices(chunk)
+        ]
         return np.concatenate(parts)
 
     def scattered(
         self, chunks: Iterator[torch.Tensor], like: torch.Tensor, onto: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """This rank's rows of the sum over ranks of all chunks [T_c, h], and ``onto`` [t_r, h];
-        ``like`` is of their type, [t_r, h]."""
-        out, before = torch.empty_like(like), Arriving.there(like[:0])
+        """Reduce-scatter of ``chunks`` [T_c, h], one after the other: this rank's rows [t_r, h] of
+        the sum over ranks, plus ``onto`` [t_r, h] where it is given. ``like`` [t_r, h] gives type
+        and shape."""
+        out, previous = torch.empty_like(like), Arriving.there(like[:0])
         for chunk in range(self.chunks):
             rows, mine = next(chunks), self.mine(chunk)
-            before.wait()
+            previous.wait()  # only now: it was under way while this chunk was computed
             add = _Into(out[mine], None if onto is None else onto[mine])
-            before = issue_reduce_scatter(rows, self.counts(chunk), self.group, add=add)
+            previous = issue_reduce_scatter(rows, self.counts(chunk), self.group, add=add)
             del rows
-        before.wait()
+        previous.wait()
         return out
 
     def _slices(self, chunk: int) -> Iterator[slice]:
@@ -166,6 +183,8 @@ class _Into:
 
 @fused("sum_onto_(Tensor(a!) out, Tensor parts, Tensor onto) -> ()")
 def _sum_onto(out: torch.Tensor, parts: torch.Tensor, onto: torch.Tensor) -> None:
+    """Write the sum of parts [R, t, h] plus ``onto`` [t, h] to ``out``, in at least fp32 and
+    rounded once."""
     out.copy_(widened(parts).sum(0) + onto)
 
 
@@ -212,6 +231,7 @@ class _GatherLinear(torch.autograd.Function):
         out = y.new_empty((spread.total, len(matrix)))
 
         def part(chunk: int, rows: torch.Tensor) -> None:
+            """Write the products of one chunk's rows to their place in ``out``."""
             _product(rows, matrix.t(), bias, out[spread.rows(chunk)])
 
         _run(map(part, range(spread.chunks), spread.gathered(y)))
@@ -229,6 +249,7 @@ class _GatherLinear(torch.autograd.Function):
         y = x if norm is None else norm.again(x, tuple(stats))
 
         def part(chunk: int, rows: torch.Tensor) -> torch.Tensor:
+            """One chunk's gradient of y, [rows, in], adding that of the weight."""
             dy = grad[spread.rows(chunk)]
             weight.add_product(dy, rows)
             return dy @ matrix
@@ -283,9 +304,11 @@ class _LinearScatter(torch.autograd.Function):
         ctx.save_for_backward(y)
         ctx.rest = (weight, bias, spread, in_pack)
         matrix = weight.rows()
+        # a shape without memory
         like = y.new_empty(()).expand(spread.own, matrix.shape[1])
 
         def part(chunk: int) -> torch.Tensor:
+            """One chunk's products [rows, out], in rank order."""
             apart = spread.apart(y, chunk) if in_pack else None
             if apart is not None:
                 return torch.bmm(apart, matrix.expand(len(apart), -1, -1)).flatten(0, 1)
@@ -328,11 +351,13 @@ def _chunk_rows(whole: torch.Tensor, chunk: int, spread: Spread, in_pack: bool) 
 
 
 def _takes_blocks(x: torch.Tensor) -> bool:
-    """Whether a product of blocks of rows is as fast as one of rows side by side."""
+    """Whether products of blocks of rows (torch.bmm) are as fast on x's device as one product of
+    adjacent rows."""
     return x.device.type != "cpu"
 
 
 def _run(steps: Iterator[None]) -> None:
+    """Run all steps of a ``map`` that returns nothing; see [Note: map]."""
     for _ in steps:
         pass
 
@@ -381,6 +406,7 @@ class _SpreadFeedForward(torch.autograd.Function):
         into, out = parts.matrix_in.rows(), parts.matrix_out.rows()
 
         def part(rows: torch.Tensor) -> torch.Tensor:
+            """The feed-forward of one chunk's rows by this rank's features."""
             return parts.activation.forward(_product(rows, into.t(), parts.bias_in)) @ out
 
         return _plus(spread.scattered(map(part, spread.gathered(y)), x), parts.bias_out), x
@@ -427,4 +453,5 @@ def _product(
 
 
 def _plus(x: torch.Tensor, bias: WeightSource | None) -> torch.Tensor:
+    """x [t, h] plus the bias where there is one, in place."""
     return x if bias is None else x.add_(bias.rows())

@@ -83,6 +83,8 @@ class Columns:
     def in_turn(self) -> bool:
         """Whether every place is taken once, in the order of the ranks."""
         stops = [0, *(part.stop for part in self.of if isinstance(part, range))]
+        # every rank has a range, each begins where the one before ends, and the last ends at
+        # ``total``
         return (
             len(stops) == len(self.of) + 1
             and stops[-1] == self.total
@@ -99,8 +101,10 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Section:
-    """Places that ranks take in a regular pattern: of its own places from index ``at`` on, rank r
-    takes the ``count`` consecutive ones from ``start + r // share * count`` on."""
+    """Places that ranks take in a regular pattern, as ranks of grouped heads do. Rank r takes the
+    ``count`` consecutive places from ``start + r // share * count`` on, so that ``share``
+    neighbouring ranks take the same ones; they are the places from index ``at`` on in its own
+    list."""
 
     at: int
     start: int
@@ -112,31 +116,36 @@ class _Section:
 def _sections(columns: Columns) -> tuple[_Section, ...]:
     """Sections that cover every place of ``columns``, so that one copy serves all ranks; none where
     the places of ranks follow no such pattern."""
-    ranks, mine = len(columns.of), len(columns.of[0])
-    if not mine or any(len(own) != mine for own in columns.of):
+    ranks, own_count = len(columns.of), len(columns.of[0])
+    if not own_count or any(len(places) != own_count for places in columns.of):
         return ()
-    found = list[_Section]()
+    sections = list[_Section]()
     for at, stop in pairwise(_cuts(columns)):
-        starts, count = [own[at] for own in columns.of], stop - at
-        share = next((r for r in range(1, ranks) if starts[r] != starts[0]), ranks)
-        if ranks % share or any(s != starts[0] + r // share * count for r, s in enumerate(starts)):
+        starts, count = [places[at] for places in columns.of], stop - at
+        # how many ranks, from the first one on, take the same places
+        share = next((rank for rank in range(1, ranks) if starts[rank] != starts[0]), ranks)
+        if ranks % share or any(
+            start != starts[0] + rank // share * count for rank, start in enumerate(starts)
+        ):
             return ()
-        found.append(_Section(at=at, start=starts[0], count=count, share=share))
-    reached = 0
-    for section in sorted(found, key=lambda section: section.start):
-        if section.start != reached:
+        sections.append(_Section(at=at, start=starts[0], count=count, share=share))
+    # sections that overlap or leave a place out are no cover
+    covered = 0
+    for section in sorted(sections, key=lambda section: section.start):
+        if section.start != covered:
             return ()
-        reached += ranks // section.share * section.count
-    return tuple(found) if reached == columns.total else ()
+        covered += ranks // section.share * section.count
+    return tuple(sections) if covered == columns.total else ()
 
 
 def _cuts(columns: Columns) -> list[int]:
-    """The indices at which, for some rank, a place does not directly follow the one before."""
-    mine = len(columns.of[0])
+    """The indices, with 0 and the end, at which the lists of places are cut: where for some rank a
+    place does not directly follow the one before."""
+    own_count = len(columns.of[0])
     if all(isinstance(own, range) and own.step == 1 for own in columns.of):
-        return [0, mine]
-    within = (j for j in range(1, mine) if any(own[j] != own[j - 1] + 1 for own in columns.of))
-    return [0, *within, mine]
+        return [0, own_count]
+    breaks = (i for i in range(1, own_count) if any(own[i] != own[i - 1] + 1 for own in columns.of))
+    return [0, *breaks, own_count]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -180,10 +189,12 @@ class Resharding:
 
     def issue_out(self, x: torch.Tensor) -> Coming:
         """Start :meth:`out`; :meth:`joined` returns its result."""
-        mine = len(self.columns.of[self.rank])
-        parts = [self._shape(x, self.sizes[self.rank], len(own)) for own in self.columns.of]
+        own_count = len(self.columns.of[self.rank])
+        parts = [self._shape(x, self.sizes[self.rank], len(theirs)) for theirs in self.columns.of]
+        # what each rank gets is adjacent in memory already: nothing is copied
         if self.columns.in_turn and _leads(x.shape, self.to_dim) and x.is_contiguous():
             sent = x.reshape(-1)
+        # one strided copy for each section, instead of one for each rank
         elif sections := _sections(self.columns):
             sent = x.new_empty((len(parts), *parts[0]))
             for section in sections:
@@ -192,8 +203,8 @@ class Resharding:
             sent = sent.view(-1)
         else:
             sent = _flat(x, parts, self._take)
-        shapes = [self._shape(x, size, mine) for size in self.sizes]
-        whole = self._shape(x, sum(self.sizes), mine)
+        shapes = [self._shape(x, size, own_count) for size in self.sizes]
+        whole = self._shape(x, sum(self.sizes), own_count)
         return self._sent(sent, parts, shapes, whole, in_place=_leads(whole, self.from_dim))
 
     def joined(self, coming: Coming) -> torch.Tensor:
@@ -201,15 +212,16 @@ class Resharding:
         flat, out = coming.arriving.wait(), coming.out
         if coming.in_place:
             return out
+        # equal shares: one strided copy for all ranks
         if len(set(self.sizes)) == 1:
             places = _apart(out, self.from_dim, len(self.sizes))
             places.copy_(flat.view(places.shape))
             return out
-        at, start = 0, 0
+        offset, start = 0, 0
         for size in self.sizes:
             place = out.narrow(self.from_dim, start, size)
-            place.copy_(flat[at : at + place.numel()].view(place.shape))
-            at, start = at + place.numel(), start + size
+            place.copy_(flat[offset : offset + place.numel()].view(place.shape))
+            offset, start = offset + place.numel(), start + size
         return out
 
     def issue_back(self, x: torch.Tensor) -> Coming:
@@ -222,7 +234,7 @@ class Resharding:
             sent = _apart(x, self.from_dim, len(parts)).reshape(-1)
         else:
             sent = _flat(x, parts, self._take_back)
-        shapes = [self._shape(x, own, len(some)) for some in self.columns.of]
+        shapes = [self._shape(x, own, len(theirs)) for theirs in self.columns.of]
         whole = self._shape(x, own, self.columns.total)
         in_place = self.columns.in_turn and _leads(whole, self.to_dim)
         return self._sent(sent, parts, shapes, whole, in_place=in_place)
@@ -234,10 +246,11 @@ class Resharding:
             return out
         shapes = [self._shape(out, out.shape[self.from_dim], len(own)) for own in self.columns.of]
         if sections := _sections(self.columns):
-            came = flat.view(len(shapes), *shapes[0])
+            received = flat.view(len(shapes), *shapes[0])
             for section in sections:
-                of_ranks, places = self._alike(section, came, out)
+                of_ranks, places = self._alike(section, received, out)
                 places.copy_(of_ranks[:, 0])
+                # the ranks that held the same places, in rank order
                 for turn in range(1, section.share):
                     places.add_(of_ranks[:, turn])
             return out
@@ -255,8 +268,9 @@ class Resharding:
     def _alike(
         self, section: _Section, of_ranks: torch.Tensor, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of one section of the values for each rank [R, ...] and of ``x``: [R / share,
-        share, ...] and [R / share, ...]."""
+        """Views of one section in the values of all ranks ``of_ranks`` [R, ...] and in the tensor
+        x: [R / share, share, ...] and [R / share, ...]. Block i of both has the same places, which
+        ``share`` ranks hold."""
         blocks = len(of_ranks) // section.share
         theirs = of_ranks.narrow(self.to_dim + 1, section.at, section.count)
         places = x.narrow(self.to_dim, section.start, blocks * section.count)
@@ -271,8 +285,9 @@ class Resharding:
         *,
         in_place: bool,
     ) -> Coming:
-        """Issue the all-to-all of ``sent``, one flat piece of each shape of ``parts`` for each
-        rank; ``shapes`` are those of the pieces that come."""
+        """Issue the all-to-all of the flat tensor ``sent``: a piece of shape ``parts[r]`` goes to
+        rank r, one of shape ``shapes[r]`` comes from it. The result has shape ``whole``;
+        ``in_place`` where the pieces are received right in it."""
         out = sent.new_empty(whole)
         arriving = issue_all_to_all(
             sent,
@@ -284,6 +299,7 @@ class Resharding:
         return Coming(arriving=arriving, out=out, in_place=in_place)
 
     def _take_back(self, x: torch.Tensor, rank: int, out: torch.Tensor) -> None:
+        """Copy the places of ``from_dim`` that ``rank`` holds into ``out``."""
         out.copy_(x.narrow(self.from_dim, sum(self.sizes[:rank]), self.sizes[rank]))
 
     def _take(self, x: torch.Tensor, rank: int, out: torch.Tensor) -> None:
@@ -295,7 +311,7 @@ class Resharding:
             torch.index_select(x, self.to_dim, self.columns.index(rank, x.device), out=out)
 
     def _shape(self, x: torch.Tensor, size: int, count: int) -> _Shape:
-        """The shape of ``x`` with other sizes of the two dims."""
+        """The shape of ``x`` with ``size`` places of ``from_dim`` and ``count`` of ``to_dim``."""
         shape = list(x.shape)
         shape[self.from_dim], shape[self.to_dim] = size, count
         return tuple(shape)
@@ -306,18 +322,20 @@ def _flat(
     parts: Sequence[_Shape],
     take: Callable[[torch.Tensor, int, torch.Tensor], None],
 ) -> torch.Tensor:
-    """The parts for all ranks in one flat tensor."""
-    flat, at = x.new_empty(sum(_counts(parts))), 0
+    """The parts for all ranks, of shapes ``parts``, in one flat tensor; ``take(x, rank, out)``
+    copies a rank's part into ``out``."""
+    flat, offset = x.new_empty(sum(_counts(parts))), 0
     for rank, shape in enumerate(parts):
         count = _count(shape)
         if count:
-            take(x, rank, flat[at : at + count].view(shape))
-        at += count
+            take(x, rank, flat[offset : offset + count].view(shape))
+        offset += count
     return flat
 
 
 def _apart(x: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
-    """[.., blocks n, ..] as [blocks, .., n, ..]: a view."""
+    """View a dim of x as ``blocks`` blocks, which come first: [.., blocks n, ..] as [blocks, .., n,
+    ..]."""
     return x.unflatten(dim, (blocks, x.shape[dim] // blocks)).movedim(dim, 0)
 
 
@@ -328,6 +346,7 @@ def _leads(shape: Sequence[int], dim: int) -> bool:
 
 
 def _count(shape: _Shape) -> int:
+    """The number of elements of a shape."""
     total = 1
     for size in shape:
         total *= size
@@ -403,8 +422,8 @@ class Switching:
 
 @dataclass(slots=True, kw_only=True)
 class _Messages:
-    """What both halves of a switch know of it: the graph between them carries no values.
-    ``adjoint``: it goes back."""
+    """The exchange of a switch in flight, which the autograd functions of its start and its end
+    share, as the graph between them carries no values. ``adjoint``: it is the switch back."""
 
     how: Resharding
     adjoint: bool = False
@@ -413,17 +432,17 @@ class _Messages:
 
     @property
     def reverse(self) -> _Messages:
-        """Those of the way of gradients, the same for both halves."""
+        """The exchange of the gradients, the other way; the same object for both halves."""
         if self._reverse is None:
             self._reverse = _Messages(how=self.how, adjoint=not self.adjoint)
         return self._reverse
 
     def issue(self, x: torch.Tensor) -> None:
-        """Begin to send a tensor to the other ranks."""
+        """Start to send x to the other ranks."""
         self.under_way.append(self.how.issue_back(x) if self.adjoint else self.how.issue_out(x))
 
     def arrived(self) -> torch.Tensor:
-        """Wait for what the other ranks have sent, put together."""
+        """Wait for what the other ranks sent; returns it as one tensor."""
         coming = self.under_way.pop()
         return self.how.added(coming) if self.adjoint else self.how.joined(coming)
 
@@ -504,7 +523,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """The sum over ranks of this rank's places."""
+    """Reduce-scatter: the sum over ranks of x at this rank's places of a dim, the adjoint of
+    :class:`_Gather`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, sizes: _Sizes, group: Any) -> torch.Tensor:
@@ -672,13 +692,16 @@ def to_tokens(
 
 
 def _resharding(sizes: tuple[int, ...], columns: Columns, group: dist.ProcessGroup) -> Resharding:
+    """The exchange from tokens (dim 0) to columns (dim 1)."""
     return Resharding(from_dim=0, to_dim=1, sizes=sizes, columns=columns, group=group)
 
 
 def _is_identity(columns: Columns) -> bool:
+    """Whether a single rank takes all columns, in order."""
     return columns.of == (tuple(range(columns.total)),)
 
 
 def _check(what: str, x: torch.Tensor, rows: int, count: int) -> None:
+    """Raise SpecError unless x is [``rows``, ``count``, D]."""
     if x.dim() != 3 or x.shape[0] != rows or x.shape[1] != count:
         raise SpecError(what, got=f"a tensor {list(x.shape)}", wanted=f"[{rows}, {count}, D]")

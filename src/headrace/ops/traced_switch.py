@@ -33,8 +33,8 @@ class GroupSlot:
     @classmethod
     def named(cls, name: str) -> GroupSlot:
         """The slot of the group that torch has under a name, the same one each time."""
-        find: Any = dist.distributed_c10d._resolve_process_group  # noqa: SLF001
-        group: dist.ProcessGroup = find(name)
+        group_by_name: Any = dist.distributed_c10d._resolve_process_group  # noqa: SLF001
+        group: dist.ProcessGroup = group_by_name(name)
         if group not in _slot_of_group:
             _slot_of_group[group] = cls(group)
         return _slot_of_group[group]
@@ -69,14 +69,14 @@ def traced_switch(
     x         [.., sizes[rank], .., sum(to_sizes), ..]
     returns   [.., sum(sizes), .., to_sizes[rank], ..]
     """
-    how = Resharding(
+    resharding = Resharding(
         from_dim=from_dim,
         to_dim=to_dim,
         sizes=tuple(sizes),
         columns=Columns.consecutive(tuple(to_sizes)),
         group=_group_of(handle),
     )
-    return how.out(x)
+    return resharding.out(x)
 
 
 @traced_switch.register_fake
@@ -96,11 +96,12 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    """Keep all arguments but x for the adjoint."""
     ctx.rest = inputs[1:]
 
 
 def _adjoint(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The switch back, and None for the six other arguments."""
+    """The gradient of x, by the switch back, and None for the six other arguments."""
     from_dim, to_dim, sizes, to_sizes, handle, rank = ctx.rest
     back = traced_switch(grad, to_dim, from_dim, to_sizes, sizes, handle, rank)
     return (back, *(None,) * 6)
@@ -132,7 +133,8 @@ def _(x: torch.Tensor, dim: int, sizes: list[int], handle: int, rank: int) -> to
 def _traced_gather_back(
     x: torch.Tensor, dim: int, sizes: list[int], handle: int, rank: int
 ) -> torch.Tensor:
-    """The sum over ranks of this rank's places: the adjoint of :func:`traced_gather`."""
+    """Reduce-scatter: the sum over ranks of x at this rank's places of ``dim``, the adjoint of
+    :func:`traced_gather`."""
     rows = reduce_scatter_rows(x.movedim(dim, 0), sizes, _group_of(handle))
     return rows.movedim(0, dim).contiguous()
 
@@ -144,18 +146,19 @@ def _(x: torch.Tensor, dim: int, sizes: list[int], handle: int, rank: int) -> to
 
 
 def _resized(x: torch.Tensor, dim: int, places: int) -> torch.Tensor:
+    """An empty tensor like x with ``places`` places of ``dim``."""
     shape = list(x.shape)
     shape[dim] = places
     return x.new_empty(shape)
 
 
 def _gather_adjoint(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The sum of this rank's places, and None for the four other arguments."""
+    """The gradient of x, by a reduce-scatter, and None for the four other arguments."""
     return (_traced_gather_back(grad, *ctx.rest), *(None,) * 4)
 
 
 def _gather_back_adjoint(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The gather, and None for the four other arguments."""
+    """The gradient of x, by a gather, and None for the four other arguments."""
     return (traced_gather(grad, *ctx.rest), *(None,) * 4)
 
 

@@ -59,33 +59,35 @@ class _SpreadEmbed(torch.autograd.Function):
     ) -> torch.Tensor:
         """The rows [t_r, h] of local ids [t_r]: each rank looks up the words that it holds, from
         ``first`` on, for all ranks' tokens."""
-        table, kept = weight.rows(), list[torch.Tensor]()
+        table, places_and_words = weight.rows(), list[torch.Tensor]()
 
         def part(ids: torch.Tensor) -> torch.Tensor:
+            """The rows of one chunk of ids whose words are here; zeros for the others."""
             places, words = _own_words(ids, first, len(table))
-            kept.extend((places, words))
+            places_and_words.extend((places, words))
             rows = table.new_zeros((len(ids), *table.shape[1:]))
             return rows.index_copy_(0, places, table.index_select(0, words))
 
         like = table.new_empty(()).expand(len(ids), *table.shape[1:])  # a shape without memory
         out = spread.scattered(map(part, spread.gathered(ids)), like)
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*places_and_words)
         ctx.rest = (weight, table.shape, anchor, spread)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         """Gather the gradients [t_r, h] of all ranks, and add those of this rank's words up."""
-        kept = ctx.saved_tensors
-        weight, shape, anchor, spread = ctx.rest
-        sums = grad.new_zeros(shape, dtype=wide_dtype(grad.dtype))
+        places_and_words = ctx.saved_tensors
+        weight, table_shape, anchor, spread = ctx.rest
+        table_grad = grad.new_zeros(table_shape, dtype=wide_dtype(grad.dtype))
 
         def add(rows: torch.Tensor, places: torch.Tensor, words: torch.Tensor) -> None:
-            sums.index_add_(0, words, rows.index_select(0, places).to(sums.dtype))
+            table_grad.index_add_(0, words, rows.index_select(0, places).to(table_grad.dtype))
 
-        for _ in map(add, spread.gathered(grad), kept[::2], kept[1::2]):
+        # map drops each chunk before the next one: see [Note: map] of ops/spread
+        for _ in map(add, spread.gathered(grad), places_and_words[::2], places_and_words[1::2]):
             pass
-        weight.add(sums)
+        weight.add(table_grad)
         return torch.zeros_like(anchor), None, None, None, None
 
 
@@ -117,33 +119,34 @@ def spread_head_loss(
     """
     spread = replace(spread, chunks=max(1, -(-spread.total // chunk)))
     matrix = weight.rows()
-    offset = None if bias is None else widened(bias.rows())
+    bias_row = None if bias is None else widened(bias.rows())
     loss = torch.zeros((), dtype=torch.float64, device=x.device)
-    gradient = weight.sums()
-    sums = gradient.new_zeros(len(matrix))
+    weight_grad = weight.sums()
+    bias_grad = weight_grad.new_zeros(len(matrix))
 
     def part(chunk: int, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """One chunk of all ranks' tokens: add this rank's loss and the weight's gradient, and
         return its part of the gradient of rows [n, h]."""
-        logits = logits_of(rows, matrix, offset)
-        words = targets - first
-        words.masked_fill_((words < 0) | (words >= len(matrix)), IGNORED)  # words of other ranks
-        normal, picked = _of_all_words(*label_terms(logits, words), spread.group)
-        kept = (targets >= 0).to(normal.dtype)
-        of_rank = ((normal - picked) * kept).split(spread.counts(chunk))
-        loss.add_(of_rank[_rank(spread)].double().sum())
-        dlogits = logits_gradient(logits, words, normal, kept * scale)
+        logits = logits_of(rows, matrix, bias_row)
+        own_words = targets - first
+        of_others = (own_words < 0) | (own_words >= len(matrix))
+        own_words.masked_fill_(of_others, IGNORED)
+        lse, picked = _of_all_words(*label_terms(logits, own_words), spread.group)
+        has_label = (targets >= 0).to(lse.dtype)
+        losses_by_rank = ((lse - picked) * has_label).split(spread.counts(chunk))
+        loss.add_(losses_by_rank[_rank(spread)].double().sum())
+        dlogits = logits_gradient(logits, own_words, lse, has_label * scale)
         if bias is not None:
-            sums.add_(dlogits.sum(0))
+            bias_grad.add_(dlogits.sum(0))
         dlogits = dlogits.to(x.dtype)
-        add_wide_product(gradient, dlogits, rows)
+        add_wide_product(weight_grad, dlogits, rows)
         return dlogits @ matrix
 
     chunks = map(part, range(spread.chunks), spread.gathered(x), spread.gathered(labels))
     dx = spread.scattered(chunks, x)
-    weight.add(gradient)
+    weight.add(weight_grad)
     if bias is not None:
-        bias.add(sums)
+        bias.add(bias_grad)
     return loss * scale, dx
 
 
@@ -154,18 +157,17 @@ def _own_words(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor,
 
 
 def _of_all_words(
-    normal: torch.Tensor, picked: torch.Tensor, group: dist.ProcessGroup | None
+    lse: torch.Tensor, picked: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each token [T_c] the logsumexp over the words of all ranks, and its label's logit, from
-    those over this rank's words.
-
-    One gather for both; a rank without words, or without a token's label, gives -inf and 0.
-    """
-    mine = torch.stack((normal, picked), 1)
+    """(logsumexp over the words of all ranks [T_c], logit of the label [T_c]) of each token of a
+    chunk, from the same two over this rank's words. One gather serves both; a rank without words,
+    or without a token's label, gives -inf and 0."""
+    own = torch.stack((lse, picked), 1)
     ranks = 1 if group is None else dist.get_world_size(group)
-    parts = all_gather_rows(mine, [len(mine)] * ranks, group).view(ranks, len(mine), 2)
-    return parts[:, :, 0].logsumexp(0), parts[:, :, 1].sum(0)
+    by_rank = all_gather_rows(own, [len(own)] * ranks, group).view(ranks, len(own), 2)
+    return by_rank[:, :, 0].logsumexp(0), by_rank[:, :, 1].sum(0)
 
 
 def _rank(spread: Spread) -> int:
+    """This rank's index in the group of ``spread``."""
     return 0 if spread.group is None else dist.get_rank(spread.group)
