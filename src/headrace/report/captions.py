@@ -25,6 +25,7 @@ __all__ = [
     "placement_caption",
     "ratio_caption",
     "scatter_caption",
+    "strategies_caption",
     "throughput_caption",
     "tokens_share",
 ]

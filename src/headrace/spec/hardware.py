@@ -1,7 +1,7 @@
 """Nodes of devices: which link a group of ranks talks over, and hardware by its name.
 
 Ranks of one node reach each other over the link ``inside``, groups that span nodes over the link
-``across``. Named devices and links stand in :mod:`headrace.spec.hardware`.
+``across``. Named devices and links stand in :data:`DEVICES` and :data:`LINKS`.
 """
 
 from __future__ import annotations
@@ -449,9 +449,7 @@ class Hardware:
         names[1:] = [name.lower() for name in names[1:]]
         if names[0].startswith(MEASURED):
             device = _device_of_file(names[0])
-            # No accelerator has memory slower than 200 GB/s.
-            on_cpu = "float32" in device.flops_per_s and device.memory_bytes_per_s < 2e11
-            usual = USUAL["cpu" if on_cpu else "h100"]
+            usual = USUAL["cpu" if device.is_cpu else "h100"]
         else:
             device = _preset("device of the hardware", names[0].lower(), DEVICES)
             usual = USUAL[device.name]

@@ -191,7 +191,8 @@ def lengths_of(dataset: Any) -> NDArray[np.int64]:
 
 
 def _length(item: Any, at: int) -> int:
-    """The tokens of item ``at``, of the longest of its texts. Raises DataError without any."""
+    """The tokens of item ``at``: of the longest of its texts, and of the prompt that they share.
+    Raises DataError without any text."""
     texts = [item[name] for name in _TOKENS if hasattr(item, "keys") and name in item]
     if not texts:
         raise DataError(
@@ -203,7 +204,8 @@ def _length(item: Any, at: int) -> int:
             hint="token numbers that a data collator makes are not counted: give "
             "hr.trainer(..., longest=...)",
         )
-    return max(len(tokens) for tokens in texts)
+    prompt = item.get("prompt_ids", ())
+    return max(len(tokens) for tokens in texts) + len(prompt)
 
 
 def longest_of(trainer: Any, given: int | None) -> tuple[int, int | None]:

@@ -9,6 +9,7 @@ import pytest
 
 import headrace as hr
 from headrace.errors import SpecError
+from headrace.trainers.train_loader import lengths_of
 from running.trainers.scripts import Script, both
 from spread import whole
 
@@ -107,3 +108,19 @@ def test_trainers_that_are_not_known() -> None:
 
     with pytest.raises(SpecError, match="TRL's RLOOTrainer"):
         hr.trainer(RLOOTrainer)
+
+
+@pytest.mark.parametrize("name", ["chosen_ids", "input_ids"])
+def test_the_tokens_of_an_item_whatever_holds_it(name: str) -> None:
+    """Catches pairs of a list that count without their prompt, unlike those of a table."""
+    from datasets import Dataset
+
+    others = {"chosen_ids": "rejected_ids", "input_ids": "labels"}
+    prompt = {"chosen_ids": 2, "input_ids": 0}[name]
+    rows = [
+        {name: [1] * count, others[name]: [1] * 3} | ({"prompt_ids": [1] * 2} if prompt else {})
+        for count in (1, 4, 7)
+    ]
+    wanted = [3, 4, 7] if prompt else [1, 4, 7]
+    assert lengths_of(rows).tolist() == [count + prompt for count in wanted]
+    assert lengths_of(Dataset.from_list(rows)).tolist() == [count + prompt for count in wanted]
