@@ -47,9 +47,12 @@ Where costs know the stages, which may differ, rows of whole models stand for th
 keeps the width's ranks busy for what it takes, in sum over the stages, and passes all of them one
 after the other. The first of P stages holds every P micro-batches j in a row at once. If cap_j
 tokens of each of P micro-batches with the layers of j fill its memory, these hold
-sum_j tokens_j / cap_j <= P. V micro-batches are ceil(V / P) such rows, so they hold at most
-V + P - 1, and their constants, c V at least, are c sum_j tokens_j / cap_j but for c (P - 1): a
-token's share of them is c / cap_j, whatever layers the others have.
+sum_j tokens_j / cap_j <= P. The constants of P in a row are at least the largest c_j and P - 1
+times the least of all, c: so they are at least sum_j g_j tokens_j with
+g_j = (c_j + (P - 1) c) / (P cap_j), as this sum is at most P times its largest g_j cap_j.
+V micro-batches are ceil(V / P) such rows, the last one filled up with empty ones of c each: their
+constants are at least sum_j g_j tokens_j but for c (P - 1). A token's share of them is g_j,
+whatever layers the others have.
 
 Layers are whole. For any x, of L layers the last stage has at least x, besides the model's end,
 or another one at least y = (L - x + 1) / (P - 1), rounded up: the same stage for all micro-batches,

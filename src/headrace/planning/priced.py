@@ -656,12 +656,13 @@ def _least_rows(rows: Floats, caps: Counts) -> Frontier:
 def _dealt_rows(
     rows: Floats, caps: Counts, fill_tokens: Floats, depth: int
 ) -> tuple[Frontier, float]:
-    """The frontier of rows [rows, 3] whose constant is charged to tokens instead: c /
-    ``fill_tokens`` each, where ``depth`` micro-batches of so many tokens fit at once. Also the
-    seconds of one pipeline by which these charges may exceed the constants that are really paid."""
+    """The frontier of rows [rows, 3] whose constant is charged to tokens instead. With ``depth``
+    micro-batches of ``fill_tokens`` tokens at once, each token is charged its share of what they
+    take at least if the others have the least constant of all rows. Also the seconds of one
+    pipeline by which these charges may exceed the constants that are really paid."""
     least_c = float(rows[:, 2].min())
     charged = rows.copy()
-    charged[:, 1] += least_c / fill_tokens
+    charged[:, 1] += (rows[:, 2] + (depth - 1) * least_c) / depth / fill_tokens
     charged[:, 2] = 0.0
     return _least_rows(charged, caps), least_c * (depth - 1) / depth
 
