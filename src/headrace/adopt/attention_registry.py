@@ -1,8 +1,8 @@
 """The entry point of transformers: its public registry of attention functions.
 
-A model that asks the registry is given one function, under a name of its own and without a mask
-function: no dense mask is built, and a layer states its window and scale as arguments. Everything
-that changes the result and is not known here is refused.
+A model that takes its attention from the registry is given one function, under a name of its own
+and without a mask function: no dense mask is built, and a layer states its window and scale as
+arguments. Every argument that may change the result and is not known here is refused.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 _SAME = 1e-12
+"""The difference from 1 below which a factor of the scores is left out."""
 
 
 def attention(
@@ -59,22 +60,25 @@ def attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     rows, heads, tokens, features = q.shape
-    wanted = features**-0.5 if scale is None else scale
-    factor = wanted / features**-0.5
+    # attend scales scores by 1 / sqrt(D); q takes what is left of another scale.
+    wanted_scale = features**-0.5 if scale is None else scale
+    factor = wanted_scale / features**-0.5
     # Compilers take a module's numbers for symbols, which cannot be compared.
     if torch.compiler.is_compiling() or abs(factor - 1) > _SAME:
         q = q * factor
-    own = v.shape[-1]
-    if own < features:
-        v = pad(v, (0, features - own))
+    value_features = v.shape[-1]
+    if value_features < features:
+        v = pad(v, (0, features - value_features))
     flat = [x.transpose(1, 2).reshape(rows * tokens, x.shape[1], features) for x in (q, k, v)]
     out = attend(*flat, handle, causal, window, joins_inputs(), softcap, sinks)[0]
-    return out.view(rows, tokens, heads, features)[..., :own].transpose(1, 2)
+    return out.view(rows, tokens, heads, features)[..., :value_features].transpose(1, 2)
 
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse"}
+"""The ``layer_types`` of a configuration whose attention can be spread over ranks."""
 
-# Arguments that are passed along to the attention and do not change it in training.
+# Arguments that transformers passes along to the attention and that do not change its result in
+# training.
 _HARMLESS = {
     "cache_position",
     "head_mask",
@@ -98,17 +102,17 @@ class _Layer(Protocol):
 
 def asks_registry(model: torch.nn.Module) -> bool:
     """Whether a model takes its attention from the registry of transformers."""
-    can = getattr(model, "_can_set_attn_implementation", None)
-    return callable(can) and hasattr(model, "set_attn_implementation") and bool(can())
+    can_set = getattr(model, "_can_set_attn_implementation", None)
+    return callable(can_set) and hasattr(model, "set_attn_implementation") and bool(can_set())
 
 
 def registered(model: Any, slot: ModelSlot) -> Callable[[bool], None]:
-    """Register an attention function for ``model``; returns a switch: while it is on, the modules
-    of the model ask for this function. Raises ModelError for layers that mix tokens in ways that
-    the function does not know.
+    """Register an attention function for ``model`` on what its ``slot`` holds. Returns a switch,
+    a function of whether it is on: while it is, the modules of the model take this function. Raises
+    ModelError for layers that mix tokens in ways that the function does not know.
 
-    Modules ask by their configuration, which others may share. So while the switch is on they have
-    a copy of it, and a deep copy of the model gets the user's own again.
+    Modules name their attention in their configuration, which other models may share. So while the
+    switch is on they have a copy of it, and a deep copy of the model gets the user's own again.
     """
     from transformers import AttentionInterface
 
@@ -121,10 +125,11 @@ def registered(model: Any, slot: ModelSlot) -> Callable[[bool], None]:
             wanted="one stack of layers",
             hint="cross attention is not spread over ranks",
         )
-    if strange := sorted(types - _KNOWN_LAYERS):
+    unknown_types = sorted(types - _KNOWN_LAYERS)
+    if unknown_types:
         raise ModelError(
             f"layers of model type {config.model_type}",
-            got=", ".join(strange),
+            got=", ".join(unknown_types),
             wanted=", ".join(sorted(_KNOWN_LAYERS)),
             hint="their tokens meet in ways that attention over all ranks does not stand for",
         )
@@ -135,7 +140,8 @@ def registered(model: Any, slot: ModelSlot) -> Callable[[bool], None]:
             wanted="false",
             hint="the loss of the router is a mean over tokens of one rank",
         )
-    handle = slot.handle  # not the slot: the registry keeps functions for ever
+    # The function refers to the slot by number: the registry keeps functions for ever.
+    handle = slot.handle
     name = f"headrace_{handle}"
 
     def spread(
@@ -176,11 +182,13 @@ def registered(model: Any, slot: ModelSlot) -> Callable[[bool], None]:
 
 class _Configurations:
     """Gives the modules of ``model`` copies of their configurations that name another attention
-    function, and gives back the user's own."""
+    function, ``name`` of the registry, and gives back the user's own."""
 
     def __init__(self, model: torch.nn.Module, name: str) -> None:
         self._model, self._name = model, name
+        # (module, its own configuration) of the modules that have a copy now.
         self._given: list[tuple[torch.nn.Module, Any]] = []
+        # By id of a configuration: (it, its attributes when it was copied, the copy).
         self._copies: dict[int, tuple[Any, dict[str, Any], Any]] = {}
 
     def __call__(self, on: bool) -> None:
@@ -194,14 +202,15 @@ class _Configurations:
             plain = vars(module).get("config")
             if hasattr(plain, "_attn_implementation"):
                 self._given.append((module, plain))
-                vars(module)["config"] = self._named(plain)
+                vars(module)["config"] = self._copy_of(plain)
 
-    def _named(self, plain: Any) -> Any:
-        """A copy of a configuration that names the attention: the one made before, unless the
-        configuration has changed since."""
-        known = self._copies.get(id(plain))
-        if known is not None and known[0] is plain and known[1] == vars(plain):
-            return known[2]
+    def _copy_of(self, plain: Any) -> Any:
+        """A copy of the configuration ``plain`` that names the attention: the one made before,
+        unless the configuration has changed since. A deep copy of it is one of ``plain``."""
+        if id(plain) in self._copies:
+            copied, attributes, earlier_copy = self._copies[id(plain)]
+            if copied is plain and attributes == vars(plain):
+                return earlier_copy
         made = copy.copy(plain)
         vars(made)["_attn_implementation_internal"] = self._name
         vars(made)["__deepcopy__"] = partial(copy.deepcopy, plain)
@@ -212,8 +221,8 @@ class _Configurations:
 def _refuse(
     module: _Layer, mask: torch.Tensor | None, dropout: float, rest: dict[str, Any]
 ) -> None:
-    """Raise ModelError for a mask tensor, dropout, or an argument that would change the scores, as
-    none of them is spread over ranks."""
+    """Raise ModelError for a mask tensor, dropout, or an argument in ``rest`` that would change the
+    scores, as none of them is spread over ranks. ``module`` is the attention layer."""
     what = f"attention of {type(module).__name__}"
     if mask is not None:
         raise ModelError(
@@ -229,25 +238,30 @@ def _refuse(
             wanted="0",
             hint="set attention_dropout (attn_pdrop, attention_probs_dropout_prob) to 0",
         )
-    changes = [
-        k for k, v in rest.items() if k not in _HARMLESS and v is not None and v is not False
+    unknown = [
+        name
+        for name, value in rest.items()
+        if name not in _HARMLESS and value is not None and value is not False
     ]
-    if changes:
+    if unknown:
         raise ModelError(
             what,
-            got=f"the argument {changes[0]}",
+            got=f"the argument {unknown[0]}",
             wanted="none that changes the scores",
             hint="biases and caches are not spread over ranks",
         )
 
 
 def _window(module: _Layer, limit: int | None, *, causal: bool) -> int:
-    """Tokens that a query sees with itself on one side, 0 for all, below 0 those of its chunk.
-    Masks of transformers follow the configuration; kernels are given a token more where they look
-    both ways."""
+    """The window of an attention layer in tokens, as :func:`attention` takes it: those that a query
+    sees with itself on one side, 0 for all, below 0 those of its chunk. ``limit`` is the
+    ``sliding_window`` that transformers passes. Raises ModelError where it is not the one of the
+    configuration, which masks of transformers follow; where attention is not causal, kernels are
+    given a token more."""
     config, layer = module.config, getattr(module, "layer_idx", None)
     types, width = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-    if types and layer is not None and types[layer] == "chunked_attention":
+    kind = types[layer] if types and layer is not None else None
+    if kind == "chunked_attention":
         chunk = getattr(config, "attention_chunk_size", None)
         if not isinstance(chunk, int) or not causal or limit is not None:
             raise ModelError(
@@ -256,11 +270,10 @@ def _window(module: _Layer, limit: int | None, *, causal: bool) -> int:
                 wanted="causal attention in chunks of attention_chunk_size tokens",
             )
         return -chunk
-    slides = (
-        types[layer] == "sliding_attention"
-        if types and layer is not None
-        else (width is not None and getattr(config, "use_sliding_window", True))
-    )
+    if types and layer is not None:
+        slides = kind == "sliding_attention"
+    else:
+        slides = width is not None and getattr(config, "use_sliding_window", True)
     if not slides:
         return 0
     if width is None or limit not in ((width,) if causal else (width, width + 1)):

@@ -31,6 +31,7 @@ from headrace.spec.axes import AxisChoice, MixingStage, plan_axes
 from headrace.spec.method_facts import Members
 
 __all__ = [
+    "ArgumentCut",
     "RouteSwitch",
     "HookManager",
     "HookMode",
@@ -41,8 +42,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteSwitch:
-    """A switch of a tensor with dims ``dims`` from shards of ``from_dim`` to shards of ``to_dim``.
-    ``here`` are the local sizes of its axes before the switch."""
+    """A planned switch of a tensor of ``dims`` from shards of ``from_dim`` to shards of ``to_dim``,
+    both dims of the unflattened tensor. ``here`` are the places of its axes on this rank before the
+    switch, ``sizes`` and ``to_sizes`` the places on each rank of the axes that are sharded before
+    and after it. ``handle`` finds the group in a graph; ``rank`` is this rank's index in it."""
 
     dims: Dims
     here: Mapping[str, int]
@@ -54,7 +57,7 @@ class RouteSwitch:
     rank: int
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Switch ``x``: the local tensor with ``to_dim`` sharded."""
+        """Switch the local tensor ``x``: the local tensor with ``to_dim`` sharded. Collective."""
         opened = self.dims.opened(x, self.here)
         moved = traced_switch(
             opened, self.from_dim, self.to_dim, self.sizes, self.to_sizes, self.handle, self.rank
@@ -63,33 +66,61 @@ class RouteSwitch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentCut:
+    """The cut of an argument of ``dims`` with the places of all ranks to this rank's part:
+    ``count`` places from index ``start`` on along dim ``at`` of the unflattened tensor. ``totals``
+    are the places of the axes on all ranks."""
+
+    dims: Dims
+    totals: Mapping[str, int]
+    at: int
+    start: int
+    count: int
+
+    def of(self, x: torch.Tensor, known: Mapping[str, int]) -> torch.Tensor:
+        """This rank's part of ``x``; ``x`` itself where its size is no multiple of the places of
+        all ranks. ``known`` are sizes of names that are not in ``totals``."""
+        sizes = {**known, **self.totals}
+        axis = self.dims.flat[self.at]
+        dim, names = next(
+            (dim, names) for dim, names in enumerate(self.dims.names) if axis in names
+        )
+        places = math.prod([sizes[name] for name in names if name in sizes])
+        if x.shape[dim] % places:
+            return x
+        part = self.dims.opened(x, sizes).narrow(self.at, self.start, self.count)
+        return self.dims.closed(part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageRoute:
-    """The switches before and after a stage. ``cuts`` tells which other arguments are cut to this
-    rank's part, as (dims, full sizes of the axes, the cut dim, first index, count);
-    ``counts`` are whole numbers among them."""
+    """What is done before and after one call of a stage in a traced forward, planned in advance.
+
+    Its first argument, a tensor of ``dims``, is switched by ``enter`` (None: not at all) and then
+    has ``here`` places of each axis on this rank; its first result is switched by ``leave``.
+    ``counts`` are the values of whole numbers among the arguments, ``cuts`` the cuts of others, by
+    position or name."""
 
     dims: Dims | None = None
     here: Mapping[str, int] = field(default_factory=dict)
     enter: RouteSwitch | None = None
     leave: RouteSwitch | None = None
     counts: Mapping[int | str, int] = field(default_factory=dict)
-    cuts: Mapping[int | str, tuple[Dims, Mapping[str, int], int, int, int]] = field(
-        default_factory=dict
-    )
+    cuts: Mapping[int | str, ArgumentCut] = field(default_factory=dict)
 
     def arguments(self, args: Any, named: Any) -> tuple[Any, Any]:
         """The arguments of the stage after the switch and the cuts: (positional, keyword)."""
         given = {**dict(enumerate(args)), **named}
-        key = next(iter(given))
+        first = next(iter(given))
         if self.enter is not None:
-            given[key] = self.enter.of(given[key])
+            given[first] = self.enter.of(given[first])
         known: dict[str, int] = {}
         if self.cuts and self.dims is not None:
-            known = self.dims.sizes_of(given[key], self.here)
-        for side, (dims, totals, at, start, count) in self.cuts.items():
+            known = self.dims.sizes_of(given[first], self.here)
+        for side, cut in self.cuts.items():
             value = given.get(side)
             if isinstance(value, torch.Tensor):
-                given[side] = _cut(value, dims, {**known, **totals}, at, start, count)
+                given[side] = cut.of(value, known)
         for name, places in self.counts.items():
             if type(given.get(name)) is int:
                 given[name] = places
@@ -104,22 +135,10 @@ class StageRoute:
         return self.leave.of(out)
 
 
-def _cut(
-    x: torch.Tensor, dims: Dims, totals: Mapping[str, int], at: int, start: int, count: int
-) -> torch.Tensor:
-    """This rank's part of an argument that has all places of the axis; any other argument is
-    returned unchanged."""
-    name = dims.flat[at]
-    inside = next(i for i, names in enumerate(dims.names) if name in names)
-    known = math.prod([totals[n] for n in dims.names[inside] if n in totals])
-    if x.shape[inside] % known:
-        return x
-    return dims.closed(dims.opened(x, totals).narrow(at, start, count))
-
-
 def _route_switch(shards: AxisShards, dims: Dims, axis: str, slot: GroupSlot) -> RouteSwitch:
-    """The switch from the sharded axis to ``axis``; ``shards.axis`` is ``axis`` afterwards."""
-    found = RouteSwitch(
+    """Plan the switch of a tensor of ``dims`` from the sharded axis to ``axis``, by the group of
+    ``slot``. Nothing is sent, but ``shards.axis`` is ``axis`` afterwards."""
+    planned = RouteSwitch(
         dims=dims,
         here=shards.here(),
         from_dim=dims.dim_of(shards.axis),
@@ -130,58 +149,57 @@ def _route_switch(shards: AxisShards, dims: Dims, axis: str, slot: GroupSlot) ->
         rank=slot.rank,
     )
     shards.axis = axis
-    return found
+    return planned
 
 
-def _cuts(
-    stage: AxisStage, shards: AxisShards
-) -> dict[int | str, tuple[Dims, Mapping[str, int], int, int, int]]:
-    """The arguments of ``stage`` to cut to this rank's part, as in :class:`StageRoute`."""
+def _cuts(stage: AxisStage, shards: AxisShards) -> dict[int | str, ArgumentCut]:
+    """The cuts, by position or name, of the side arguments of ``stage`` that have places of the
+    sharded axis."""
     sizes = shards.sizes(shards.axis)
-    found: dict[int | str, tuple[Dims, Mapping[str, int], int, int, int]] = {}
+    cuts: dict[int | str, ArgumentCut] = {}
     for side, text in stage.sides.items():
         dims = Dims.parse(text)
         if shards.axis in dims:
-            at = dims.dim_of(shards.axis)
-            found[side] = (
-                dims,
-                dict(shards.totals),
-                at,
-                sum(sizes[: shards.rank]),
-                sizes[shards.rank],
+            cuts[side] = ArgumentCut(
+                dims=dims,
+                totals=dict(shards.totals),
+                at=dims.dim_of(shards.axis),
+                start=sum(sizes[: shards.rank]),
+                count=sizes[shards.rank],
             )
-    return found
+    return cuts
 
 
 def route(
     stages: Sequence[tuple[AxisStage, str]], shards: AxisShards, slot: GroupSlot
 ) -> list[StageRoute]:
-    """The switches around each stage, given as (stage, the axis that is sharded while it runs) in
-    calling order. ``shards`` is unchanged afterwards."""
-    begun, found = shards.axis, list[StageRoute]()
+    """Plan the switches, cuts and counts of each stage, given as (stage, the axis that is sharded
+    while it runs) in calling order: one route for each. ``slot`` has the group; ``shards`` is
+    unchanged afterwards."""
+    axis_at_start, routes = shards.axis, list[StageRoute]()
     for stage, axis in stages:
         before = shards.axis
         enter = None if axis == before else _route_switch(shards, stage.layout, axis, slot)
-        own, here = _cuts(stage, shards), shards.here()
+        cuts, here = _cuts(stage, shards), shards.here()
         counts = {name: shards.counted(axis) for name, axis in stage.counts.items()}
         leave = None
         if stage.returns and shards.axis != before:
             leave = _route_switch(shards, stage.layout, before, slot)
-        found.append(
+        routes.append(
             StageRoute(
-                dims=stage.layout, here=here, enter=enter, leave=leave, counts=counts, cuts=own
+                dims=stage.layout, here=here, enter=enter, leave=leave, counts=counts, cuts=cuts
             )
         )
-    shards.axis = begun
-    return found
+    shards.axis = axis_at_start
+    return routes
 
 
 _adapted: WeakSet[torch.nn.Module] = WeakSet()
-"""Models that have hooks."""
+"""Models that have hooks of a :class:`HookManager`."""
 
 _LINK_BYTES_S = 1e11
-"""Bandwidth of a link. Its value does not matter: all links are alike, so plans depend on ratios of
-times only."""
+"""Bandwidth of a link, in bytes per second. Its value does not matter: all links are alike, so
+plans depend on ratios of times only."""
 
 
 def _is_cast(x: torch.Tensor, own: torch.Tensor) -> bool:
@@ -192,15 +210,16 @@ def _is_cast(x: torch.Tensor, own: torch.Tensor) -> bool:
 
 
 def _backward_at_work() -> int:
-    """The number of the backward that this runs in, -1 in none."""
+    """The number that autograd gives the backward in which this is called; -1 outside of one."""
     return int(torch._C._current_graph_task_id())  # noqa: SLF001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Learnt:
-    """Facts from the last forward on some ranks: the axes that each stage mixed, the modules of the
-    stages in calling order, and the heads of attention over all places. All ranks that work
-    together have the same record."""
+    """Facts from the last forward on some ranks, in calling order of the stages: the axes that each
+    one mixed (``order``), and its module. ``heads`` are the query heads of attention over all
+    places, None where no such attention has run. All ranks that work together have the same
+    record."""
 
     order: tuple[tuple[str, ...], ...] = ()
     modules: tuple[torch.nn.Module, ...] = ()
@@ -211,7 +230,7 @@ class HookMode(Enum):
     """What the hooks of a model do at the moment."""
 
     PLAIN = auto()
-    """Nothing: the model is the user's own."""
+    """Nothing: the model is the user's plain one."""
     SWITCHING = auto()
     """Switch axes as stages are reached, and learn the order of stages."""
     TRACED = auto()
@@ -223,7 +242,7 @@ class HookMode(Enum):
 
 class HookManager:
     """Owns the hooks of ``model`` and the ``shards`` of the current batch; a forward begins with
-    ``axis`` sharded. ``mode`` says what the hooks do."""
+    ``axis`` sharded. ``mode`` says what the hooks do; they act only while ``spread`` is set."""
 
     def __init__(self, model: torch.nn.Module, stages: Sequence[AxisStage], axis: str) -> None:
         """Hook the forward of the model and of the modules of each stage; raises ModelError for a
@@ -235,11 +254,11 @@ class HookManager:
                 wanted="one that is not",
                 hint="run.detach() of the first",
             )
-        # The model: its stages by their modules, and the names of its axes.
+        # The model: the stage of each module that is one, and the names of its axes.
         self.model, self.axis = model, axis
         self.stages = modules_of(model, tuple(stages))
         self.axes = {axis, *(name for stage in stages for name in stage.mixed)}
-        # Other sequences that attention sees, in shards beside the axis.
+        # Other sequences that attention sees, such as a text; they are sharded beside the axis.
         self.beside = tuple(dict.fromkeys(name for stage in stages for name in stage.beside))
         for stage in stages:
             if stage.beside and not self.axes <= set(stage.mixed):
@@ -249,29 +268,36 @@ class HookManager:
                     wanted=f"all axes, {' '.join(sorted(self.axes))}",
                     hint="along one axis it would see the words of one rank: give the text whole",
                 )
-        # Axes that hooks of an adapter put in shards.
+        # Further axes that hooks of an adapter shard.
         self.switched: tuple[str, ...] = ()
         # The batch: whether the model is spread, its shards, and shards given for the next forward.
         self.spread = False
         self.shards: AxisShards | None = None
         self._next_shards: AxisShards | None = None
         self.inputs: tuple[torch.Tensor, ...] = ()  # of the micro-batch of a loop
-        # The current forward: stages that have begun and not ended, and all stages called so far.
-        self._entered = list[str]()
+        # The current forward: for each stage that has begun and not ended, the axis that was
+        # sharded before it; the modules of all stages called so far; whether a checkpoint runs.
+        self._axes_before = list[str]()
         self._called = list[torch.nn.Module]()
         self._recomputing_now = False
-        # The backward at work: what was before it, and the axes that its forwards ended with.
-        self._resumed: dict[Any, Any] = {}
+        # The backward at work: ``spread`` and ``shards`` from before it (None while there is none),
+        # and the axis that was sharded at the end of each forward that it goes back to.
+        self._before_backward: tuple[bool, AxisShards | None] | None = None
+        self._axis_at_end: dict[AxisShards, str] = {}
+        # Where the operators of attention over all places look up what they work on.
         self._slot = ModelSlot()
-        # Earlier forwards: their records, plans made from these, and the context of each tensor.
+        # Earlier forwards: their records by ranks, and the plans made from these.
         self._learnt: dict[Members, _Learnt] = {}
         self._plans: dict[Any, tuple[AxisChoice, ...]] = {}
-        self._known: MutableMapping[torch.Tensor, AxisShards] = WeakIdKeyDictionary()
-        # Tracing: whether a compiler is asked for, and the switches of the forward that it traces.
+        # The shards of each input that was cut, as long as the tensor lives.
+        self._shards_of_input: MutableMapping[torch.Tensor, AxisShards] = WeakIdKeyDictionary()
+        # Tracing: whether the model is compiled; the routes of the traced forward by the number of
+        # the stage, the axis that is sharded at its end, and the group of its switches.
         self.traced, self.routes = False, dict[int, StageRoute]()
         self.last_axis = axis
         self._group_slot: GroupSlot | None = None
-        self._hooks, self._outside = ExitStack(), ExitStack()
+        # What removes the hooks, and what ends the replacement of checkpoints in a forward.
+        self._hooks, self._forward_context = ExitStack(), ExitStack()
         _adapted.add(model)
         self._hooks.callback(_adapted.discard, model)
         self._hooks.callback(hook_before(model, self._begin, named=True))
@@ -316,12 +342,13 @@ class HookManager:
         self._hooks.close()
 
     def drop(self, shards: AxisShards) -> None:
-        """Leave no trace of a forward on shards of ranks that are not there."""
+        """Undo what a forward on simulated ``shards`` left here, whether it ended or raised: the
+        record of its stages, and the replacement of checkpoints."""
         self._next_shards = None
         self._learnt.pop(shards.members, None)
-        self._entered.clear()
+        self._axes_before.clear()
         self._called.clear()
-        self._outside.close()
+        self._forward_context.close()
 
     def forget(self) -> None:
         """Drop the records of earlier forwards, as not all ranks may have run the last one."""
@@ -338,75 +365,79 @@ class HookManager:
         """Add hooks that act while the model is spread: ``before(args, named)`` returns new
         arguments, ``after(args, result)`` a new result; with ``always`` also after a forward that
         raised. Returns a function that removes them."""
-        own = ExitStack()
+        removers = ExitStack()
         if before is not None:
 
             def enter(at: Any, args: Any, named: Any) -> Any:
-                """Call ``before`` while the model is spread, on the shards that the module's first
-                forward had."""
+                """Call ``before`` while the model is spread; in a recompute on the shards of the
+                first forward."""
                 if not self.spread:
                     return None
                 if not torch.compiler.is_compiling():
-                    self._meet(at, own)
+                    self._record_or_restore(at, removers)
                 return before(args, named)
 
-            own.callback(hook_before(module, enter, named=True))
+            removers.callback(hook_before(module, enter, named=True))
         if after is not None:
 
             def leave(at: Any, args: Any, out: Any) -> Any:
                 return after(args, out) if self.spread else None
 
-            own.callback(hook_after(module, leave, always=always))
-        self._hooks.callback(own.close)
-        return own.close
+            removers.callback(hook_after(module, leave, always=always))
+        self._hooks.callback(removers.close)
+        return removers.close
 
     def fewest(self, totals: Mapping[str, int]) -> int:
-        """The most ranks that there are places for on every axis that will be in shards: the first
-        one, those that hooks of an adapter switch to, and for each stage the longest of those that
-        it does not mix."""
-        found = [totals[name] for name in (self.axis, *self.switched)]
+        """The places of the shortest axis that will be sharded, which is the most ranks that can
+        share a sample. ``totals`` are the places of each axis. Sharded are the first axis, those
+        that hooks of an adapter switch to, and in each stage the longest axis that it does not
+        mix."""
+        places = [totals[name] for name in (self.axis, *self.switched)]
         for stage in self.stages.values():
             free = [n for n in stage.layout.flat if n in self.axes and n not in stage.mixed]
             if free and all(name in totals for name in free):
-                found.append(max(totals[name] for name in free))
-        return min(found)
+                places.append(max(totals[name] for name in free))
+        return min(places)
 
     def know(self, x: torch.Tensor, shards: AxisShards) -> None:
-        """``x`` is an input on ``shards``."""
-        self._known[x] = shards
+        """Record that ``x`` is an input cut to ``shards``: a forward that is given it runs on
+        these."""
+        self._shards_of_input[x] = shards
 
     def shards_of(self, given: Sequence[Any]) -> AxisShards | None:
-        """The shards of the first input that is known; None where none is known."""
+        """The shards of the first of the values ``given`` that is a recorded input; None where none
+        is."""
         tensors = (x for x in given if isinstance(x, torch.Tensor))
-        known = (self._known.get(x) for x in tensors)
-        return next((shards for shards in known if shards is not None), None)
+        recorded = (self._shards_of_input.get(x) for x in tensors)
+        return next((shards for shards in recorded if shards is not None), None)
 
     def take(self, shards: AxisShards) -> None:
-        """Work on shards from here on: the next forward, whatever wrappers made of its inputs, or
-        stages that are called by hand."""
+        """Work on a fresh copy of ``shards`` from here on, in stages that are called by hand, too.
+        The next forward runs on them even where a wrapper replaced its inputs by copies."""
         self._next_shards = shards
         if _backward_at_work() < 0:
             self.end_backward()  # one that failed
         self.shards = shards.begun(self.axis, _backward_at_work())
-        self._entered.clear()  # a forward that failed left some
+        self._axes_before.clear()  # a forward that failed left some
         self._called.clear()
         self.routes = self._routes() if self.traced else {}
 
     def _routes(self) -> dict[int, StageRoute]:
-        """The switches of the next forward by stage number; empty while the calling order of stages
-        is not known. Raises ModelError for stages that cannot be traced."""
+        """The route of each stage in the next forward, by stage number; empty while the calling
+        order of stages is not known. Sets ``last_axis``. Raises ModelError for stages that cannot
+        be traced."""
         shards, modules = self.at_work, self._record_here.modules
         if not modules:
             return {}
         if shards.group is None:
             return {number: StageRoute() for number in range(len(self.stages))}
-        found = [self.stages[module] for module in modules]
-        several = len(set(modules)) < len(modules)
-        if several or any(self.axes <= set(stage.mixed) for stage in found):
+        stages = [self.stages[module] for module in modules]
+        repeats = len(set(modules)) < len(modules)
+        if repeats or any(self.axes <= set(stage.mixed) for stage in stages):
             raise ModelError(
                 "compiled model",
                 wanted="stages that can be traced",
-                got="a stage that runs twice" if several else "a stage that mixes all axes",
+                got="a stage that runs twice" if repeats else "a stage that mixes all axes",
                 hint="compile its blocks: block.compile()",
             )
         if missing := self.axes - shards.totals.keys():
@@ -418,13 +449,13 @@ class HookManager:
             )
         if self._group_slot is None or self._group_slot.group is not shards.group:
             self._group_slot = GroupSlot(shards.group)
-        axis, wanted = shards.axis, list[tuple[AxisStage, str]]()
-        for at, stage in enumerate(found):
+        axis, stages_with_axis = shards.axis, list[tuple[AxisStage, str]]()
+        for at, stage in enumerate(stages):
             during = self._choose_axis(stage, at, shards).axis if axis in stage.mixed else axis
-            wanted.append((stage, during))
+            stages_with_axis.append((stage, during))
             axis = axis if stage.returns else during
         numbers = {module: number for number, module in enumerate(self.stages)}
-        routes = route(wanted, shards, self._group_slot)
+        routes = route(stages_with_axis, shards, self._group_slot)
         self.last_axis = axis
         return dict(zip((numbers[module] for module in modules), routes, strict=True))
 
@@ -452,11 +483,12 @@ class HookManager:
             )
         self.take(shards)
         self._next_shards = None
-        self._outside.enter_context(self._recomputing(self.at_work))
+        self._forward_context.enter_context(self._recomputing(self.at_work))
 
     def _require_own(self, values: tuple[Any, ...]) -> None:
-        """Raise ModelError for an evaluation within a micro-batch that is given none of its inputs,
-        whatever a wrapper has cast them to: it would be taken for a part of the batch."""
+        """Raise ModelError for a forward without gradients, within a micro-batch, none of whose
+        ``values`` is an input of the micro-batch, perhaps cast by a wrapper. It is an evaluation of
+        other data, which would be taken for a part of the batch."""
         given = [x for x in values if isinstance(x, torch.Tensor) and x.dim()]
         if not any(_is_cast(x, own) for x in given for own in self.inputs):
             raise ModelError(
@@ -469,7 +501,7 @@ class HookManager:
 
     @torch.compiler.disable
     def _refuse_sharded(self, args: Any, named: Any) -> None:
-        """Raise ModelError where the plain model receives a part of a batch."""
+        """Raise ModelError where the plain model is given inputs that were cut to shards."""
         if self.shards_of((*args, *named.values())) is not None:
             raise ModelError(
                 "inputs of shard() given to the model itself",
@@ -479,22 +511,24 @@ class HookManager:
             )
 
     def _end(self, module: Any, _: Any, out: Any) -> None:
+        """The hook after the model: ends a spread forward, whose result ``out`` is None where it
+        raised."""
         if self.mode not in (HookMode.PLAIN, HookMode.TRACED):
             self._note_stage_order(failed=out is None)
 
     @torch.compiler.disable
     def _note_stage_order(self, *, failed: bool) -> None:
-        """Keep in which order the stages were called and what they mixed, unless the forward
-        raised."""
-        self._outside.close()
+        """Restore the model's checkpoint functions and, unless the forward raised, record in which
+        order its stages were called and what they mixed."""
+        self._forward_context.close()
         if self.shards is not None and not failed:
             self._learnt[self.shards.members] = replace(
                 self._record_here, order=tuple(self.shards.passed), modules=tuple(self._called)
             )
 
     def _enter(self, number: int, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
-        """The hook before a stage: arguments (positional, keyword) on the axis that the stage needs
-        in shards, or None to leave them."""
+        """The hook before stage ``number``: its arguments (positional, keyword), switched and cut
+        to an axis that the stage does not mix, or None to leave them."""
         mode = self.mode
         if mode is HookMode.TRACED:
             return self.routes[number].arguments(args, named)
@@ -505,28 +539,29 @@ class HookManager:
     @torch.compiler.disable
     def _enter_stage(self, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
         """Switch the first tensor of a stage's arguments to an axis that it does not mix, cut side
-        arguments to this rank and set counts of places to this rank's."""
+        arguments to this rank and set counts of places to this rank's. Returns the arguments,
+        (positional, keyword)."""
         given = {**dict(enumerate(args)), **named}
-        key = next(iter(given), None)
-        first = given.get(key)
+        first_key = next(iter(given), None)
+        first = given.get(first_key)
         if not isinstance(first, torch.Tensor):
             raise ModelError(
                 f"stage {stage.modules}",
                 got=f"{type(first).__name__} as its first argument",
                 wanted=f"a tensor of dims {stage.dims}",
             )
-        self._meet(module, module)
+        self._record_or_restore(module, module)
         shards = self.at_work
-        at = shards.pass_stage(stage.mixed)
-        if at == len(self._called):
+        stage_number = shards.pass_stage(stage.mixed)
+        if stage_number == len(self._called):  # not in a recompute
             self._called.append(module)
-        self._entered.append(shards.axis)
+        self._axes_before.append(shards.axis)
         if shards.group is not None and shards.axis in stage.mixed:
             shards.learn(first, stage.layout, self.axes)
-            axis = self._next(stage, at).axis
+            axis = self._choice_for(stage, stage_number).axis
             if axis != shards.axis:
-                given[key] = shards.switched(first, stage.layout, axis)
-        known = stage.layout.sizes_of(given[key], shards.here()) if stage.sides else {}
+                given[first_key] = shards.switched(first, stage.layout, axis)
+        known = stage.layout.sizes_of(given[first_key], shards.here()) if stage.sides else {}
         for side, text in stage.sides.items():
             if isinstance(given.get(side), torch.Tensor):
                 given[side] = shards.cut(given[side], Dims.parse(text), known)
@@ -535,10 +570,11 @@ class HookManager:
                 given[count] = shards.counted(axis)
         return tuple(given[at] for at in range(len(args))), {k: given[k] for k in named}
 
-    def _meet(self, module: torch.nn.Module, hook: Any) -> None:
-        """Note where the forward comes to a hook of a module; what a checkpoint computes
-        again, in a backward, goes on from there. Raises ModelError where it came there several
-        times."""
+    def _record_or_restore(self, module: torch.nn.Module, hook: Any) -> None:
+        """In a forward, record under ``hook`` which axis is sharded and how many stages have begun
+        when it comes to a hook of ``module``. In a recompute, which a checkpoint runs within a
+        backward, restore both. Raises ModelError for a recompute of a module that ran several times
+        with different axes sharded, as it is not known which time is recomputed."""
         shards = self.at_work
         if _backward_at_work() == shards.task:
             shards.entries.setdefault(hook, []).append((shards.axis, shards.position))
@@ -556,24 +592,27 @@ class HookManager:
             shards.axis, shards.position = entries[-1]
 
     def resume(self, shards: AxisShards, at_end: Callable[[Callable[[], None]], None]) -> None:
-        """Be spread and on the shards of a forward whose backward begins, until it has ended."""
-        if not self._resumed:
-            self._resumed[None] = self.spread, self.shards
+        """Spread the model again on the ``shards`` of a forward whose backward begins, until that
+        backward has ended. ``at_end(function)`` has autograd call a function at its end."""
+        if self._before_backward is None:
+            self._before_backward = self.spread, self.shards
             at_end(self.end_backward)
-        self._resumed.setdefault(shards, shards.axis)
+        self._axis_at_end.setdefault(shards, shards.axis)
         self.spread, self.shards = True, shards
 
     def end_backward(self) -> None:
-        """What was before a backward is again."""
-        if self._resumed:
-            self.spread, self.shards = self._resumed.pop(None)
-        for shards, axis in self._resumed.items():
+        """Restore the state from before the current backward, and in the shards of its forwards the
+        axis that was sharded at their ends; nothing where there is no backward."""
+        if self._before_backward is not None:
+            self.spread, self.shards = self._before_backward
+            self._before_backward = None
+        for shards, axis in self._axis_at_end.items():
             shards.axis = axis
-        self._resumed.clear()
+        self._axis_at_end.clear()
 
     def _leave(self, number: int, stage: AxisStage, module: Any, _: Any, out: Any) -> Any:
-        """The hook after a stage: its result ``out`` on the axis that was in shards before, where
-        the stage is declared to return to it; None to leave it."""
+        """The hook after stage ``number``: its result ``out`` with the axis sharded that was so
+        before the stage, where it is declared to return to it; None to leave the result."""
         mode = self.mode
         if mode is HookMode.TRACED:
             return self.routes[number].result(out)
@@ -583,7 +622,7 @@ class HookManager:
     def _leave_stage(self, stage: AxisStage, out: Any) -> Any:
         """Switch the first tensor of a stage's result back to the axis that was in shards before,
         for a stage with ``returns``."""
-        shards, before = self.at_work, self._entered.pop()
+        shards, before = self.at_work, self._axes_before.pop()
         if not stage.returns or shards.axis == before or shards.group is None:
             return out
         first, *rest = out if isinstance(out, tuple) else (out,)
@@ -593,10 +632,11 @@ class HookManager:
     def _jointly(
         self, stage: AxisStage, module: Any, forward: Callable[..., Any], *args: Any, **named: Any
     ) -> Any:
-        """Run the forward of a stage that mixes all axes, so that one of them is sharded: its
-        attention meets the places of other ranks (:class:`JointAttention`)."""
+        """Run ``forward``, that of a stage that mixes all axes, so that one of them is sharded: its
+        attention sees the places of all ranks (:class:`JointAttention`). Records its heads. Raises
+        ModelError for a stage without attention. Unchanged while the model is not spread."""
         shards = self.shards
-        plain = not self.spread or module not in self.stages
+        plain = not self.spread or module not in self.stages  # a copy of the model is plain, too
         if plain or shards is None or shards.group is None:
             return forward(*args, **named)
         chosen = shards.chosen.get(shards.position - 1)
@@ -613,10 +653,9 @@ class HookManager:
         self._learnt[shards.members] = replace(self._record_here, heads=joint.heads)
         return out
 
-    def _next(self, stage: AxisStage, at: int) -> AxisChoice:
-        """The axis to shard from stage number ``at`` on; a choice of an earlier forward is kept
-        unless it cannot run this stage.
-        """
+    def _choice_for(self, stage: AxisStage, at: int) -> AxisChoice:
+        """The axis to shard from stage number ``at`` on. A recompute keeps the choice of its first
+        forward, unless that was for want of a better one (a mixed axis and no method)."""
         shards = self.at_work
         known = shards.chosen.get(at)
         if known is None or (known.axis in stage.mixed and known.method == "none"):
@@ -624,18 +663,20 @@ class HookManager:
         return shards.chosen[at]
 
     def _choose_axis(self, stage: AxisStage, at: int, shards: AxisShards) -> AxisChoice:
-        """The axis in shards from stage number ``at`` on: by the plan of all stages where their
-        order is known from an earlier forward, else the longest that the stage leaves free."""
-        everything = self.axes <= set(stage.mixed)
-        sized = self.axes <= shards.totals.keys()
-        known = self._record_here
-        planned = known.heads or not everything
-        if sized and planned and not stage.returns and known.order[at : at + 1] == (stage.mixed,):
-            key = known.order, known.heads, tuple(shards.totals.items()), shards.ranks
+        """The axis to shard from stage number ``at`` on: by the plan of all stages where their
+        order is known from an earlier forward, else the longest that the stage does not mix. Raises
+        ModelError where there is none."""
+        mixes_all = self.axes <= set(stage.mixed)
+        has_all_sizes = self.axes <= shards.totals.keys()
+        record = self._record_here
+        has_heads = record.heads or not mixes_all
+        recorded = record.order[at : at + 1] == (stage.mixed,)
+        if has_all_sizes and has_heads and not stage.returns and recorded:
+            key = record.order, record.heads, tuple(shards.totals.items()), shards.ranks
             if key not in self._plans:
                 self._plans[key] = self._plan_choices()
             return self._plans[key][at]
-        if everything:
+        if mixes_all:
             return AxisChoice(axis=shards.axis)  # until its heads are known
         free = [n for n in stage.layout.flat if n in self.axes and n not in stage.mixed]
         if not free:
@@ -647,8 +688,8 @@ class HookManager:
         return AxisChoice(axis=shards.best(free))
 
     def _plan_choices(self) -> tuple[AxisChoice, ...]:
-        """One choice for each stage in calling order, with the fewest bytes sent by switches over a
-        whole forward."""
+        """Choose the axis of every recorded stage, in calling order, so that ranks send the fewest
+        bytes in a whole forward, by switches and by attention over all places."""
         shards = self.at_work
         sizes = {name: n for name, n in shards.totals.items() if name in self.axes}
         plan = plan_axes(
@@ -665,59 +706,62 @@ class HookManager:
 
     @contextmanager
     def _recomputing(self, shards: AxisShards) -> Iterator[None]:
-        """Context in which the model's own activation checkpoints switch outside of the part that
-        they recompute."""
+        """Context in which the checkpoint functions of the model's modules, as diffusers and
+        transformers keep them, are replaced by :meth:`_run_checkpoint` on ``shards``: switches are
+        then outside of what is recomputed."""
         name = "_gradient_checkpointing_func"
-        found = [module for module in self.model.modules() if name in module.__dict__]
-        kept = [getattr(module, name) for module in found]
-        for module, function in zip(found, kept, strict=True):
-            setattr(module, name, partial(self._run_checkpoint, shards, function))
+        modules = [module for module in self.model.modules() if name in module.__dict__]
+        checkpoints = [getattr(module, name) for module in modules]
+        for module, checkpoint in zip(modules, checkpoints, strict=True):
+            setattr(module, name, partial(self._run_checkpoint, shards, checkpoint))
         try:
             yield
         finally:
-            for module, function in zip(found, kept, strict=True):
-                setattr(module, name, function)
+            for module, checkpoint in zip(modules, checkpoints, strict=True):
+                setattr(module, name, checkpoint)
 
     def _run_checkpoint(
         self,
         shards: AxisShards,
-        recompute: Callable[..., Any],
+        checkpoint: Callable[..., Any],
         function: Any,
         *args: Any,
         **named: Any,
     ) -> Any:
-        """Take the place of a model's checkpoint function: switch before and after the part that is
-        computed again, so that its recompute communicates nothing."""
+        """Take the place of ``checkpoint(function, *args, **named)``. Where ``function`` is the
+        module of a stage, it is switched before and after the checkpoint, so that the recompute of
+        the stage switches nothing."""
         stage = self.stages.get(function) if isinstance(function, torch.nn.Module) else None
         if stage is None:
-            return recompute(
+            return checkpoint(
                 partial(self._on_shards_of, shards, shards.axis, function), *args, **named
             )
         args, _ = self._enter_stage(stage, function, args, {})
-        there = shards, shards.axis, shards.position
-        out = recompute(partial(self._silent, there, function), *args, **named)
+        state = shards, shards.axis, shards.position
+        out = checkpoint(partial(self._run_checkpointed, state, function), *args, **named)
         return self._leave_stage(stage, out)
 
-    def _silent(
-        self, there: tuple[AxisShards, str, int], function: Callable[..., Any], *args: Any
+    def _run_checkpointed(
+        self, state: tuple[AxisShards, str, int], function: Callable[..., Any], *args: Any
     ) -> Any:
-        """Run ``function`` in mode RECOMPUTED, in the first forward and in the recompute."""
-        shards, axis, position = there
-        before, self._recomputing_now, last = self._recomputing_now, True, shards.position
-        shards.position = position
+        """Run ``function`` in mode RECOMPUTED, in the first forward and in the recompute alike.
+        ``state`` is what it starts from: (shards, sharded axis, number of stages begun)."""
+        shards, axis, position = state
+        mode_before, position_before = self._recomputing_now, shards.position
+        self._recomputing_now, shards.position = True, position
         try:
             return self._on_shards_of(shards, axis, function, *args)
         finally:
-            self._recomputing_now, shards.position = before, last
+            self._recomputing_now, shards.position = mode_before, position_before
 
     def _on_shards_of(
         self, shards: AxisShards, axis: str, function: Callable[..., Any], *args: Any
     ) -> Any:
-        """Run ``function`` on the shards of its first forward; the model may have other current
-        shards by now."""
-        before, last = self.shards, shards.axis
+        """Run ``function`` on the ``shards`` of its first forward, with ``axis`` sharded as then;
+        in a recompute the model may have other current shards by now. They are restored."""
+        shards_before, axis_before = self.shards, shards.axis
         self.shards, shards.axis = shards, axis
         try:
             return function(*args)
         finally:
-            self.shards, shards.axis = before, last
+            self.shards, shards.axis = shards_before, axis_before

@@ -1,10 +1,10 @@
-"""Whether a model can be run on shards of its axes: asked of the model, in one process.
+"""Tests whether a model can be run on shards of its axes, by runs of the model in one process.
 
 The model is run on a small batch as it is, and once more with its hooks, which keep the whole
-tensor of every switch. Then it is run for each of a few ranks that are not there: what arrives at a
-switch must be this rank's part of the tensor that was kept, and what leaves it is taken from there.
-So no rank waits for another, and an error shows at the first switch behind it. Where one does, the
-runs are repeated with all that single modules are given and return, to name the module.
+tensor of every switch. Then it is run for each of a few simulated ranks: what arrives at a switch
+must be this rank's part of the tensor that was kept, and what leaves it is taken from there. So
+nothing is communicated, and an error shows at the first switch behind it. Where one does, the runs
+are repeated, with what every module is given and returns recorded, to name the module.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ _MIXES_THE_BATCH = (
     torch.nn.modules.instancenorm._InstanceNorm,  # noqa: SLF001
 )
 _RANKS = (2, 3)
+"""Numbers of ranks that are simulated."""
 _DYNAMO = "torch._dynamo"
 _TINY = 1e-3
-"""Parameters without a larger value may hide what they are multiplied with."""
+"""Parameters without a larger value, such as gates of zeros, may hide differences in what they are
+multiplied with."""
 
 _HINT = (
     "something mixes places of the axis, or counts them, outside of the stages that mix it: name "
@@ -60,66 +62,68 @@ def refuse_batch_norms(model: torch.nn.Module) -> None:
 
 
 class WholeFails(ModelError):
-    """The model does not run on a whole batch as it stands."""
+    """The plain model raises on a whole batch."""
 
 
 class _Differs(Exception):
-    """What a rank has is not its part of the whole."""
+    """A simulated rank has other values at a switch than its part of the whole tensor."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ProbeShards(AxisShards):
-    """Shards of a rank that is not there, ``part`` of ``parts``; of no part: all places, of which
-    the tensors at switches are kept in ``script``. ``prefer`` are axes in the order in which stages
-    take them."""
+    """Shards of a simulated rank: number ``part`` of ``parts``. Without a ``part`` the rank has all
+    places, and the tensor that is given to each switch or gather is appended to ``kept``; a part is
+    compared with these, of which it has come to ``compared``. ``prefer`` are all axes in the order
+    in which stages shard them; ``axes_met`` are those that were switched to."""
 
     prefer: tuple[str, ...]
     parts: int = min(_RANKS)
     part: int | None = None
-    script: list[torch.Tensor] = field(default_factory=list)
-    met: int = 0
+    kept: list[torch.Tensor] = field(default_factory=list)
+    compared: int = 0
     axes_met: list[str] = field(default_factory=list)
 
     simulated: ClassVar[bool] = True
 
     @property
     def ranks(self) -> int:
-        """Of those that are not there."""
+        """The number of simulated ranks."""
         return self.parts
 
     @property
     def rank(self) -> int:
-        """The rank whose shard is being computed."""
+        """The index of the simulated rank; 0 where it has all places."""
         return self.part or 0
 
     def begun(self, axis: str, task: int) -> Self:
-        """Itself, before its first switch."""
-        self.axis, self.task, self.position, self.met = axis, task, 0, 0
+        """This object itself, reset to the beginning of a forward; what was kept stays."""
+        self.axis, self.task, self.position, self.compared = axis, task, 0, 0
         self.passed.clear()
         self.chosen.clear()
         self.entries.clear()
         return self
 
     def sizes(self, axis: str) -> tuple[int, ...]:
-        """The places of each rank, or all on the first."""
+        """The places of ``axis`` on each rank; without a part all are on the first one."""
         if self.part is None:
             return (self.totals[axis], *(0,) * (self.parts - 1))
         return split_sizes(self.totals[axis], self.parts)
 
     def span(self, axis: str) -> tuple[int, int]:
-        """Where this rank's places begin, and how many they are."""
+        """(index of this rank's first place of ``axis``, number of its places)."""
         sizes = self.sizes(axis)
         return sum(sizes[: self.rank]), sizes[self.rank]
 
     def best(self, free: Sequence[str]) -> str:
-        """The first one that is preferred, of those with places for all ranks."""
+        """The axis of ``free`` that comes first in ``prefer`` and has places for all ranks; where
+        none has, the first of all."""
         order = sorted(free, key=self.prefer.index)
         return next((n for n in order if self.totals.get(n, self.parts) >= self.parts), order[0])
 
     def local(
         self, x: torch.Tensor, dims: Dims, known: Mapping[str, int] | None = None
     ) -> torch.Tensor:
-        """This rank's part of a tensor that is whole."""
+        """This rank's part of a tensor with all places; see :meth:`AxisShards.local`."""
         if not (sharded := self.sharded_dims(dims)):
             return x
         part = dims.opened(x, {**(known or {}), **self.totals})
@@ -128,14 +132,16 @@ class ProbeShards(AxisShards):
         return dims.closed(part)
 
     def whole(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
-        """The tensor that was kept, once the part was found right."""
+        """The kept tensor with all places, once ``x`` was found to be this rank's part of it.
+        Raises _Differs where it is not."""
         if not (sharded := self.sharded_dims(dims)):
             return x
-        (at, name), *_ = sharded  # the axis, or one beside it
+        (at, name), *_ = sharded  # the axis, or a sequence beside it
         return dims.closed(self._keep_or_compare(dims.opened(x, self.here()), at, name))
 
     def switched(self, x: torch.Tensor, dims: Dims, axis: str) -> torch.Tensor:
-        """Another part of the tensor that was kept."""
+        """This rank's part, with ``axis`` sharded, of the kept tensor, once ``x`` was found to be
+        its part of it before the switch. Raises _Differs where it is not."""
         opened, at = dims.opened(x, self.here()), dims.dim_of(axis)
         self.totals[axis] = opened.shape[at]
         self.require_places(axis)
@@ -145,88 +151,95 @@ class ProbeShards(AxisShards):
         return dims.closed(kept.narrow(at, *self.span(axis)))
 
     def _keep_or_compare(self, part: torch.Tensor, at: int, name: str) -> torch.Tensor:
-        """Keep the whole tensor of this switch, or compare ``part`` with its places of the kept one
-        along dim ``at``, of an axis or another sequence, and return the kept one; raises
-        _Differs."""
+        """The tensor with all places at the current switch. Where this rank has all places that is
+        ``part``, which is kept for others; else it is the one kept before, with which ``part`` is
+        compared: dim ``at`` has the places of ``name``. Raises _Differs."""
         if self.part is None:
-            self.script.append(part)
+            self.kept.append(part)
             return part
-        kept, self.met = self.script[self.met], self.met + 1
+        kept, self.compared = self.kept[self.compared], self.compared + 1
         if not _alike(part, kept.narrow(at, *self.span(name))):
             raise _Differs
         return kept
 
     def is_part(self, part: torch.Tensor, kept: torch.Tensor) -> bool:
-        """Whether ``part`` is what this rank should have of ``kept``: both are equal, or they
-        differ in one dim, which is the axis or has it flattened with others as (outer, axis,
-        inner), behind first places, such as class tokens, that every rank has."""
+        """Whether ``part`` is what this rank should have of ``kept``, a tensor with all places:
+        both are equal, or their sizes differ in one dim, which is a sharded axis or has it
+        flattened with others as (outer, axis, inner), behind first places, such as class tokens,
+        that every rank has."""
         if part.shape == kept.shape:
             return _alike(part, kept)
-        other = [
-            d for d, n in enumerate(kept.shape) if part.dim() == kept.dim() and n != part.shape[d]
-        ]
-        if len(other) != 1:
+        if part.dim() != kept.dim():
             return False
-        (dim,) = other
+        different = [dim for dim, size in enumerate(kept.shape) if size != part.shape[dim]]
+        if len(different) != 1:
+            return False
+        (dim,) = different
         if any(self._is_part_of(name, dim, part, kept) for name in self.sharded):
             return True
         return any(self._is_part_beside(name, dim, part, kept) for name in self.beside)
 
     def _is_part_beside(self, name: str, dim: int, part: torch.Tensor, kept: torch.Tensor) -> bool:
-        """Whether tensors have another sequence in front of what :meth:`is_part` compares, or
-        behind it."""
+        """Whether ``part`` is this rank's part of ``kept`` where dim ``dim`` has the sequence
+        ``name``, such as a text, and the places of the axis, one in front of the other."""
         (start, count), total = self.span(name), self.totals[name]
-        own, whole = part.shape[dim] - count, kept.shape[dim] - total
-        if min(own, whole) < 0:
+        part_rest, kept_rest = part.shape[dim] - count, kept.shape[dim] - total
+        if min(part_rest, kept_rest) < 0:
             return False
-        return any(
-            _alike(part.narrow(dim, here, count), kept.narrow(dim, there + start, count))
-            and self._is_part_of(
+        # The sequence begins at index 0, or behind the rest.
+        for part_at, kept_at in ((0, 0), (part_rest, kept_rest)):
+            own = part.narrow(dim, part_at, count)
+            if _alike(own, kept.narrow(dim, kept_at + start, count)) and self._is_part_of(
                 self.axis,
                 dim,
-                part.narrow(dim, 0 if here else count, own),
-                kept.narrow(dim, 0 if there else total, whole),
-            )
-            for here, there in ((0, 0), (own, whole))
-        )
+                part.narrow(dim, 0 if part_at else count, part_rest),
+                kept.narrow(dim, 0 if kept_at else total, kept_rest),
+            ):
+                return True
+        return False
 
     def _is_part_of(self, name: str, dim: int, part: torch.Tensor, kept: torch.Tensor) -> bool:
-        """:meth:`is_part`, where dim ``dim`` has the places of ``name``."""
+        """Whether ``part`` is this rank's part of ``kept`` where dim ``dim`` has the places of
+        ``name``, as :meth:`is_part` describes."""
         (start, count), total = self.span(name), self.totals[name]
         if total == count:
             return False
+        # Dim ``dim`` has ``first`` places that all ranks have, then ``each`` for every place of
+        # ``name``: the sizes of ``part`` and ``kept`` tell both numbers.
         each, rest = divmod(kept.shape[dim] - part.shape[dim], total - count)
         first = kept.shape[dim] - each * total
         if rest or first < 0 or not _alike(part.narrow(dim, 0, first), kept.narrow(dim, 0, first)):
             return False
-        inside, outside = (x.narrow(dim, first, x.shape[dim] - first) for x in (part, kept))
-        # The axis may lie at any depth of a flattened dim: try every number of outer places.
-        return any(
-            _alike(
-                inside.unflatten(dim, (outer, count, each // outer)),
-                outside.unflatten(dim, (outer, total, each // outer)).narrow(dim + 1, start, count),
-            )
-            for outer in range(1, each + 1)
-            if each % outer == 0
+        part_behind, kept_behind = (
+            x.narrow(dim, first, x.shape[dim] - first) for x in (part, kept)
         )
+        # The axis may lie at any depth of a flattened dim: try every number of outer places.
+        for outer in (divisor for divisor in range(1, each + 1) if each % divisor == 0):
+            own = part_behind.unflatten(dim, (outer, count, each // outer))
+            whole = kept_behind.unflatten(dim, (outer, total, each // outer))
+            if _alike(own, whole.narrow(dim + 1, start, count)):
+                return True
+        return False
 
 
 def _alike(part: torch.Tensor, kept: torch.Tensor) -> bool:
-    """Whether two tensors of one shape have the same values, up to the rounding of their kind."""
+    """Whether two tensors have the same shape and the same values, up to rounding in the dtype of
+    ``part``: 2 % of the largest value for half types, else 0.01 %."""
     if part.shape != kept.shape:
         return False
     if not part.numel():
         return True
-    one, other = part.double(), kept.double()
-    single = part.dtype in (torch.float16, torch.bfloat16)
-    finite = other[other.isfinite()].abs()
-    limit = (2e-2 if single else 1e-4) * (float(finite.max()) if finite.numel() else 0.0)
-    return bool(torch.isclose(one, other, rtol=0, atol=limit, equal_nan=True).all())
+    values, wanted = part.double(), kept.double()
+    is_half = part.dtype in (torch.float16, torch.bfloat16)
+    finite = wanted[wanted.isfinite()].abs()
+    limit = (2e-2 if is_half else 1e-4) * (float(finite.max()) if finite.numel() else 0.0)
+    return bool(torch.isclose(values, wanted, rtol=0, atol=limit, equal_nan=True).all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """What a module was given and returned, with the axis in shards meanwhile."""
+    """The tensors that a module was given and returned in one call, and the axis that was in shards
+    when it returned."""
 
     name: str
     given: Sequence[torch.Tensor]
@@ -236,7 +249,9 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Probe:
-    """A model that is looked at, the places of its batch, and what puts inputs on shards."""
+    """What a probe needs: the hooks of its model; the places of each axis in the batch
+    (``totals``); ``placed``, which gives the inputs cut to some shards; and ``suspects``, the names
+    of inputs without declared dims that may have places of the axis."""
 
     manager: HookManager
     totals: Mapping[str, int]
@@ -244,7 +259,8 @@ class _Probe:
     suspects: Sequence[str]
 
     def run(self, shards: ProbeShards) -> Any:
-        """Run the model on simulated shards; returns its result."""
+        """Run the model, spread, on simulated shards; returns its result. The manager's state is
+        restored afterwards."""
         manager = self.manager
         before, spread = manager.shards, manager.spread
         try:
@@ -256,7 +272,8 @@ class _Probe:
             manager.drop(shards)
 
     def shards(self, prefer: tuple[str, ...]) -> ProbeShards:
-        """All places, to keep what is met."""
+        """Shards with all places, on which a run keeps the tensors of its switches. Stages shard
+        the first axis of ``prefer`` that they can."""
         return ProbeShards(
             axis=self.manager.axis,
             totals=dict(self.totals),
@@ -266,15 +283,16 @@ class _Probe:
             prefer=prefer,
         )
 
-    def part(self, of: ProbeShards, part: int, parts: int) -> ProbeShards:
-        """A rank's, that meets what was kept."""
-        found = self.shards(of.prefer)
-        found.script, found.part, found.parts = of.script, part, parts
-        return found
+    def part(self, whole: ProbeShards, part: int, parts: int) -> ProbeShards:
+        """Shards of rank ``part`` of ``parts``, on which a run is compared with what the run on
+        ``whole`` kept."""
+        shards = self.shards(whole.prefer)
+        shards.kept, shards.part, shards.parts = whole.kept, part, parts
+        return shards
 
 
 _NOBODY: Any = object()
-"""The group of ranks that are not there."""
+"""Stands for the process group of simulated ranks: with None the model would not be sharded."""
 
 
 @torch.no_grad()
@@ -287,24 +305,25 @@ def probe_axes(
     suspects: Sequence[str] = (),
 ) -> tuple[bool, ...]:
     """Run a model on a ``batch`` and on shards of it, each axis being in shards where stages let
-    it. ``placed`` takes shards and gives the inputs on them; ``suspects`` are inputs without dims
-    that may have places of the axis. Returns which tensors of a result are alike on all shards.
-    Raises ModelError, naming the module, where results differ, and WholeFails for what the plain
-    model raises."""
-    look = _Probe(manager=manager, totals=totals, placed=placed, suspects=suspects)
-    names = [manager.axis, *sorted(manager.axes - {manager.axis})]
+    it. ``totals`` are the places of each axis in the batch. ``placed`` takes shards and gives the
+    inputs on them; ``suspects`` are inputs without dims that may have places of the axis. Returns
+    for each tensor of a result whether it is the whole one on every rank. Raises ModelError, naming
+    the module, where results differ, and WholeFails for what the plain model raises."""
+    probe = _Probe(manager=manager, totals=totals, placed=placed, suspects=suspects)
+    axes = [manager.axis, *sorted(manager.axes - {manager.axis})]
     with _leaving_untouched(manager.model):
         wanted = _whole_result(manager, batch)
-        tried, alike = list[tuple[str, ...]](), [True] * len(wanted)
-        for at in range(len(names)):
-            kept = look.shards((*names[at:], *names[:at]))
+        tried_orders, alike = list[tuple[str, ...]](), [True] * len(wanted)
+        for at in range(len(axes)):
+            shards = probe.shards((*axes[at:], *axes[:at]))
             try:
-                out = look.run(kept)
+                out = probe.run(shards)
             except InfeasiblePlan:  # this axis has too few places in this batch
                 continue
-            if (way := tuple(kept.axes_met)) in tried:
+            order = tuple(shards.axes_met)
+            if order in tried_orders:
                 continue
-            tried.append(way)
+            tried_orders.append(order)
             if not _results_alike(list(result_tensors(out)), wanted):
                 raise ModelError(
                     f"{type(manager.model).__name__} with its stages",
@@ -312,8 +331,8 @@ def probe_axes(
                     wanted="the same where nothing is in shards",
                 )
             for parts in _RANKS:
-                same = _try_parts(look, kept, parts, wanted)
-                alike = [one and other for one, other in zip(alike, same, strict=True)]
+                now_alike = _try_parts(probe, shards, parts, wanted)
+                alike = [one and other for one, other in zip(alike, now_alike, strict=True)]
     return tuple(alike)
 
 
@@ -322,7 +341,8 @@ def _results_alike(results: Sequence[torch.Tensor], wanted: Sequence[torch.Tenso
 
 
 def _whole_result(manager: HookManager, batch: Mapping[str, Any]) -> list[torch.Tensor]:
-    """That of the user's plain model."""
+    """The tensors that the plain model returns for the whole batch. Raises WholeFails where it
+    raises."""
     try:
         return list(result_tensors(manager.model(**batch)))
     except Exception as error:
@@ -335,75 +355,78 @@ def _whole_result(manager: HookManager, batch: Mapping[str, Any]) -> list[torch.
 
 
 def _try_parts(
-    look: _Probe, kept: ProbeShards, parts: int, wanted: Sequence[torch.Tensor]
+    probe: _Probe, kept: ProbeShards, parts: int, wanted: Sequence[torch.Tensor]
 ) -> list[bool]:
-    """Which results are alike on all of so many ranks. Raises ModelError where a rank's part of a
-    result is another than that of the whole."""
+    """Run the model for each of ``parts`` simulated ranks. ``kept`` has the tensors of switches,
+    ``wanted`` are the results of the plain model. Returns for each result whether every rank has
+    the whole of it. Raises ModelError where a rank's result is no part of the whole one, or where
+    numbers, which may be parts of a sum, do not add up to it."""
     sums = [torch.zeros((), dtype=torch.float64) for _ in wanted]
-    alike, same = [True for _ in wanted], [True for _ in wanted]
-    if kept.totals[look.manager.axis] < parts:
-        return same
+    are_parts, are_whole = [True for _ in wanted], [True for _ in wanted]
+    if kept.totals[probe.manager.axis] < parts:
+        return are_whole
     for part in range(parts):
-        shards = look.part(kept, part, parts)
+        shards = probe.part(kept, part, parts)
         try:
-            results = list(result_tensors(look.run(shards)))
+            results = list(result_tensors(probe.run(shards)))
         except InfeasiblePlan:
-            return same
+            return are_whole
         except _Differs:
-            raise _first_error(look, kept, shards) from None
+            raise _first_error(probe, kept, shards) from None
         except Exception as error:
-            raise _first_error(look, kept, shards, error) from error
+            raise _first_error(probe, kept, shards, error) from error
         if len(results) != len(wanted):
-            raise _first_error(look, kept, shards)
+            raise _first_error(probe, kept, shards)
         for at, (mine, whole) in enumerate(zip(results, wanted, strict=True)):
-            alike[at] = alike[at] and shards.is_part(mine, whole)
-            same[at] = same[at] and alike[at] and mine.shape == whole.shape
+            are_parts[at] = are_parts[at] and shards.is_part(mine, whole)
+            are_whole[at] = are_whole[at] and are_parts[at] and mine.shape == whole.shape
             if mine.dim() == 0:  # the parts of a loss that is a sum add up
                 sums[at] += mine.double().cpu()
-            elif not alike[at]:
-                raise _first_error(look, kept, shards)
-    for total, found, whole in zip(sums, alike, wanted, strict=True):
-        if not found and not _alike(total, whole.cpu().double()):
+            elif not are_parts[at]:
+                raise _first_error(probe, kept, shards)
+    for total, is_part, whole in zip(sums, are_parts, wanted, strict=True):
+        if not is_part and not _alike(total, whole.cpu().double()):
             raise ModelError(
-                f"number that {type(look.manager.model).__name__} returns",
+                f"number that {type(probe.manager.model).__name__} returns",
                 got=f"{float(total):.6g}, all ranks' together",
                 wanted=f"{float(whole):.6g}, that of the whole",
                 hint="a mean over places is another one on each rank: return places, and take the "
                 "sum over run.local(...) by their number in the whole batch",
             )
-    return same
+    return are_whole
 
 
 def _first_error(
-    look: _Probe, kept: ProbeShards, failed: ProbeShards, error: Exception | None = None
+    probe: _Probe, kept: ProbeShards, failed: ProbeShards, error: Exception | None = None
 ) -> ModelError:
-    """What is said of a part that differs: the first module at which it does."""
-    model, axis = look.manager.model, failed.axis
+    """The error for a run on shards ``failed`` whose result differs from that on ``kept``, or that
+    raised ``error``. Both runs are repeated to name the first module at which they differ."""
+    model, axis = probe.manager.model, failed.axis
     found = "its result" if error is None else f"{type(error).__name__}: {error}"
     if not isinstance(model, FSDPModule):  # its modules cannot be run again after an error
-        first, second = look.shards(kept.prefer), look.part(kept, failed.rank, failed.parts)
-        with _watched(model, first) as whole:
-            look.run(first)
-        with _watched(model, second) as mine, suppress(Exception):
-            look.run(second)
-        difference = _first_difference(second, whole, mine)
+        whole_shards = probe.shards(kept.prefer)
+        part_shards = probe.part(kept, failed.rank, failed.parts)
+        with _watched(model, whole_shards) as whole:
+            probe.run(whole_shards)
+        with _watched(model, part_shards) as mine, suppress(Exception):
+            probe.run(part_shards)
+        difference = _first_difference(part_shards, whole, mine)
         if difference is not None:
-            found, axis = (
-                difference[0] if error is None else f"{difference[0]}; {found}",
-                difference[1],
-            )
+            text, axis = difference
+            found = text if error is None else f"{text}; {found}"
     return ModelError(
         f"{type(model).__name__} on shards of axis {axis}",
         got=f"another result than on the whole: {found}" if error is None else found,
         wanted="this rank's part of the whole",
-        hint=_HINT if not look.suspects else _SUSPECTS.format(", ".join(look.suspects)),
+        hint=_HINT if not probe.suspects else _SUSPECTS.format(", ".join(probe.suspects)),
     )
 
 
 def _first_difference(
     shards: ProbeShards, whole: Sequence[_Seen], mine: Sequence[_Seen]
 ) -> tuple[str, str] | None:
-    """The first module whose input or output is no part of the whole, in words, and the axis."""
+    """(the first module whose input or output on ``shards``, in ``mine``, is no part of the whole
+    one, in words; the axis that was sharded there). None where no module was called on shards."""
     for kept, seen in zip(whole, mine, strict=False):
         shards.axis = seen.axis
         if kept.name != seen.name:
@@ -427,12 +450,12 @@ def _all_parts(
 
 @contextmanager
 def _watched(model: torch.nn.Module, shards: ProbeShards) -> Iterator[list[_Seen]]:
-    """What modules without others inside are given and return."""
+    """Context that gives a list in which every call of a module without submodules is recorded."""
     seen = list[_Seen]()
 
-    def look(name: str) -> Callable[..., None]:
-        """A hook that notes the tensors that module ``name`` is given and returns, and the axis
-        that is in shards."""
+    def recorder(name: str) -> Callable[..., None]:
+        """A hook that records what module ``name`` is given and returns, and the axis of
+        ``shards``."""
 
         def after(_: Any, args: Any, named: Any, out: Any) -> None:
             given = list(result_tensors((args, named)))
@@ -445,28 +468,31 @@ def _watched(model: torch.nn.Module, shards: ProbeShards) -> Iterator[list[_Seen
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             if next(module.children(), None) is None and name:
-                handle = module.register_forward_hook(look(name), with_kwargs=True)
+                handle = module.register_forward_hook(recorder(name), with_kwargs=True)
                 hooks.callback(handle.remove)
         yield seen
 
 
 @contextmanager
 def _leaving_untouched(model: torch.nn.Module) -> Iterator[None]:
-    """A model that is run to look at it: nothing of it is left changed, and nothing is drawn."""
+    """Context for runs of a model that are to leave no trace: it is in evaluation mode, its tiny
+    weights are drawn anew, and compiled modules run eagerly. Afterwards weights, buffers, modes and
+    the states of all random generators are as before."""
     training = [module for module in model.modules() if module.training]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
-    drawn = list[tuple[torch.Tensor, torch.Tensor]]()
+    drawn = list[tuple[torch.Tensor, torch.Tensor]]()  # (weight, its values before)
     eager = torch.compiler.set_stance("force_eager") if _DYNAMO in sys.modules else nullcontext()
     with torch.random.fork_rng(devices), eager:
         model.eval()
         _reshard(model)
         try:
             for number, parameter in enumerate(model.parameters()):
-                if (held := _small_values(parameter)) is not None:
-                    drawn.append((held, held.clone()))
-                    held.copy_(_draw(held, number))
+                values = _tiny_values(parameter)
+                if values is not None:
+                    drawn.append((values, values.clone()))
+                    values.copy_(_draw(values, number))
             yield
         finally:
             for now, before in (*drawn, *buffers):
@@ -479,21 +505,24 @@ def _leaving_untouched(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _reshard(model: torch.nn.Module) -> None:
-    """Let FSDP2 forget weights that it has gathered."""
+    """Have FSDP2 free the weights that it has gathered, so that it gathers them anew."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def _small_values(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """Those of this rank, where they are so small that they hide what they are multiplied with."""
-    held: torch.Tensor = getattr(parameter.data, "to_local", lambda: parameter.data)()
-    hides = held.is_floating_point() and held.numel() and float(held.abs().max()) < _TINY
-    return held if hides else None
+def _tiny_values(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """The values of a parameter on this rank (its shard under FSDP2) where all are below _TINY in
+    magnitude, so that they hide what they are multiplied with; else None."""
+    values: torch.Tensor = getattr(parameter.data, "to_local", lambda: parameter.data)()
+    if not values.is_floating_point() or not values.numel():
+        return None
+    return values if float(values.abs().max()) < _TINY else None
 
 
-def _draw(held: torch.Tensor, number: int) -> torch.Tensor:
-    """Numbers of the size of usual weights, the same ones on every rank."""
-    draw = torch.Generator().manual_seed(number)
-    scale = 0.5 if held.dim() < 2 else held[0].numel() ** -0.5
-    return (torch.randn(held.shape, generator=draw) * scale).to(held)
+def _draw(like: torch.Tensor, seed: int) -> torch.Tensor:
+    """Random numbers in the shape of ``like`` and of the size of usual weights, the same ones on
+    every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = 0.5 if like.dim() < 2 else like[0].numel() ** -0.5
+    return (torch.randn(like.shape, generator=generator) * scale).to(like)

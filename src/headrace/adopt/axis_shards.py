@@ -24,14 +24,15 @@ __all__ = ["AxisShards", "Dims", "Entry"]
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """The axis names in each dim of a tensor; a dim that flattens several axes has several
-    names."""
+    """The axis names in each dim of a tensor. A dim that flattens several axes has several names,
+    the outermost first: ``(b s) t c`` is ``(("b", "s"), ("t",), ("c",))``."""
 
     names: tuple[tuple[str, ...], ...]
 
     @classmethod
     def parse(cls, text: str) -> Dims:
-        """Read a text. Raises SpecError for names that stand twice, and brackets in brackets."""
+        """Parse a text such as ``(b s) t c``. Raises SpecError for names that stand twice, and
+        brackets in brackets."""
         return _parse(text)
 
     @property
@@ -47,26 +48,28 @@ class Dims:
         return " ".join(texts)
 
     def opened(self, x: torch.Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
-        """``x`` unflattened: one dim for each name, where ``sizes`` are the local sizes of the
-        axes. Raises DataError for a tensor of other dims or sizes."""
+        """``x`` unflattened: one dim for each name. ``sizes`` are the sizes in ``x`` of the names
+        that are known; of each dim one name may be missing there, as its size follows. Raises
+        DataError for a tensor of other dims or sizes."""
         if x.dim() != len(self.names):
             self._refuse(x, sizes)
         shape: list[int] = []
         for size, names in zip(x.shape, self.names, strict=True):
             known = math.prod([sizes[name] for name in names if name in sizes])
-            open_ = [name for name in names if name not in sizes]
-            rest = size // known if known else 0
-            if len(open_) > 1 or rest * known != size or (not open_ and known != size):
+            unknown = [name for name in names if name not in sizes]
+            rest = size // known if known else 0  # the size of the one unknown name
+            if len(unknown) > 1 or rest * known != size or (not unknown and known != size):
                 self._refuse(x, sizes)
             shape += [sizes.get(name, rest) for name in names]
         return x.reshape(shape)
 
     def sizes_of(self, x: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, int]:
-        """The places of every name in a tensor, ``sizes`` being those of the axes here."""
+        """The size in ``x`` of every name, given the ``sizes`` of those that are known, as for
+        :meth:`opened`."""
         return dict(zip(self.flat, self.opened(x, sizes).shape, strict=True))
 
     def closed(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`opened`: flattens the dims of names that share one."""
+        """The inverse of :meth:`opened`: flattens dims whose names share one, of any sizes."""
         shape: list[int] = []
         at = 0
         for names in self.names:
@@ -109,21 +112,26 @@ def _parse(text: str) -> Dims:
 
 
 Entry = tuple[str, int]
-"""The axis in shards at a hook, and how many stages were before."""
+"""(the axis in shards when a forward came to a hook, the number of stages that had begun)."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AxisShards:
-    """The places of ``axis`` are sharded over the ranks of ``group``, all other axes are not; those
-    of ``beside``, other sequences such as a text, always are. Ranks of ``across`` have other
-    samples; ``members`` are all ranks that share the batch.
+    """How one batch is sharded on this rank, and the state of the forward that runs on it.
 
-    ``totals`` are the places of each name that is known, for the samples of this group; ``samples``
-    are the first one, how many, and of how many. ``passed`` are the axes that the stages of the
-    forward mixed, ``position`` the number of the next one; ``chosen`` are the axes that they were
-    given, by number. ``joint`` keeps what attention over all places needs; ``entries`` tells where
-    the forward came to each hook, and ``task`` the backward in which it ran, -1 where in none;
-    ``moves`` are the exchanges of the forward.
+    The places of ``axis`` are sharded over the ranks of ``group``, those of all other axes are not;
+    sequences in ``beside``, such as a text, always are. The ranks of ``across`` have the same
+    places of other samples; ``members`` are all ranks that share the batch.
+
+    ``totals`` are the places of each axis whose size is known, on all ranks of the group together;
+    for the axis of samples, the group's samples. ``samples`` is (index of the group's first sample,
+    its number of samples, that of the whole batch).
+
+    Of the forward: ``passed`` are the axes that each stage mixed, in calling order; ``position`` is
+    the number of the next stage; ``chosen`` is the choice made for each stage, by number; ``moves``
+    are the exchanges so far. ``entries`` has one entry for each time that the forward came to a
+    hook, by hook. ``task`` is the number of the backward that the forward ran in, -1 for none.
+    ``joint`` caches placements for attention over all places.
     """
 
     axis: str
@@ -145,32 +153,33 @@ class AxisShards:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks in the group."""
+        """The number of ranks in the group."""
         return dist.get_world_size(self.group) if self.group is not None else 1
 
     @property
     def rank(self) -> int:
-        """The number of this rank in its group."""
+        """The index of this rank in its group."""
         return dist.get_rank(self.group) if self.group is not None else 0
 
     def sizes(self, axis: str) -> tuple[int, ...]:
-        """The places of each rank while ``axis`` is sharded."""
+        """The places of ``axis`` on each rank of the group while it is sharded."""
         return split_sizes(self.totals[axis], self.ranks)
 
     def joint_sizes(self, parts: Dims) -> tuple[int, ...]:
-        """The places of each rank over several sequences one after the other, in each of which a
-        name is sharded."""
-        found = [0] * self.ranks
+        """The places on each rank of several sequences together. Each dim of ``parts`` has the axes
+        of one sequence, of which one is sharded."""
+        places_by_rank = [0] * self.ranks
         for names in parts.names:
-            shared = next(name for name in names if name in self.sharded)
-            others = math.prod(self.totals[name] for name in names if name != shared)
-            for rank, size in enumerate(self.sizes(shared)):
-                found[rank] += size * others
-        return tuple(found)
+            sharded = next(name for name in names if name in self.sharded)
+            others = math.prod(self.totals[name] for name in names if name != sharded)
+            for rank, size in enumerate(self.sizes(sharded)):
+                places_by_rank[rank] += size * others
+        return tuple(places_by_rank)
 
     def begun(self, axis: str, task: int) -> Self:
-        """The same places for a forward that begins. Each has shards of its own: its backward may
-        compute parts again when others have been run since."""
+        """A copy for a forward that begins with ``axis`` sharded, within backward ``task`` (-1 for
+        none). Each forward has its own, as its backward may recompute parts after other forwards
+        have run."""
         return replace(
             self,
             axis=axis,
@@ -184,7 +193,8 @@ class AxisShards:
         )
 
     def pass_stage(self, mixed: tuple[str, ...]) -> int:
-        """The number of the stage that begins; ``mixed`` is kept the first time it is reached."""
+        """Count a stage that begins, and return its number. The axes that it mixes are recorded in
+        ``passed``, unless they are there from before, as in a recompute."""
         if self.position == len(self.passed):
             self.passed.append(mixed)
         self.position += 1
@@ -196,22 +206,25 @@ class AxisShards:
         return (self.axis, *self.beside)
 
     def sharded_dims(self, dims: Dims) -> list[tuple[int, str]]:
-        """The dims, unflattened, of a tensor that are sharded now, and their names."""
+        """(dim, name) of each name of ``dims`` that is sharded now; the dim is that of the
+        unflattened tensor."""
         return [(dims.dim_of(name), name) for name in self.sharded if name in dims]
 
     def here(self) -> dict[str, int]:
-        """The local size of every axis."""
+        """The places on this rank of every axis whose size is known."""
         known = [name for name in self.sharded if name in self.totals]
         return self.totals | {name: self.sizes(name)[self.rank] for name in known}
 
     def best(self, free: Sequence[str]) -> str:
-        """Which of several axes to take where no plan is known: that of most places."""
+        """The axis to shard, of those that a stage leaves ``free``, where no plan is known: the one
+        with the most places."""
         return max(free, key=lambda name: self.totals.get(name, 0))
 
     def local(
         self, x: torch.Tensor, dims: Dims, known: Mapping[str, int] | None = None
     ) -> torch.Tensor:
-        """This rank's part of a tensor that is whole. ``known`` are places of other names."""
+        """This rank's part of a tensor with the places of all ranks. ``known`` are sizes of names
+        that are not in ``totals``."""
         sharded = self.sharded_dims(dims)
         if not sharded or self.group is None:
             return x
@@ -231,7 +244,7 @@ class AxisShards:
         return dims.closed(whole)
 
     def learn(self, x: torch.Tensor, dims: Dims, axes: Collection[str]) -> None:
-        """Record the full sizes of those of ``axes`` that are not sharded in ``x``."""
+        """Record in ``totals`` the sizes of those of ``axes`` that are not sharded in ``x``."""
         sizes = zip(dims.flat, dims.opened(x, self.here()).shape, strict=True)
         self.totals |= {name: n for name, n in sizes if name in axes and name != self.axis}
 
@@ -246,15 +259,15 @@ class AxisShards:
             )
 
     def switched(self, x: torch.Tensor, dims: Dims, axis: str) -> torch.Tensor:
-        """Another axis in shards from here on. Raises InfeasiblePlan where ranks would be left
-        without places."""
+        """Shard ``axis`` instead of the current one, by one all-to-all. Returns the local part of
+        ``x`` after it, records the exchange, and has ``axis`` in shards from here on. Raises
+        InfeasiblePlan where ranks would be left without places. Collective."""
         part = dims.opened(x, self.here())
         self.totals[axis] = part.shape[dims.dim_of(axis)]
         self.require_places(axis)
-        stays = self.sizes(axis)[self.rank] / self.totals[axis]
-        self.moves.append(
-            AxisMove(before=self.axis, after=axis, sent_bytes=round(part.nbytes * (1 - stays)))
-        )
+        kept_share = self.sizes(axis)[self.rank] / self.totals[axis]
+        sent_bytes = round(part.nbytes * (1 - kept_share))
+        self.moves.append(AxisMove(before=self.axis, after=axis, sent_bytes=sent_bytes))
         moved = switch(
             part,
             dims.dim_of(self.axis),
@@ -267,7 +280,7 @@ class AxisShards:
         return dims.closed(moved)
 
     def counted(self, axis: str) -> int:
-        """The places of an axis on this rank. Raises SpecError for one that nothing tells."""
+        """The places of an axis on this rank. Raises SpecError for one whose size is not known."""
         here = self.here()
         if axis not in here:
             raise SpecError("axis that is counted", got=axis, wanted=f"one of {', '.join(here)}")
@@ -276,24 +289,24 @@ class AxisShards:
     def cut(
         self, x: torch.Tensor, dims: Dims, known: Mapping[str, int] | None = None
     ) -> torch.Tensor:
-        """What a stage needs of another argument: this rank's places where it has all of them.
-        ``known`` are places of other names. Raises DataError for one that has neither all nor
-        these, or may have either."""
+        """This rank's part of an argument ``x`` of a stage, which may have the places of all ranks
+        or, already, those of this rank; by its shape it is found out which. ``known`` are sizes of
+        names that are not in ``totals``. Raises DataError for a shape that fits neither or both."""
         if self.axis not in dims or self.group is None:
             return x
         others = {name: n for name, n in (known or {}).items() if name != self.axis}
-        found = list[tuple[bool, torch.Tensor]]()
-        for sizes, done in ((self.here(), True), (self.totals, False)):
+        fitting = list[tuple[bool, torch.Tensor]]()  # (whether it is this rank's part, unflattened)
+        for sizes, is_part in ((self.here(), True), (self.totals, False)):
             with suppress(DataError):
-                found.append((done, dims.opened(x, {**others, **sizes})))
+                fitting.append((is_part, dims.opened(x, {**others, **sizes})))
         here, total = self.here()[self.axis], self.totals[self.axis]
-        if not found or (len(found) > 1 and here != total):
+        if not fitting or (len(fitting) > 1 and here != total):
             raise DataError(
                 f"argument of dims {dims}",
-                got=f"{list(x.shape)}" + (", which may be either" if found else ""),
+                got=f"{list(x.shape)}" + (", which may be either" if fitting else ""),
                 wanted=f"{here} or {total} places of {self.axis}",
             )
-        done, opened = found[0]
-        if done:
+        is_part, opened = fitting[0]
+        if is_part:
             return dims.closed(opened)
         return self.local(dims.closed(opened), dims, others)

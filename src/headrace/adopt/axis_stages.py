@@ -46,8 +46,8 @@ class AxisStage:
     returns: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse mixed axes that are not in the dims, and dims of side arguments that cannot be
-        read."""
+        """Refuse mixed axes that are not in the dims, dims of side arguments that cannot be parsed,
+        and sequences of ``attends`` other than the mixed axes in order and single names."""
         layout = self.layout
         for name in self.mixed:
             if name not in layout:
@@ -56,9 +56,9 @@ class AxisStage:
                 )
         for text in self.sides.values():
             Dims.parse(text)
-        if self.places not in self.sequences.names or any(
-            len(names) > 1 for names in self.sequences.names if names != self.places
-        ):
+        sequences = self.sequences.names
+        others = [names for names in sequences if names != self.places]
+        if self.places not in sequences or any(len(names) > 1 for names in others):
             raise SpecError(
                 f"attention of stage {self.modules}",
                 got=f"sequences {self.attends}",
@@ -77,36 +77,39 @@ class AxisStage:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The axes that it mixes, in the order of its first argument."""
+        """The axes that the stage mixes, in the order of the dims of its first argument."""
         return tuple(name for name in self.layout.flat if name in self.mixed)
 
     @property
     def sequences(self) -> Dims:
-        """The sequences that its attention sees, one after the other."""
+        """The sequences that its attention sees one after the other, as dims: for each sequence
+        the names that it flattens."""
         return Dims.parse(self.attends) if self.attends else Dims((self.places,))
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """The names of sequences that its attention sees beside the places of the axes."""
+        """The names of other sequences that its attention sees, such as a text, beside the places
+        of the mixed axes."""
         return tuple(name for name in self.sequences.flat if name not in self.places)
 
 
 def modules_of(
     model: torch.nn.Module, stages: tuple[AxisStage, ...]
 ) -> dict[torch.nn.Module, AxisStage]:
-    """The stage of each module. Raises ModelError for names that no module has, and for modules of
-    two stages."""
+    """Map each module of the model that a stage names to that stage. Raises ModelError for names
+    that no module has, and for modules of two stages."""
     found: dict[torch.nn.Module, AxisStage] = {}
     for stage in stages:
-        wanted = re.compile(re.escape(stage.modules).replace(r"\*", r"[^.]+"))
-        named = [m for name, m in model.named_modules() if wanted.fullmatch(name)]
-        if not named:
+        # ``*`` stands for one part of a name, between two dots.
+        pattern = re.compile(re.escape(stage.modules).replace(r"\*", r"[^.]+"))
+        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+        if not modules:
             raise ModelError(
                 f"stage {stage.modules}",
                 got="no module of that name",
                 wanted=f"some of {', '.join(name for name, _ in model.named_children())}",
             )
-        for module in named:
+        for module in modules:
             if module in found:
                 raise ModelError(f"module {type(module).__name__}", got="two stages", wanted="one")
             found[module] = stage

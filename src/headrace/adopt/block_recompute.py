@@ -1,9 +1,10 @@
 """Recompute for long sequences: blocks keep their attention and compute the rest again.
 
-The work of linear parts grows with the tokens, that of attention with their square: of long
-sequences all but attention is computed again for next to nothing, O(1 / s) of the work (AutoSP),
-and its memory is that of one block. The result of attention and what an exchange brought for it
-stay, so no traffic is repeated; where nothing was exchanged, q, k and v are computed again.
+The work of linear parts grows with the number s of tokens, that of attention with its square. So
+for long sequences all but attention is recomputed at a small cost, O(1 / s) of the work (AutoSP),
+and only one block at a time holds the activations of its linear parts. The result of attention and
+what an exchange brought for it are kept, so no traffic is repeated; where nothing was exchanged, q,
+k and v are computed again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from headrace.spec.layer_plan import Recompute
 __all__ = ["BlockLevels", "Kept", "WrappedLevels", "recompute_blocks", "recomputed"]
 
 Kept = Literal["attention", "full"]
-"""Recompute level of a block, as that of a layer: all but attention, or everything."""
+"""Recompute level of a block: ``attention`` keeps attention and recomputes all else, ``full``
+recomputes everything."""
 
 
 def recomputed(function: Callable[..., Any], *inputs: Any, level: Kept = "attention") -> Any:
@@ -67,8 +69,9 @@ class BlockLevels:
         """Turn on the model's own gradient checkpointing, with levels that :meth:`choose` sets;
         raises ModelError for blocks without it."""
         self._blocks = [cast(_Block, block) for block in blocks]
+        # Levels of the next forward's blocks that recompute, in the order of their calls.
         self._coming: deque[Recompute] = deque()
-        _enable(model, {"context_fn": self._next})
+        _enable(model, {"context_fn": self._next_contexts})
         if not all(getattr(block, "gradient_checkpointing", False) for block in blocks):
             raise ModelError(
                 f"recompute of {type(model).__name__}",
@@ -78,34 +81,36 @@ class BlockLevels:
         self.choose(["none"] * len(blocks))
 
     def choose(self, levels: Sequence[Recompute]) -> None:
-        """The level of each block in the next forward; blocks beyond them recompute nothing."""
+        """Set the level of each block, in order, for the next forward; blocks beyond the end of
+        ``levels`` recompute nothing."""
         for block, level in zip(self._blocks, chain(levels, repeat("none")), strict=False):
             block.gradient_checkpointing = level != "none"
         self._coming = deque(level for level in levels if level != "none")
 
-    def _next(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """The two contexts (forward, recompute) of the next block's checkpoint."""
+    def _next_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """The contexts (of the forward, of the recompute) of the next block's checkpoint, whose
+        level is taken off the coming ones; ``full`` where none is left."""
         level = self._coming.popleft() if self._coming else "full"
         return _contexts() if level == "attention" else (nullcontext(), nullcontext())
 
 
 class WrappedLevels:
-    """The same for any ``blocks``, whose forwards are run under checkpoints until :meth:`remove`.
-    ``around(forward, ...)`` calls a forward in a checkpoint, where it is computed again too."""
+    """Chooses before each forward which recompute level each of any model's ``blocks`` uses: their
+    forwards run under checkpoints until :meth:`remove`."""
 
     def __init__(self, blocks: Sequence[torch.nn.Module], around: Callable[..., Any]) -> None:
-        """Wrap the forward of every block; ``around(forward, *args)`` runs a forward within a
-        checkpoint."""
+        """Wrap the forward of every block. ``around(forward, *args, **named)`` runs a forward in a
+        checkpoint, in the recompute too."""
         self._around = around
         self._levels: list[Recompute] = ["none"] * len(blocks)
         self._hooks = ExitStack()
         for index, block in enumerate(blocks):
+            # A forward of the block itself, beside that of its class.
             own = vars(block).get("forward")
-            self._hooks.callback(
-                partial(vars(block).pop, "forward")
-                if own is None
-                else partial(setattr, block, "forward", own)
-            )
+            if own is None:
+                self._hooks.callback(vars(block).pop, "forward")
+            else:
+                self._hooks.callback(setattr, block, "forward", own)
             block.forward = partial(self._run, index, block.forward)
 
     def __deepcopy__(self, memo: Any) -> WrappedLevels:
@@ -117,7 +122,8 @@ class WrappedLevels:
         self._hooks.close()
 
     def choose(self, levels: Sequence[Recompute]) -> None:
-        """The level of each block in the next forward; blocks beyond them recompute nothing."""
+        """Set the level of each block, in order, for the forwards that follow; blocks beyond the
+        end of ``levels`` recompute nothing."""
         self._levels = [*levels, *["none"] * (len(self._levels) - len(levels))]
 
     def _run(self, index: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
@@ -125,7 +131,7 @@ class WrappedLevels:
         level = self._levels[index]
         if level == "none" or not torch.is_grad_enabled():
             return forward(*args, **named)
-        # Names are bound here: checkpoint has some of its own.
+        # Keyword arguments are bound here, as checkpoint has some of its own.
         return recomputed(partial(self._around, forward, **named), *args, level=level)
 
 
@@ -136,8 +142,8 @@ class _Block(Protocol):
 
 
 def _enable(model: Any, options: dict[str, Any]) -> None:
-    """Turn on a transformers model's gradient checkpointing with options; raises ModelError for a
-    model that does not have it."""
+    """Turn on a transformers model's gradient checkpointing with options of torch's ``checkpoint``;
+    raises ModelError for a model that does not have it."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ModelError(
             f"recompute of {type(model).__name__}",
@@ -145,12 +151,13 @@ def _enable(model: Any, options: dict[str, Any]) -> None:
             wanted="supports_gradient_checkpointing",
             hint="use recompute(block, x) in its forward",
         )
-    older = model.gradient_checkpointing_enable  # the name of before
-    getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False, **options})
+    former = model.gradient_checkpointing_enable  # its name in earlier versions of transformers
+    enable = getattr(model, "activation_checkpointing_enable", former)
+    enable({"use_reentrant": False, **options})
 
 
 _ATEN = torch.ops.aten
-_ATTENDS = frozenset(
+_ATTENTION_OPERATORS = frozenset(
     {
         torch.ops.headrace.attend.default,
         _ATEN._scaled_dot_product_flash_attention.default,  # noqa: SLF001
@@ -165,8 +172,11 @@ _ATTENDS = frozenset(
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    attends = operator in _ATTENDS
-    return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE
+    """Whether a checkpoint saves the results of an operator: those of attention alone."""
+    if operator in _ATTENTION_OPERATORS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _contexts = partial(create_selective_checkpoint_contexts, _policy)
+"""Makes the contexts (of the forward, of the recompute) of a checkpoint that saves attention."""

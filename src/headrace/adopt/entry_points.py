@@ -1,11 +1,12 @@
 """Entry points: how the attention of a model is reached.
 
     attention registry  models of transformers: a function in its public registry
-    calls               others: what they call is replaced while they run
+    calls               others: functions of torch that they call are replaced while they run
     graph               others that are compiled: a pass over their graph
 
-Behind all of them is one function; what differs is how it comes to be called. It is called while
-the model is spread only: the model's slot switches an entry point on and off.
+All of them lead to one function, the attention over all ranks of a group; they differ in how the
+model comes to call it. It is called only while the model is spread: the model's slot switches an
+entry point on and off.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ EntryPointName = Literal["attention registry", "calls", "graph"]
 
 
 Look = Callable[[tuple[Any, ...], dict[str, Any]], None]
-"""Is shown the arguments of a forward, (positional, keyword)."""
+"""A function that checks the arguments of a forward, (positional, keyword), before it runs."""
 
 
 class ChosenLevels(Protocol):
@@ -53,9 +54,9 @@ class EntryPoint:
         name: Which entry point it is.
         call: Runs the spread model as ``call(**inputs)``.
         probing: Like ``call``, but without a slow compiler backend.
-        install: Has the model itself do what ``call`` does while it is spread, once the function
-            that it is given has looked at the arguments, (positional, keyword); returns a function
-            that undoes this.
+        install: Takes a :data:`Look`. Has the model itself do what ``call`` does while it is
+            spread, with the arguments checked by that function where no hook can; returns a
+            function that undoes this.
         remove: Removes every hook and replaced function; the entry point is of no use afterwards.
         compiler: Counts compiled graphs; None where the model is not compiled.
         levels: Makes the object that sets recompute levels of blocks; None where blocks cannot be
@@ -78,9 +79,11 @@ def entry_point_of(
     backend: str | None,
     recompute: Kept | None,
 ) -> EntryPoint:
-    """The entry point to ``inner``, which ``model`` may wrap. Raises ModelError where there is
-    none, and where blocks of transformers cannot compute again what ``recompute`` says; of other
-    models they are found when it is probed."""
+    """The entry point to ``inner``, the user's module, which ``model`` may wrap. ``backend`` is
+    that of torch.compile, None for a model that is not compiled. ``recompute`` turns on activation
+    checkpoints of a transformers model at once; layers of other models are found when these are
+    probed. Raises ModelError where there is no entry point, and where blocks of transformers do not
+    support checkpoints."""
     if asks_registry(inner):
         return _registry(model, inner, slot, backend, recompute)
     if backend is None:
@@ -107,8 +110,9 @@ def _registry(
     compiler = None if backend is None else Compiler(backend)
 
     def levels(blocks: Sequence[torch.nn.Module]) -> ChosenLevels | None:
-        able = getattr(inner, "supports_gradient_checkpointing", False)
-        return BlockLevels(inner, blocks) if able else None
+        """What sets the levels of blocks; None for a model without gradient checkpointing."""
+        supported = getattr(inner, "supports_gradient_checkpointing", False)
+        return BlockLevels(inner, blocks) if supported else None
 
     return EntryPoint(
         name="attention registry",
@@ -122,12 +126,14 @@ def _registry(
 
 def _calls(model: torch.nn.Module, inner: torch.nn.Module, slot: ModelSlot) -> EntryPoint:
     """The entry point that replaces torch's functions while the author's modules run."""
-    replaced, opened = ReplacedCalls(inner, slot), ExitStack()
-    opened.callback(replaced.remove)
+    replaced, to_undo = ReplacedCalls(inner, slot), ExitStack()
+    to_undo.callback(replaced.remove)
 
     def levels(blocks: Sequence[torch.nn.Module]) -> ChosenLevels:
+        """What sets the levels of blocks, whose forwards it wraps until the entry point is
+        removed."""
         wrapped = WrappedLevels(blocks, replaced.run)
-        opened.callback(wrapped.remove)
+        to_undo.callback(wrapped.remove)
         return wrapped
 
     return EntryPoint(
@@ -135,7 +141,7 @@ def _calls(model: torch.nn.Module, inner: torch.nn.Module, slot: ModelSlot) -> E
         call=model,
         probing=model,
         install=lambda _: _undo_nothing,
-        remove=opened.close,
+        remove=to_undo.close,
         levels=levels,
     )
 
@@ -145,10 +151,11 @@ def _graph(
 ) -> EntryPoint:
     """The entry point that changes attention in the graph which Dynamo traces, compiled by
     ``backend``."""
-    compiler, whole, opened = Compiler(backend, slot), not is_wrapped(model), ExitStack()
+    compiler, to_undo = Compiler(backend, slot), ExitStack()
+    fullgraph = not is_wrapped(model)  # hooks of DDP and FSDP2 break graphs
 
     def install(look: Look) -> Callable[[], None]:
-        """Compile the model and call its graph while it is spread, after ``look`` has seen the
+        """Compile the model and call its graph while it is spread, after ``look`` has checked the
         arguments; returns the function that undoes it."""
         before = inner._compiled_call_impl  # noqa: SLF001
         inner.compile(backend=compiler, fullgraph=True, dynamic=True)
@@ -156,30 +163,33 @@ def _graph(
         inner._compiled_call_impl = before  # noqa: SLF001
 
         def spread(*args: Any, **named: Any) -> Any:
-            look(args, named)  # a graph has no place for it
+            look(args, named)  # here, as a graph cannot hold the check
             return graph(*args, **named)
 
         def switch(on: bool) -> None:
+            """Have calls of the model run the graph when ``on``, else what they ran before."""
             inner._compiled_call_impl = spread if on else before  # noqa: SLF001
 
         slot.switches.append(switch)
-        opened.callback(slot.switches.remove, switch)
-        opened.callback(switch, False)
-        return opened.close
+        to_undo.callback(slot.switches.remove, switch)
+        to_undo.callback(switch, False)
+        return to_undo.close
 
     def levels(blocks: Sequence[torch.nn.Module]) -> ChosenLevels:
+        """What sets the levels of blocks, whose forwards it wraps until the entry point is
+        removed."""
         # In a graph, levels are tags on the nodes, which the partitioner reads.
-        wrapped = WrappedLevels(blocks, _as_it_is)
-        opened.callback(wrapped.remove)
+        wrapped = WrappedLevels(blocks, _run_forward)
+        to_undo.callback(wrapped.remove)
         return wrapped
 
     return EntryPoint(
         name="graph",
-        call=_compiled(model, compiler, fullgraph=whole),
+        call=_compiled(model, compiler, fullgraph=fullgraph),
         compiler=compiler,
-        probing=_compiled(model, Compiler("eager", slot), fullgraph=whole),
+        probing=_compiled(model, Compiler("eager", slot), fullgraph=fullgraph),
         install=install,
-        remove=opened.close,
+        remove=to_undo.close,
         levels=levels,
     )
 
@@ -188,19 +198,20 @@ def _undo_nothing() -> None:
     """Undo nothing: this entry point changes the model only while it is spread."""
 
 
-def _as_it_is(forward: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+def _run_forward(forward: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+    """The results of a forward, run as it is."""
     return forward(*args, **named)
 
 
 def _compiled(model: torch.nn.Module, compiler: Compiler, *, fullgraph: bool) -> Callable[..., Any]:
-    """The compiled model. Hooks of wrappers break graphs; if that hides tokens from the pass, the
-    probe finds it."""
+    """A function that calls the compiled model. Hooks of wrappers break graphs; if the pass then
+    misses an operation that depends on other tokens, the probe finds it."""
     compiled = torch.compile(model, backend=compiler, fullgraph=fullgraph, dynamic=True)
     return partial(_call_compiled, compiled)
 
 
 def _call_compiled(compiled: Callable[..., Any], **inputs: Any) -> Any:
-    """Call a compiled model so that sizes which only its run tells may stand in its graph."""
-    # What attention keeps has a size that is known only when it runs.
+    """Call a compiled model with dynamic output shapes captured in its graph: what attention keeps
+    for its backward has a size that is known only when it runs."""
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):  # noqa: SLF001
         return compiled(**inputs)

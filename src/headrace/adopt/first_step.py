@@ -1,8 +1,9 @@
 """The first batch on all ranks against the plain model on one: losses, and norms of gradients.
 
-Probes look at a model on parts of its tokens or places, in one process. This looks at what ranks do
-together, kernels, exchanges and sums, with the batch as it is, and takes a forward and a backward
-of the whole batch on every rank. Where memory does not suffice for that it is left out, and said.
+Probes test a model on parts of its tokens or places, in one process. This test compares what ranks
+do together, kernels, exchanges and sums, on the batch as it is; it costs a forward and a backward
+of the whole batch on every rank. Where memory does not suffice for that, it is left out with a
+warning.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from headrace.errors import ModelError
 __all__ = ["FirstStep", "compare_first_step", "ranks_that_add_up"]
 
 FirstStep = Literal["first step"]
+"""The value of the option ``check`` that asks for this comparison."""
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-3}
-"""Relative differences of norms that sums in another order may have; 5 % in half types."""
+"""Relative differences of norms that sums in another order may have, by the dtype of the weights;
+5 % in half types."""
 _FLOOR = 1e-3
-"""Of the largest norm: below it rounding may be all that a tensor holds."""
+"""The fraction of the largest gradient's norm below which a gradient may be rounding alone."""
 
 Numbers = tuple[float, list[float]]
 """A loss, and the norm of each parameter's gradient."""
@@ -42,35 +45,37 @@ def compare_first_step(
     spread: Callable[[], torch.Tensor],
     plain: Callable[[], torch.Tensor],
 ) -> None:
-    """Compare a model that is spread with the plain one. ``spread()`` runs forward and backward and
-    gives the loss of all ranks; ``plain()`` those of the whole batch on this rank. Gradients, what
-    is drawn next and all that a forward leaves are as before afterwards. Collective.
+    """Compare loss and gradients of a model that is spread with those of the plain one.
+
+    ``spread()`` runs forward and backward on all ranks and returns the loss [] of all ranks
+    together; ``plain()`` does the same for the whole batch on this rank alone. Afterwards the
+    gradients, the states of random generators and all that a forward changes in the model are as
+    before. Warns and returns where any rank lacks memory for the plain model. Collective.
 
     Raises:
-        ModelError: On every rank where any differs.
+        ModelError: On every rank where any rank's numbers differ.
     """
-    first = next(p for p in model.parameters() if p.requires_grad)
-    with _aside(model), held_still(model, training=model.training):
-        found = _numbers(model, spread)
+    first_trained = next(p for p in model.parameters() if p.requires_grad)
+    with _gradients_kept(model), held_still(model, training=model.training):
+        found = _loss_and_norms(model, spread)
         fits, wanted = True, found
         try:
-            wanted = _numbers(model, plain)
+            wanted = _loss_and_norms(model, plain)
         except (torch.OutOfMemoryError, MemoryError):
             fits = False
-    mine = json.dumps([fits, _difference(found, wanted, first.dtype)])
-    said = [mine.encode()]
-    if groups is not None:
-        said = gather_bytes(said[0], groups.world)
-    told = [json.loads(text) for text in said]
-    if not all(fit for fit, _ in told):
+    own = json.dumps([fits, _difference(found, wanted, first_trained.dtype)]).encode()
+    of_all_ranks = [own] if groups is None else gather_bytes(own, groups.world)
+    # (whether the plain model fitted in memory, what differs) of each rank.
+    verdicts = [json.loads(text) for text in of_all_ranks]
+    if not all(fitted for fitted, _ in verdicts):
         text = "the first step is not compared with one process, which needs more memory"
         warnings.warn(text, stacklevel=4)
         return
-    for rank, (_, wrong) in enumerate(told):
-        if wrong:
+    for rank, (_, difference) in enumerate(verdicts):
+        if difference:
             raise ModelError(
                 f"first step of {type(model).__name__} on rank {rank}",
-                got=wrong,
+                got=difference,
                 wanted="those of one process",
                 hint="headrace verify compares a small model of its type; without check= this is "
                 "left out",
@@ -78,20 +83,23 @@ def compare_first_step(
 
 
 def _difference(found: Numbers, wanted: Numbers, dtype: torch.dtype) -> str:
-    """What differs; empty where nothing does."""
+    """The first difference between the numbers ``found`` and ``wanted``, as text for an error;
+    empty where there is none. Tolerances are those of weights of ``dtype``."""
     limit = _TOLERANCES.get(dtype, 5e-2)
-    (loss, norms), (other, others) = found, wanted
-    if not abs(loss - other) <= limit * abs(other):
-        return f"a loss of {loss:.6g}, not {other:.6g}"
-    largest = max(others, default=0.0)
-    for at, (mine, theirs) in enumerate(zip(norms, others, strict=True)):
-        if not abs(mine - theirs) <= limit * max(theirs, _FLOOR * largest):
-            return f"a gradient of norm {mine:.6g} of parameter {at}, not {theirs:.6g}"
+    (loss, norms), (wanted_loss, wanted_norms) = found, wanted
+    # "not <=" counts NaN as different.
+    if not abs(loss - wanted_loss) <= limit * abs(wanted_loss):
+        return f"a loss of {loss:.6g}, not {wanted_loss:.6g}"
+    largest = max(wanted_norms, default=0.0)
+    for number, (norm, wanted_norm) in enumerate(zip(norms, wanted_norms, strict=True)):
+        if not abs(norm - wanted_norm) <= limit * max(wanted_norm, _FLOOR * largest):
+            return f"a gradient of norm {norm:.6g} of parameter {number}, not {wanted_norm:.6g}"
     return ""
 
 
-def _numbers(model: torch.nn.Module, run: Callable[[], torch.Tensor]) -> Numbers:
-    """The loss of ``run``, and the norm of each parameter's gradient after it."""
+def _loss_and_norms(model: torch.nn.Module, run: Callable[[], torch.Tensor]) -> Numbers:
+    """The loss that ``run`` returns, and the norm of each parameter's gradient after it; gradients
+    of before are dropped."""
     for parameter in model.parameters():
         parameter.grad = None
     loss = float(run())
@@ -99,8 +107,8 @@ def _numbers(model: torch.nn.Module, run: Callable[[], torch.Tensor]) -> Numbers
 
 
 def _norm(gradient: torch.Tensor | None) -> float:
-    """The norm of a whole gradient, put together from its shards where it has some; 0 for None and
-    infinity for what is not finite."""
+    """The 2-norm of a whole gradient, gathered from all ranks where it is sharded (collective);
+    0 for None, and infinity where the norm is not finite."""
     if gradient is None:
         return 0.0
     whole = getattr(gradient, "full_tensor", lambda: gradient)()
@@ -109,8 +117,8 @@ def _norm(gradient: torch.Tensor | None) -> float:
 
 
 @contextmanager
-def _aside(model: torch.nn.Module) -> Iterator[None]:
-    """Leave gradients as they were before the block."""
+def _gradients_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Context after which every parameter has the gradient that it had before, or none."""
     kept = [p.grad for p in model.parameters()]
     try:
         yield
@@ -121,8 +129,8 @@ def _aside(model: torch.nn.Module) -> Iterator[None]:
 
 
 def ranks_that_add_up(model: torch.nn.Module, groups: Groups | None) -> int:
-    """How many equal gradients a wrapper adds up in the backward of a plain model: FSDP2's sums, as
-    they are told to be; DDP takes means."""
-    if groups is None or not is_wrapped(model) or hasattr(model, "module"):
+    """How many ranks' equal gradients a wrapper sums in the backward of a plain model: those of all
+    ranks for FSDP2, which is told to sum; 1 for DDP, which takes means, and without a wrapper."""
+    if groups is None or not is_wrapped(model) or hasattr(model, "module"):  # DDP has a module
         return 1
     return groups.ranks

@@ -15,8 +15,10 @@ from headrace.comm.waiting import Transfer
 __all__ = ["add_plainly", "add_up", "gradient_error", "is_wrapped", "summed_loss"]
 
 _BUCKET_BYTES = 32 << 20
+"""Bytes of gradients that are summed in one all-reduce, unless one parameter has more."""
 _FLOOR = 1e-3
-"""Of the largest gradient: below it rounding may be all that a tensor holds."""
+"""The fraction of the largest value of all gradients below which a gradient may be rounding
+alone."""
 _WRAPPERS = (DistributedDataParallel, FSDPModule)
 
 
@@ -26,8 +28,8 @@ def is_wrapped(model: torch.nn.Module) -> bool:
 
 
 def summed_loss(model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
-    """The loss to start the backward from so that gradients are sums over ranks: DDP divides its
-    sums by the number of ranks."""
+    """The loss to run the backward of, so that gradients are sums over ranks: under DDP ``loss``
+    times the number of ranks, as DDP divides its sums by that; else ``loss`` itself."""
     averaged = isinstance(model, DistributedDataParallel)
     return loss * dist.get_world_size() if averaged else loss
 
@@ -45,34 +47,44 @@ def add_up(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Sum the gradients of all ranks in place; a parameter that none of them used stays without
     one, so that optimizers pass it over as they would in one process. Collective."""
     for bucket in _buckets(p for p in parameters if p.requires_grad):
+        # Behind the gradients: 1 for each parameter that has one here, summed to how many ranks do.
         used = bucket[0].new_tensor([float(p.grad is not None) for p in bucket])
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), used])
         Transfer(dist.all_reduce(flat, async_op=True), None, flat).wait()
-        *parts, used = flat.split([*(p.numel() for p in bucket), len(bucket)])
-        for parameter, grad, part, some in zip(bucket, grads, parts, used.tolist(), strict=True):
-            if some:
-                parameter.grad = grad.copy_(part.view_as(grad))
+        *sums, ranks_using = flat.split([*(p.numel() for p in bucket), len(bucket)])
+        counts = ranks_using.tolist()
+        for parameter, grad, summed, count in zip(bucket, grads, sums, counts, strict=True):
+            if count:
+                parameter.grad = grad.copy_(summed.view_as(grad))
 
 
 def gradient_error(
     found: Iterable[torch.Tensor | None], wanted: Iterable[torch.Tensor | None]
 ) -> float:
-    """The largest relative error of gradients, tensor by tensor: relative to the largest value of
-    each, at least ``_FLOOR`` of the largest of all, so that no tensor hides the error of a smaller
-    one. A gradient that is missing counts as zeros; one that is not finite gives infinity."""
+    """The largest relative error of the gradients ``found``, tensor by tensor: relative to the
+    largest value of the one that is ``wanted``, at least ``_FLOOR`` of the largest of all, so that
+    no tensor hides the error of a smaller one. A gradient that is missing counts as zeros; one that
+    is not finite gives infinity."""
     pairs = list(zip(found, wanted, strict=True))
-    floor = _FLOOR * max((_largest(w) for _, w in pairs), default=0.0)
-    errors = [_largest(_difference(f, w)) / (max(_largest(w), floor) or 1.0) for f, w in pairs]
+    floor = _FLOOR * max((_largest(right) for _, right in pairs), default=0.0)
+    errors = []
+    for gradient, right in pairs:
+        scale = max(_largest(right), floor) or 1.0
+        errors.append(_largest(_difference(gradient, right)) / scale)
     return max(errors, default=0.0)
 
 
 def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    return b if a is None else a if b is None else a - b
+    """a - b up to the sign, where None stands for zeros; None where both are."""
+    if a is None:
+        return b
+    return a if b is None else a - b
 
 
 def _largest(x: torch.Tensor | None) -> float:
-    """The largest absolute value, infinity where one is not finite."""
+    """The largest absolute value of a tensor: 0 for None and for no entries, infinity where it is
+    not finite."""
     if x is None or not x.numel():
         return 0.0
     value = float(x.detach().abs().max())
@@ -80,18 +92,20 @@ def _largest(x: torch.Tensor | None) -> float:
 
 
 def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """Parameters of one type and device that are added up at once."""
-    bucket, held = list[torch.nn.Parameter](), 0
+    """Yield the parameters in order, in lists of one dtype and device of up to ``_BUCKET_BYTES``,
+    or of a single larger parameter."""
+    bucket, bucket_bytes = list[torch.nn.Parameter](), 0
     for parameter in parameters:
-        other = bool(bucket) and _kind(bucket[0]) != _kind(parameter)
-        if bucket and (other or held + parameter.nbytes > _BUCKET_BYTES):
+        differs = bool(bucket) and _kind(bucket[0]) != _kind(parameter)
+        if bucket and (differs or bucket_bytes + parameter.nbytes > _BUCKET_BYTES):
             yield bucket
-            bucket, held = list[torch.nn.Parameter](), 0
+            bucket, bucket_bytes = list[torch.nn.Parameter](), 0
         bucket.append(parameter)
-        held += parameter.nbytes
+        bucket_bytes += parameter.nbytes
     if bucket:
         yield bucket
 
 
 def _kind(parameter: torch.nn.Parameter) -> tuple[torch.dtype, torch.device]:
+    """What the parameters of a bucket have in common: (dtype, device)."""
     return parameter.dtype, parameter.device

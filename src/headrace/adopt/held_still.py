@@ -1,5 +1,5 @@
-"""A model that is run to look at it: it drops nothing, and all that its forwards change or draw is
-taken back.
+"""Running a model only to examine it: without dropout, and with all that its forwards change in it
+restored, the states of random generators too.
 """
 
 from __future__ import annotations
@@ -21,46 +21,53 @@ from torch.overrides import TorchFunctionMode
 __all__ = ["Draws", "held_still", "who_draws"]
 
 _PLAIN = (bool, int, float, torch.Tensor, type(None))
+"""Types of the attributes of a module that are restored."""
 
 
 @contextmanager
 def held_still(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
-    """Run ``model`` as in training or in evaluation, without dropout. Parameters that are all zero
-    hold small numbers meanwhile: a gate that starts at zero hides what is behind it. At the end its
-    weights, buffers, flags, counters and what is drawn next are as they were."""
+    """Context in which ``model`` runs in training or in evaluation mode, without dropout of tokens.
+    Parameters that are all zero hold small random numbers meanwhile: a gate that starts at zero
+    would hide what is behind it. At the end its weights, buffers, flags and counters are as they
+    were, and so are the states of random generators."""
     with ExitStack() as undo:
         draws = Draws.now(model)
         undo.callback(draws.restore)
         undo.callback(_remember(model))
-        if not (training and model.training):  # else what the user keeps in evaluation stays there
+        # A model in training stays as it is: the user may keep some of its modules in evaluation.
+        if not (training and model.training):
             for module in model.modules():
                 module.training = training
         undo.callback(_fill_zeros(model))
-        undo.enter_context(_Undropped())
+        undo.enter_context(_WithoutDropout())
         yield
 
 
 def _remember(model: torch.nn.Module) -> Callable[[], None]:
-    """What gives modules back the numbers and tensors that they hold now, beside parameters."""
+    """Note the numbers and tensors that the modules hold now, beside parameters, and return the
+    function that restores them. Of a DDP wrapper itself only the training flag is restored: its
+    attributes are the state of its communication."""
     flags = [(module, module.training) for module in model.modules()]
-    own = [m for m in model.modules() if not isinstance(m, DistributedDataParallel)]
-    plain = [{k: v for k, v in vars(m).items() if isinstance(v, _PLAIN)} for m in own]
-    buffers = [dict(m._buffers) for m in own]  # noqa: SLF001
-    tensors = [x for held in (*plain, *buffers) for x in held.values() if torch.is_tensor(x)]
+    modules = [m for m in model.modules() if not isinstance(m, DistributedDataParallel)]
+    # By name, for each of the modules.
+    attributes = [{k: v for k, v in vars(m).items() if isinstance(v, _PLAIN)} for m in modules]
+    buffers = [dict(m._buffers) for m in modules]  # noqa: SLF001
+    tensors = [x for held in (*attributes, *buffers) for x in held.values() if torch.is_tensor(x)]
     values = [x.detach().clone() for x in tensors]
 
     def restore() -> None:
         """Put plain attributes, buffers, tensor values and training flags of all modules back as
-        they were."""
-        for module, held, buffered in zip(own, plain, buffers, strict=True):
+        they were, and delete plain attributes that are new."""
+        for module, held, buffers_held in zip(modules, attributes, buffers, strict=True):
             now = vars(module)
             for name in [k for k, v in now.items() if isinstance(v, _PLAIN) and k not in held]:
                 del now[name]
             now.update(held)
             module._buffers.clear()  # noqa: SLF001
-            module._buffers.update(buffered)  # noqa: SLF001
+            module._buffers.update(buffers_held)  # noqa: SLF001
         for tensor, value in zip(tensors, values, strict=True):
-            tensor.data.copy_(value)  # .data: graphs of the user's do not count it as a change
+            # By .data: autograd graphs of the user's would refuse a tensor changed in place.
+            tensor.data.copy_(value)
         for module, flag in flags:
             module.training = flag
 
@@ -68,19 +75,22 @@ def _remember(model: torch.nn.Module) -> Callable[[], None]:
 
 
 def _fill_zeros(model: torch.nn.Module) -> Callable[[], None]:
-    """Fill parameters that are all zero; returns what makes them the very zeros again."""
+    """Fill parameters that are all zero with numbers from 0.05 to 0.15 of either sign, drawn with a
+    fixed seed; of sharded parameters this rank's shard. Returns the function that restores the
+    zeros, with their signs."""
     _reshard(model)
-    draw, changed = torch.Generator().manual_seed(0), list[tuple[torch.Tensor, torch.Tensor]]()
+    generator = torch.Generator().manual_seed(0)
+    changed = list[tuple[torch.Tensor, torch.Tensor]]()  # (parameter, its zeros)
     for parameter in model.parameters():
         local = getattr(parameter, "_local_tensor", parameter).data
         if local.is_floating_point() and local.numel() and not bool(local.any()):
             changed.append((local, local.clone()))
-            numbers = torch.rand(local.shape, generator=draw)  # from 0.05 to 0.15, either sign
-            local.copy_(
-                (numbers - 0.5).sign() * (0.05 + 0.1 * torch.rand(local.shape, generator=draw))
-            )
+            signs = (torch.rand(local.shape, generator=generator) - 0.5).sign()
+            sizes = 0.05 + 0.1 * torch.rand(local.shape, generator=generator)
+            local.copy_(signs * sizes)
 
     def restore() -> None:
+        """Put the zeros back, and have FSDP2 gather them anew."""
         for local, zeros in changed:
             local.copy_(zeros)
         _reshard(model)
@@ -89,15 +99,16 @@ def _fill_zeros(model: torch.nn.Module) -> Callable[[], None]:
 
 
 def _reshard(model: torch.nn.Module) -> None:
-    """Have FSDP2 gather weights anew: it keeps those of its root after a forward."""
+    """Have FSDP2 gather weights anew in the next forward: it keeps those of its root module after a
+    forward, which would hide changes of the shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-class _Undropped(TorchFunctionMode):
-    """Dropout of tokens drops nothing. What is dropped for all tokens of a row at once is drawn, so
-    that :class:`Draws` tells."""
+class _WithoutDropout(TorchFunctionMode):
+    """A function mode in which torch's dropout of tokens drops nothing. Dropout of what all tokens
+    of a row share, as drop path does, still draws, so that :class:`Draws` notices it."""
 
     def __torch_function__(
         self,
@@ -106,18 +117,22 @@ class _Undropped(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The input of a dropout, and all else as it is."""
+        """The input of a dropout unchanged; the results of any other function."""
         named = kwargs or {}
         if func is functional.dropout or func is functional.alpha_dropout:
             x = args[0] if args else named["input"]
-            if x.numel() != 1 and not (x.dim() > 2 and x[..., 0].numel() == 1):
+            # One number, or one of each feature, [1, 1, ..., features]: all tokens share them.
+            shared = x.numel() == 1 or (x.dim() > 2 and x[..., 0].numel() == 1)
+            if not shared:
                 return x
         return func(*args, **named)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """What torch, numpy and Python draw next."""
+    """The states of the random generators of torch, numpy and Python, which decide what is drawn
+    next. ``torch_states`` are those of the CPU and, where the model is on another ``device``, of
+    that device."""
 
     device: torch.device
     torch_states: list[torch.Tensor]
@@ -126,7 +141,7 @@ class Draws:
 
     @classmethod
     def now(cls, model: torch.nn.Module) -> Draws:
-        """Look, on the CPU and on the device of ``model``."""
+        """The states now, on the CPU and on the device of ``model``."""
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         states = [torch.get_rng_state()]
         if device.type not in ("cpu", "meta"):
@@ -139,17 +154,19 @@ class Draws:
         )
 
     def same(self, other: Draws) -> bool:
-        """Whether nothing was drawn between two looks."""
-        mine, others = self.numpy_state, other.numpy_state
+        """Whether the states are those of ``other``: nothing was drawn between the two."""
+        # numpy's state is (name, array of words, numbers...).
+        _, own_words, *own_numbers = self.numpy_state
+        _, other_words, *other_numbers = other.numpy_state
         return (
             all(map(torch.equal, self.torch_states, other.torch_states))
             and self.python_state == other.python_state
-            and mine[2:] == others[2:]
-            and bool((mine[1] == others[1]).all())
+            and own_numbers == other_numbers
+            and bool((own_words == other_words).all())
         )
 
     def restore(self) -> None:
-        """Have all draw again what they would have drawn at the look."""
+        """Set all generators to these states."""
         torch.set_rng_state(self.torch_states[0])
         for state in self.torch_states[1:]:
             torch.get_device_module(self.device).set_rng_state(state, self.device)
@@ -158,18 +175,22 @@ class Draws:
 
 
 def who_draws(model: torch.nn.Module, again: Callable[[], Any]) -> str:
-    """The class of the innermost module that draws while ``again`` runs, as far as modules run."""
-    before, found = list[Draws](), list[torch.nn.Module]()
+    """The class name of the first innermost module that draws random numbers in its forward while
+    ``again()`` runs the model; that of the model where no module's forward does."""
+    states_before = list[Draws]()  # of the forwards that run now, the innermost last
+    drawing = list[torch.nn.Module]()  # inner modules end, and so stand, before outer ones
 
-    def begin(*_: Any) -> None:
-        before.append(Draws.now(model))
+    def before(*_: Any) -> None:
+        """Note the states as a module's forward begins."""
+        states_before.append(Draws.now(model))
 
-    def look(module: torch.nn.Module, *_: Any) -> None:
-        if not before.pop().same(Draws.now(model)):
-            found.append(module)
+    def after(module: torch.nn.Module, *_: Any) -> None:
+        """Note the module where its forward has changed the states."""
+        if not states_before.pop().same(Draws.now(model)):
+            drawing.append(module)
 
     with ExitStack() as hooks:
-        hooks.callback(module_hooks.register_module_forward_pre_hook(begin).remove)
-        hooks.callback(module_hooks.register_module_forward_hook(look).remove)
+        hooks.callback(module_hooks.register_module_forward_pre_hook(before).remove)
+        hooks.callback(module_hooks.register_module_forward_hook(after).remove)
         again()
-    return type(found[0] if found else model).__name__
+    return type(drawing[0] if drawing else model).__name__

@@ -25,12 +25,13 @@ from headrace.spec.plan import Semantics
 __all__ = ["HeldWeights", "bytes_now", "state_bytes"]
 
 _STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Adam": 2, "AdamW": 2, "RAdam": 2, "Adamax": 2}
-"""Tensors of a parameter's size that optimizers keep, by the names of their classes."""
+"""How many tensors of a parameter's size optimizers keep for it, by the names of their classes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeldWeights:
-    """The weights of ``model``, which may be wrapped; ``inner`` is the user's own module."""
+    """The weights of ``model``, which may be wrapped; ``inner`` is the user's own module. ``ranks``
+    is the number of ranks of the world."""
 
     model: torch.nn.Module
     inner: torch.nn.Module
@@ -46,8 +47,8 @@ class HeldWeights:
                     got="FSDP1",
                     wanted="fully_shard (FSDP2), DDP, or no wrapper",
                 )
-        own = model.module if isinstance(model, DistributedDataParallel) else model
-        return cls(model=model, inner=own, ranks=ranks)
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        return cls(model=model, inner=inner, ranks=ranks)
 
     @property
     def sharded(self) -> bool:
@@ -60,8 +61,8 @@ class HeldWeights:
         return "lockstep" if self.sharded else "free"
 
     def step(self) -> AbstractContextManager[Any]:
-        """A context around the micro-batches of a step, in which DDP does not synchronize
-        gradients."""
+        """A context for the micro-batches of a step, in which DDP does not synchronize gradients:
+        they are summed once, by :meth:`add_up`."""
         if isinstance(self.model, DistributedDataParallel):
             return self.model.no_sync()
         return nullcontext()
@@ -74,7 +75,7 @@ class HeldWeights:
                 module.reshard()
 
     def add_up(self) -> None:
-        """Sum gradients over all ranks, unless FSDP2 has done so. Collective."""
+        """Sum gradients over all ranks in place, unless FSDP2 has done so. Collective."""
         if not self.sharded and self.ranks > 1:
             add_up(self.trained)
 
@@ -84,35 +85,46 @@ class HeldWeights:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def norm(self) -> torch.Tensor:
-        """The norm of the full gradient, [], the same on all ranks."""
+        """The 2-norm [] of the gradient of all parameters together, the same on all ranks.
+        Collective where gradients are sharded."""
         gradients = [p.grad for p in self.trained if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def scale_down(self, norm: torch.Tensor, most: float) -> None:
-        """Clip the gradient, whose norm is ``norm``, to a norm of at most ``most``."""
+        """Clip the gradient of all parameters, whose norm is ``norm`` [], in place to a norm of at
+        most ``most``."""
         torch.nn.utils.clip_grads_with_norm_(self.trained, most, norm)
 
 
 def bytes_now(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes on this rank of weights, existing gradients and optimizer state."""
+    """Bytes on this rank of weights, buffers, existing gradients and optimizer state."""
     parameters = list(model.parameters())
     grads = [p.grad for p in parameters if p.grad is not None]
-    states = [x for s in optimizer.state.values() for x in s.values() if torch.is_tensor(x)]
+    states = [
+        value
+        for state_of_parameter in optimizer.state.values()
+        for value in state_of_parameter.values()
+        if torch.is_tensor(value)
+    ]
     return sum(_local(x).nbytes for x in (*parameters, *model.buffers(), *grads, *states))
 
 
 def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that this rank always holds: weights, gradients and optimizer state; where there is no
-    state yet, what the first step will add."""
-    absent = sum(_local(p).nbytes for p in model.parameters() if p.requires_grad and p.grad is None)
-    held = bytes_now(model, optimizer) + absent
+    """Bytes that this rank holds throughout a step: weights, buffers, gradients and optimizer
+    state. Gradients that do not exist yet are counted as such, and where there is no state yet, an
+    estimate of what the optimizer's first step will add."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    missing_gradients = sum(_local(p).nbytes for p in trained if p.grad is None)
+    held = bytes_now(model, optimizer) + missing_gradients
     if optimizer.state:
         return held
-    usual = _STATES.get(type(optimizer).__name__, 2)
-    usual += any(group.get("momentum") for group in optimizer.param_groups)
-    return held + usual * sum(_local(p).nbytes for p in model.parameters() if p.requires_grad)
+    tensors_per_parameter = _STATES.get(type(optimizer).__name__, 2)
+    if any(group.get("momentum") for group in optimizer.param_groups):
+        tensors_per_parameter += 1
+    return held + tensors_per_parameter * sum(_local(p).nbytes for p in trained)
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor; any other tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x

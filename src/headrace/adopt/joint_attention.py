@@ -1,7 +1,7 @@
 """Attention over the places of all ranks, within a stage that mixes the sharded axis.
 
-Inside a stage that mixes the axis in shards, calls of ``scaled_dot_product_attention`` meet the
-other ranks' places. Nothing is masked there, so the order of places does not matter.
+Inside such a stage, calls of ``scaled_dot_product_attention`` attend to the places of all ranks, by
+Ulysses or a ring. Nothing is masked there, so the order of places does not matter.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from headrace.spec.axes import AxisMove
 __all__ = ["JointAttention", "JointMethod"]
 
 JointMethod = Literal["ulysses", "ring"]
+"""How ranks exchange for it: heads for places, or keys and values from rank to rank."""
 
 
 class JointAttention(TorchFunctionMode):
-    """In force during one call of a ``stage`` that mixes all axes with shards of one of them.
-    ``calls`` of attention were met, the last of so many ``heads``."""
+    """A torch function mode that spreads attention over ranks during one call of a ``stage`` that
+    mixes all axes, one of which is sharded. ``calls`` counts the calls of attention in it,
+    ``heads`` are the query heads of the last one."""
 
     def __init__(
         self,
@@ -42,11 +44,11 @@ class JointAttention(TorchFunctionMode):
         slot: ModelSlot,
         method: JointMethod | None,
     ) -> None:
-        """``shards`` has the places of this rank, ``slot`` takes the placement; ``method`` None:
-        Ulysses where there is a head for each rank, else a ring."""
+        """``shards`` tells the places of each rank. ``slot`` is given the placement of the tokens,
+        which the attention operator looks up there. With ``method`` None it is Ulysses where there
+        is a head for each rank, else a ring."""
         super().__init__()
-        self._shards, self._stage, self._slot, self._what = shards, stage, slot, stage.modules
-        self._method = method
+        self._shards, self._stage, self._slot, self._method = shards, stage, slot, method
         self.calls, self.heads = 0, 0
 
     def __torch_function__(
@@ -73,21 +75,23 @@ class JointAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Attention of this rank's queries [..., heads, places, features] over the places of all
-        ranks; raises ModelError for masks, dropout and causal attention."""
+        """Attention of this rank's queries over the places of all ranks, with the arguments of
+        ``scaled_dot_product_attention``: query [..., N, places, D], key and value
+        [..., G, places, D] of this rank's places. Returns [..., N, places, D]. Raises ModelError
+        for masks, dropout, causal attention and other numbers of places. Collective."""
         if attn_mask is not None or dropout_p or is_causal:
             got = "a mask" if attn_mask is not None else "dropout" if dropout_p else "causal"
             raise ModelError(
-                f"attention of stage {self._what}",
+                f"attention of stage {self._stage.modules}",
                 got=got,
                 wanted="all places that see each other",
                 hint="hr.compile spreads causal attention and packed documents",
             )
-        sizes = self._shards.joint_sizes(self._stage.sequences)
+        sizes = self._shards.joint_sizes(self._stage.sequences)  # places by rank
         here = sizes[self._shards.rank]
         if query.shape[-2] != here or key.shape[-2] != here:
             raise ModelError(
-                f"attention of stage {self._what}",
+                f"attention of stage {self._stage.modules}",
                 got=f"{query.shape[-2]} queries and {key.shape[-2]} keys",
                 wanted=f"the {here} places of this rank, of both",
                 hint="name the module of the attention over places alone as the stage",
@@ -100,9 +104,9 @@ class JointAttention(TorchFunctionMode):
             )
         rows = query.shape[:-3].numel()
         method = self._method or ("ulysses" if self.heads >= len(sizes) else "ring")
-        axis, kv = self._shards.axis, key.shape[-3]
-        sent = _sent_elements(sizes, self._shards.rank, self.heads, kv, method)
-        sent_bytes = rows * query.shape[-1] * query.element_size() * sent
+        axis, kv_heads = self._shards.axis, key.shape[-3]
+        sent_vectors = _sent_vectors(sizes, self._shards.rank, self.heads, kv_heads, method)
+        sent_bytes = rows * query.shape[-1] * query.element_size() * sent_vectors
         self._shards.moves.append(
             AxisMove(before=axis, after=axis, method=method, sent_bytes=sent_bytes)
         )
@@ -112,38 +116,43 @@ class JointAttention(TorchFunctionMode):
         return out.reshape(*query.shape[:-1], value.shape[-1])
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Keys or values [..., places, features] of all ranks, sequence by sequence."""
-        rows = tuple((f"_{at}",) for at in range(x.dim() - 2))
-        here, found = self._shards.here(), list[torch.Tensor]()
+        """Keys or values [..., places of this rank, D] put together over all ranks, each sequence
+        whole before the next: [..., places of all ranks, D]."""
+        # Names for the dims that are not of places, so that each sequence can be gathered by name.
+        row_dims = tuple((f"_{at}",) for at in range(x.dim() - 2))
+        here, wholes = self._shards.here(), list[torch.Tensor]()
         sequences = self._stage.sequences.names
         counts = [math.prod(here[name] for name in names) for names in sequences]
         for names, part in zip(sequences, x.split(counts, dim=-2), strict=True):
-            found.append(self._shards.whole(part, Dims((*rows, names, ("_",)))))
-        return torch.cat(found, dim=-2)
+            wholes.append(self._shards.whole(part, Dims((*row_dims, names, ("_",)))))
+        return torch.cat(wholes, dim=-2)
 
 
-def _sent_elements(
+def _sent_vectors(
     sizes: tuple[int, ...], rank: int, heads: int, kv_heads: int, method: JointMethod
 ) -> int:
-    """Heads of places that a rank sends in a forward: to Ulysses queries, keys and values of the
-    heads of others and the results of their places; to a ring the keys and values of all ranks but
-    the next."""
+    """The number of vectors [D], one for a head at a place, that ``rank`` sends in a forward for
+    one sample, where the ranks have ``sizes`` places. By Ulysses these are the queries, keys and
+    values of other ranks' heads at its own places, and the results of its own heads at other ranks'
+    places; by a ring the keys and values of all ranks but the next."""
     total, own = sum(sizes), sizes[rank]
     if method == "ring":
         return 2 * kv_heads * (total - sizes[(rank + 1) % len(sizes)])
     split = split_heads(heads, kv_heads, len(sizes))
-    to_others = sum(len(columns) for at, columns in enumerate(split.columns.of) if at != rank)
-    return own * to_others + (total - own) * len(split.queries.of[rank])
+    others_columns = sum(len(columns) for at, columns in enumerate(split.columns.of) if at != rank)
+    return own * others_columns + (total - own) * len(split.queries.of[rank])
 
 
 def _placement(
     shards: AxisShards, sizes: tuple[int, ...], rows: int, method: JointMethod
 ) -> Placement:
-    """The placement of ``rows`` rows, one for each sample, with all places of the mixed axes each:
-    rank r has ``sizes[r]`` neighbouring places of every row. Kept, as stages ask for it often."""
+    """The placement of ``rows`` rows, one for each sample, each with all places of the mixed axes:
+    rank r has ``sizes[r]`` consecutive places of every row. Cached in ``shards``, as all stages of
+    a forward ask for it."""
     key = sizes, rows, method
     if key not in shards.joint:
         total, bounds = sum(sizes), list(accumulate(sizes, initial=0))
+        # For each rank its range of places in every row, all rows being numbered through.
         parts = tuple(
             tuple(Rows(row * total + start, row * total + stop) for row in range(rows))
             for start, stop in pairwise(bounds)

@@ -151,28 +151,28 @@ class LossHead:
                 hint="leave logits=False out, or sum the losses of chunks in its forward",
             )
         self._head = cast("Any", head)
-        self._forward = head.forward
-        self._labels: torch.Tensor | None = None
+        self._own_forward = head.forward
+        self._labels: torch.Tensor | None = None  # [b, s_r] of the coming forward
         self._targets: int | None = None
-        self._made: torch.Tensor | None = None  # the loss of the current forward, detached
-        self._trusted = False  # whether the model was seen to leave it unchanged
-        self._head.forward = self._instead
+        self._loss_made: torch.Tensor | None = None  # [], that of the current forward, detached
+        self._seen_unchanged = False  # whether the model was seen to return the loss as it was made
+        self._head.forward = self._forward_or_loss
 
     def remove(self) -> None:
         """Restore the model's own head."""
-        self._head.forward = self._forward
+        self._head.forward = self._own_forward
 
     def expect(self, labels: torch.Tensor | None, targets: int | None) -> None:
-        """Have the next forward compute the loss of ``labels`` [b, s_r], divided by ``targets``;
-        for None it computes logits as ever."""
-        self._labels, self._targets, self._made = labels, targets, None
+        """Have the next forward compute the loss of ``labels`` [b, s_r], divided by ``targets``,
+        the tokens of the whole step that have a loss; for None it computes logits as ever."""
+        self._labels, self._targets, self._loss_made = labels, targets, None
 
     def take(self, logits: torch.Tensor) -> torch.Tensor:
         """The loss [] that the head put in the place of ``logits`` [b, s_r, 1]. Raises ModelError
         where the model changed it on the way, as by a softcap; asked in the first forward only."""
-        loss, made = logits.flatten()[0], self._made
-        self._labels = self._made = None
-        if not self._trusted and not isinstance(loss, FakeTensor):
+        loss, made = logits.flatten()[0], self._loss_made  # every place has the loss
+        self._labels = self._loss_made = None
+        if not self._seen_unchanged and not isinstance(loss, FakeTensor):
             if made is None or float(loss.detach()) != float(made):
                 raise ModelError(
                     "logits=False",
@@ -180,15 +180,15 @@ class LossHead:
                     wanted="those of its head",
                     hint="leave it out",
                 )
-            self._trusted = True
+            self._seen_unchanged = True
         return loss
 
     @torch.compiler.disable
-    def _instead(self, x: torch.Tensor) -> torch.Tensor:
+    def _forward_or_loss(self, x: torch.Tensor) -> torch.Tensor:
         """The head's forward: hidden states x [b, s_r, h] to logits [b, s_r, V]; where labels are
         expected, to [b, s_r, 1] with the loss [] of all tokens at every place."""
         if self._labels is None:
-            return self._forward(x)
+            return self._own_forward(x)
         weight, bias = self._head.weight, self._head.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -198,15 +198,14 @@ class LossHead:
             scale = 1 / max(1, self._targets or 0)
             loss = _HeadLoss.apply(flat, weight, bias, labels, scale)
         else:
-            loss = torch.stack(
-                [
-                    local_loss(torch.nn.functional.linear(part, weight, bias), own, self._targets)
-                    for part, own in zip(
-                        flat.split(HEAD_CHUNK_TOKENS), labels.split(HEAD_CHUNK_TOKENS), strict=True
-                    )
-                ]
-            ).sum()
-        self._made = loss.detach()
+            chunks = flat.split(HEAD_CHUNK_TOKENS), labels.split(HEAD_CHUNK_TOKENS)
+            # No name holds the logits of a chunk: they are freed before those of the next are made.
+            losses = [
+                local_loss(torch.nn.functional.linear(states, weight, bias), own, self._targets)
+                for states, own in zip(*chunks, strict=True)
+            ]
+            loss = torch.stack(losses).sum()
+        self._loss_made = loss.detach()
         return loss.expand(*x.shape[:-1], 1)
 
 
@@ -222,23 +221,24 @@ class _HeadLoss(torch.autograd.Function):
         labels: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """The loss [] of x [tokens, features] and labels [tokens], with dx, dweight and dbias kept
-        for the backward; ``scale`` is one over the targets."""
-        own, own_bias = _Gradient(weight), None if bias is None else _Gradient(bias)
-        loss, dx = head_loss(x, labels, own, scale, HEAD_CHUNK_TOKENS, own_bias)
-        ctx.save_for_backward(dx, own.grad, None if own_bias is None else own_bias.grad)
+        """The loss [] of x [tokens, h] and labels [tokens], for ``weight`` [V, h] and ``bias`` [V],
+        with dx, dweight and dbias kept for the backward; ``scale`` is one over the targets."""
+        of_weight = _WeightGradient(weight)
+        of_bias = None if bias is None else _WeightGradient(bias)
+        loss, dx = head_loss(x, labels, of_weight, scale, HEAD_CHUNK_TOKENS, of_bias)
+        ctx.save_for_backward(dx, of_weight.grad, None if of_bias is None else of_bias.grad)
         return loss.to(torch.promote_types(x.dtype, torch.float32))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The kept gradients of x, weight and bias, times that of the loss; labels and scale have
-        none."""
+        """The kept gradients of x, weight and bias, times ``grad`` [], that of the loss; labels and
+        scale have none."""
         grads = [None if x is None else (x * grad).to(x.dtype) for x in ctx.saved_tensors]
         return *grads, None, None
 
 
-class _Gradient:
+class _WeightGradient:
     """A weight as :func:`head_loss` takes it, whose gradient is kept in ``grad`` here and not in
     ``weight.grad``."""
 
@@ -247,17 +247,18 @@ class _Gradient:
         self.grad = torch.empty(0)
 
     def rows(self) -> torch.Tensor:
-        """The weight."""
+        """The weight itself, which every rank has whole."""
         return self._weight
 
     def sums(self) -> torch.Tensor:
-        """Zeros to accumulate the gradient in, in a wider dtype than a half one."""
+        """Zeros of the weight's shape to accumulate the gradient in: in float32, or float64 where
+        the weight is."""
         return torch.zeros_like(self._weight, dtype=widened(self._weight[:0]).dtype)
 
     def add(self, grad: torch.Tensor) -> None:
-        """Take the complete gradient, in the dtype of the weight."""
+        """Keep the complete gradient in ``grad``, in the dtype of the weight."""
         self.grad = grad.to(self._weight.dtype)
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Take the complete gradient as left^T right, [n, V] and [n, h] to [V, h]."""
+        """Keep the complete gradient left^T right, [n, V] and [n, h] to [V, h]."""
         self.add(left.t() @ right)

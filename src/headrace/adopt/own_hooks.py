@@ -15,13 +15,14 @@ __all__ = ["hook_after", "hook_before"]
 
 
 class OwnHook:
-    """``function``, called for ``module`` alone; in copies of it a hook that does nothing."""
+    """A hook that calls ``function`` for ``module`` alone. Its deep copies and pickles are hooks
+    that do nothing."""
 
     def __init__(self, module: torch.nn.Module, function: Callable[..., Any]) -> None:
         self._module, self._function = module, function
 
     def __call__(self, module: torch.nn.Module, *given: Any) -> Any:
-        """Call the function where ``module`` is its own module; None for any other."""
+        """The result of ``function(module, *given)`` for the hook's own module; None for others."""
         return self._function(module, *given) if module is self._module else None
 
     def __deepcopy__(self, memo: Any) -> InertHook:
@@ -32,10 +33,10 @@ class OwnHook:
 
 
 class InertHook:
-    """A hook that does nothing."""
+    """A hook that does nothing, in the place of an :class:`OwnHook` in a copied module."""
 
     def __call__(self, *_: Any) -> None:
-        """Leave arguments and results as they are."""
+        """Return None, which leaves arguments and results as they are."""
 
 
 def hook_before(
@@ -46,11 +47,11 @@ def hook_before(
     Args:
         module: The module.
         function: Returns new arguments, or None.
-        named: Whether it takes and returns arguments by name, too.
-        first: Whether it comes before hooks that are there.
+        named: Whether it takes and returns keyword arguments, too.
+        first: Whether it is called before the hooks that the module has already.
 
     Returns:
-        What takes the hook away.
+        A function that removes the hook.
     """
     hook = OwnHook(module, function)
     return module.register_forward_pre_hook(hook, with_kwargs=named, prepend=first).remove
@@ -67,7 +68,7 @@ def hook_after(
         always: Whether it is called after a forward that failed, too, with the result None.
 
     Returns:
-        What takes the hook away.
+        A function that removes the hook.
     """
     hook = OwnHook(module, function)
     return module.register_forward_hook(hook, always_call=always).remove

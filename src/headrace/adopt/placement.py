@@ -65,30 +65,32 @@ def placed_rows(documents: tuple[tuple[int, ...], ...], ranks: int, order: Token
     if len(documents) == 1:
         return TokenPlan(lengths=documents[0], ranks=ranks, order=order)
     width = sum(documents[0])
-    # The ranges of each rank in one row, shifted below to the same ranges of the row ``at``.
-    parts_of_row = TokenPlan(lengths=(width,), ranks=ranks, order=order).parts
+    ranges_in_one_row = TokenPlan(lengths=(width,), ranks=ranks, order=order).parts
+    ranges_in_all_rows = tuple(
+        tuple(
+            Rows(row * width + part.start, row * width + part.stop)
+            for row in range(len(documents))
+            for part in parts_of_rank
+        )
+        for parts_of_rank in ranges_in_one_row
+    )
     return TokenPlan(
         lengths=tuple(length for row in documents for length in row),
         ranks=ranks,
-        given=tuple(
-            tuple(
-                Rows(at * width + part.start, at * width + part.stop)
-                for at in range(len(documents))
-                for part in parts
-            )
-            for parts in parts_of_row
-        ),
+        given=ranges_in_all_rows,
     )
 
 
 def group_parts(ranks: Members) -> list[Members]:
     """The groups of ranks that exchanges over ``ranks`` may need: all of them, and for ``2d`` the
     blocks and rings of every mesh, for each size of a block that divides the number of ranks."""
-    found = [ranks]
-    for inner in (d for d in range(2, len(ranks)) if len(ranks) % d == 0):
-        mesh = RankBlocks(ranks=len(ranks), inner=inner)
-        found += [tuple(ranks[m] for m in some) for some in (*mesh.blocks, *mesh.rings)]
-    return found
+    groups = [ranks]
+    for block_size in range(2, len(ranks)):
+        if len(ranks) % block_size == 0:
+            mesh = RankBlocks(ranks=len(ranks), inner=block_size)
+            for members in (*mesh.blocks, *mesh.rings):  # indices of ranks
+                groups.append(tuple(ranks[member] for member in members))
+    return groups
 
 
 def replica_blocks(ranks: int, replicas: int) -> list[Members]:
@@ -96,18 +98,20 @@ def replica_blocks(ranks: int, replicas: int) -> list[Members]:
     ``replicas`` does not divide the number of ``ranks``."""
     if replicas < 1 or ranks % replicas:
         raise SpecError("replicas", got=replicas, wanted=f"a divisor of the {ranks} ranks")
-    each = ranks // replicas
-    return [tuple(range(at, at + each)) for at in range(0, ranks, each)]
+    size = ranks // replicas
+    return [tuple(range(first, first + size)) for first in range(0, ranks, size)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Placement:
-    """One batch on a group of ranks, of which this one is ``member``.
+    """One batch on a group of ranks, of which this one has the index ``member``.
 
     ``tokens`` tells which rank holds which tokens of ``rows`` rows; ``subgroup(members)`` is the
-    process group of some of the ranks, ``group`` that of all. ``targets`` is the number of tokens
-    of the whole step that have a loss, None where it is not known. ``places`` [S] are position ids
-    of a row's tokens, None where they are counted from 0. ``serial`` finds a placement by number.
+    process group of some of the ranks by their indices, ``group`` that of all (None for one
+    process). ``targets`` is the number of tokens of the whole step that have a loss, None where it
+    is not known. ``places`` [S] are position ids of a row's tokens, None where they are counted
+    from 0. ``serial`` is the placement's unique number: an operator's backward finds the placement
+    of its forward by it.
     """
 
     tokens: TokenPlan
@@ -139,45 +143,47 @@ class Placement:
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Gather the local tensor [b, s_r, ...] of all ranks: [b, S, ...] on every rank, in the
         order of the tokens in their rows. Without a gradient. Collective."""
-        ranks = range(self.tokens.ranks)
-        widths = [self.tokens.sizes[rank] // self.rows for rank in ranks]
-        orders = [self.tokens.index(r)[:n] for r, n in zip(ranks, widths, strict=True)]
+        widths, index = self._rank_by_rank()
         gathered = all_gather_rows(x.detach().transpose(0, 1).contiguous(), widths, self.group)
         ordered = torch.empty_like(gathered)  # [S, b, ...]
-        ordered[torch.from_numpy(np.concatenate(orders)).to(x.device)] = gathered
+        ordered[torch.from_numpy(index).to(x.device)] = gathered
         return ordered.transpose(0, 1).contiguous()
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """:meth:`whole` with a gradient: this rank's tokens get the sum of the gradients that all
         ranks have of them. Collective."""
+        widths, index = self._rank_by_rank()
+        # Gathered tokens lie rank by rank; the inverse permutation puts them in order.
+        back = torch.from_numpy(np.argsort(index, kind="stable")).to(x.device)
+        return gather(x, 1, self.group, sizes=tuple(widths)).index_select(1, back)
+
+    def _rank_by_rank(self) -> tuple[list[int], np.ndarray]:
+        """(widths, index): how many tokens of each row every rank holds, and [S] the indices in a
+        row of the tokens as they lie rank by rank."""
         ranks = range(self.tokens.ranks)
         widths = [self.tokens.sizes[rank] // self.rows for rank in ranks]
-        order = np.concatenate(
-            [self.tokens.index(r)[:n] for r, n in zip(ranks, widths, strict=True)]
-        )
-        # Gathered tokens lie rank by rank; the inverse permutation puts them in order.
-        back = torch.from_numpy(np.argsort(order, kind="stable")).to(x.device)
-        return gather(x, 1, self.group, sizes=tuple(widths)).index_select(1, back)
+        indices = [self.tokens.index(r)[:n] for r, n in zip(ranks, widths, strict=True)]
+        return widths, np.concatenate(indices)
 
     def core(self, heads: Heads, causal: bool, window: int, device: torch.device) -> Core:
         """The attention core of this rank for ``heads``, kept for further layers. A ``window``
         above 0 is a sliding window in tokens, 0 is none, and -n means chunks of n tokens."""
         key = (heads, causal, window, device)
         if key not in self._cores:
-            self._cores[key] = self._core(heads, causal, window, device)
+            self._cores[key] = self._make_core(heads, causal, window, device)
         return self._cores[key]
 
     def _in_chunks(self, size: int) -> TokenPlan:
         """The same tokens on the same ranks, with every document cut into documents of ``size``
-        tokens: attention that ends at documents then ends at chunks."""
-        cut = tuple(
+        tokens: attention that stays within documents then stays within chunks."""
+        chunk_lengths = tuple(
             min(size, length - start)
             for length in self.tokens.lengths
             for start in range(0, length, size)
         )
-        return TokenPlan(lengths=cut, ranks=self.tokens.ranks, given=self.tokens.parts)
+        return TokenPlan(lengths=chunk_lengths, ranks=self.tokens.ranks, given=self.tokens.parts)
 
-    def _core(self, heads: Heads, causal: bool, window: int, device: torch.device) -> Core:
+    def _make_core(self, heads: Heads, causal: bool, window: int, device: torch.device) -> Core:
         """Make the attention core: of one rank alone, a ring, a gather, or Ulysses within blocks of
         ranks and a ring across the blocks (``2d``; plain Ulysses is the case of one block).
         ``window`` is as for :meth:`core`."""
@@ -186,33 +192,46 @@ class Placement:
         documents = self._in_chunks(-window) if window < 0 else tokens
         band = window if window > 0 else None
 
-        def seen(queries: Members, keys: Members) -> tuple[Block, ...]:
-            """The blocks of the mask that queries on some ranks see of keys on others."""
+        def mask_blocks(queries: Members, keys: Members) -> tuple[Block, ...]:
+            """The blocks of the attention mask for queries on some ranks and keys on others."""
             return documents.blocks(queries, keys, causal, band)
 
         if ranks == 1:
-            return PackCore(heads=heads, blocks=seen(everyone, everyone))
+            return PackCore(heads=heads, blocks=mask_blocks(everyone, everyone))
         if self.exchange == "ring":
             ring = Ring(sizes=tokens.sizes, member=self.member, group=self.group)
             return RingCore(
-                heads=heads, ring=ring, blocks=lambda source: seen((self.member,), (source,))
+                heads=heads, ring=ring, blocks=lambda source: mask_blocks((self.member,), (source,))
             )
         if self.exchange == "gather":
-            order, back = self._order(everyone, device)
+            order, back = self._row_order(everyone, device)
             return GatheredCore(
                 heads=heads,
                 sizes=tokens.sizes,
                 group=self.group,
-                blocks=seen((self.member,), everyone),
+                blocks=mask_blocks((self.member,), everyone),
                 order=order,
                 back=back,
             )
-        mesh = RankBlocks(ranks=ranks, inner=self._inner(heads))
+        return self._switched_core(heads, mask_blocks, device)
+
+    def _switched_core(
+        self,
+        heads: Heads,
+        mask_blocks: Callable[[Members, Members], tuple[Block, ...]],
+        device: torch.device,
+    ) -> Core:
+        """The core that exchanges heads for tokens within blocks of ranks, with a ring across the
+        blocks where there are several. ``mask_blocks(queries, keys)`` gives the blocks of the
+        attention mask for queries and keys on these ranks."""
+        tokens, ranks = self.tokens, self.tokens.ranks
+        everyone = tuple(range(ranks))
+        mesh = RankBlocks(ranks=ranks, inner=self._block_size(heads))
         block = mesh.blocks[self.member // mesh.inner]
         sizes = tuple(tokens.sizes[m] for m in block)
-        order, back = self._order(block, device)
-        # Only to learn ``inner``, the heads of this rank after the switch, which the inner core
-        # needs before the real switched core can be made.
+        order, back = self._row_order(block, device)
+        # This one is made only to learn ``inner``, the heads of this rank after the switch, which
+        # the inner core needs before the core to return can be made.
         switched = SwitchedCore(
             heads=heads,
             core=PackCore(heads=heads, blocks=()),
@@ -224,14 +243,18 @@ class Placement:
         )
         inner = switched.inner
         if len(block) == ranks:
-            core: Core = PackCore(heads=inner, blocks=seen(everyone, everyone))
+            core: Core = PackCore(heads=inner, blocks=mask_blocks(everyone, everyone))
         else:
             ring = Ring(
-                sizes=[sum(tokens.sizes[m] for m in other) for other in mesh.blocks],
+                sizes=[sum(tokens.sizes[m] for m in members) for members in mesh.blocks],
                 member=self.member // mesh.inner,
                 group=self.subgroup(mesh.rings[self.member % mesh.inner]),
             )
-            core = RingCore(heads=inner, ring=ring, blocks=lambda at: seen(block, mesh.blocks[at]))
+            core = RingCore(
+                heads=inner,
+                ring=ring,
+                blocks=lambda source: mask_blocks(block, mesh.blocks[source]),
+            )
         return SwitchedCore(
             heads=heads,
             core=core,
@@ -242,7 +265,7 @@ class Placement:
             back=back,
         )
 
-    def _inner(self, heads: Heads) -> int:
+    def _block_size(self, heads: Heads) -> int:
         """The number of ranks in a block, which exchange heads for tokens: all for ``ulysses``; for
         ``2d`` the largest divisor of the ranks that divides the key heads, or else the query heads.
         Raises SpecError where there is none."""
@@ -259,11 +282,12 @@ class Placement:
             )
         return found
 
-    def _order(
+    def _row_order(
         self, members: Members, device: torch.device
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(order, back), both [tokens of the members]: indices that bring tokens gathered rank by
-        rank into the order of the row, and the inverse; (None, None) where they lie in order."""
+        """(order, back), both int64 [tokens of the members]: indices that bring tokens gathered
+        rank by rank into the order of the row, and the inverse; (None, None) where they lie in
+        order."""
         order = self.tokens.held(members).order
         if order is None:
             return None, None
@@ -304,10 +328,11 @@ def documents_of(batch: Mapping[str, torch.Tensor], tokens: str) -> tuple[tuple[
                 wanted=f"{[rows, width]}, 1 or 0",
                 hint="documents are told by position_ids that begin again at 0",
             )
-        seen = mask.cpu().numpy() != 0
-        change = seen[:, 1:] != seen[:, :-1]
+        unmasked = mask.cpu().numpy() != 0
+        change = unmasked[:, 1:] != unmasked[:, :-1]  # [b, S - 1]
         # Runs of ones in a row: those that begin after its first token, and one that begins there.
-        if ((seen[:, 1:] & change).sum(axis=1) + seen[:, 0] > 1).any():
+        runs = (unmasked[:, 1:] & change).sum(axis=1) + unmasked[:, 0]
+        if (runs > 1).any():
             raise DataError(
                 "attention_mask",
                 got="ones on both sides of zeros",
@@ -317,10 +342,14 @@ def documents_of(batch: Mapping[str, torch.Tensor], tokens: str) -> tuple[tuple[
         begins[:, 1:] |= change
     places = batch.get("position_ids")
     if places is not None:
-        wide = np.broadcast_to(places.cpu().numpy(), (rows, width))
-        begins[:, 1:] |= np.diff(wide, axis=1) != 1
-    # Lengths are the differences of the beginnings, with the end of the row behind them.
-    return tuple(tuple(np.diff([*np.flatnonzero(row).tolist(), width]).tolist()) for row in begins)
+        of_every_row = np.broadcast_to(places.cpu().numpy(), (rows, width))
+        begins[:, 1:] |= np.diff(of_every_row, axis=1) != 1
+    lengths = []
+    for begins_of_row in begins:
+        # Lengths are the differences of the beginnings, with the end of the row behind them.
+        starts = np.flatnonzero(begins_of_row).tolist()
+        lengths.append(tuple(np.diff([*starts, width]).tolist()))
+    return tuple(lengths)
 
 
 def declared_places(batch: Mapping[str, torch.Tensor]) -> np.ndarray | None:

@@ -41,12 +41,14 @@ class TokenReader:
     fields: frozenset[str] | None = None
 
     def read(self, item: Any, what: str) -> Item:
-        """The tensors of an item, without padding, with labels at the places that predict them.
-        Raises DataError for items without tokens, with labels that are not of its tokens, with
-        values that are neither of tokens nor of samples, or with other fields than the first."""
+        """The tensors [n, ...] of an item by name, without padding, with labels at the places that
+        predict them; ``what`` names the item in errors. Raises DataError for items without tokens,
+        with labels that are not of its tokens, with values that are neither of tokens nor of
+        samples, or with other fields than the first."""
         if isinstance(item, Mapping) and self.label_name in item and self.label_name != "labels":
             item = {("labels" if k == self.label_name else k): v for k, v in item.items()}
         found = sample_of(item, self.tokens, self.kind, what, label_place=self.label_place)
+        # Labels that were made of the tokens are no field of a mapping.
         names = item if isinstance(item, Mapping) else found
         fields = frozenset(name for name in names if name in found)
         if self.fields is None:
@@ -75,7 +77,8 @@ def sample_of(
     """An item of a data set as tensors [n, ...] by name, without padding. The item is a mapping,
     a pair (tokens, labels), or tokens alone, which are their own labels where the model predicts
     the next token. A value of the whole sample is repeated for each of its tokens. Labels are
-    moved to the places that predict them.
+    moved to the places that predict them; a single label of the sample stays at the token that
+    ``label_place`` says. ``what`` names the item in errors.
 
     Raises DataError for items without tokens, for labels that are not of the tokens, and for values
     that are neither of tokens nor of the sample.
@@ -100,7 +103,7 @@ def sample_of(
             hint="an item is one sample: a DataLoader gives single ones with batch_size=None",
         )
     count = len(found[tokens])
-    labels = _labels(item, found, count, tokens, kind, what, label_place)
+    labels, of_sample = _labels(item, found, count, tokens, kind, what, label_place)
     for name, value in found.items():
         if not value.dim():
             found[name] = value.repeat(count)
@@ -117,18 +120,13 @@ def sample_of(
         labels = labels[mask != 0]
         if not len(labels):
             raise DataError(f"attention_mask of {what}", got="zeros alone", wanted="some ones")
-    if found.pop(_OF_SAMPLE, None) is not None:
+    if of_sample:
         place = 0 if label_place == "first" else len(labels) - 1
-        whole, labels = labels, torch.full_like(labels, IGNORED)
-        labels[place] = whole[place]
-        found["labels"] = labels
+        found["labels"] = torch.full_like(labels, IGNORED)
+        found["labels"][place] = labels[place]
     else:
         found["labels"] = predicted(labels[None], kind)[0]
     return found
-
-
-_OF_SAMPLE = "label of the sample"
-"""A field that marks, within :func:`sample_of`, that the item has a single label."""
 
 
 def _labels(
@@ -139,14 +137,15 @@ def _labels(
     kind: Labels,
     what: str,
     place: LabelPlace | None,
-) -> torch.Tensor:
-    """The labels [n] int64 of an ``item``, removed from its tensors ``found``. A single label of
-    the sample is repeated for all ``count`` tokens, and the field ``_OF_SAMPLE`` is added to
-    ``found``. Raises DataError for labels of another shape."""
+) -> tuple[torch.Tensor, bool]:
+    """The labels [count] int64 of an ``item``, removed from its tensors ``found``, and whether the
+    item has a single label of the sample, which is then repeated for all ``count`` tokens. Where
+    the item has none, the token ids are the labels of a model that predicts the next token. Raises
+    DataError for labels of another shape."""
     given = found.pop("labels", None)
     if "labels" not in item:
         if kind == "next":
-            return found[tokens].long()
+            return found[tokens].long(), False
         raise DataError(
             f"labels of {what}",
             got="none",
@@ -163,8 +162,7 @@ def _labels(
                 hint="say which token has a sample's label: "
                 'samples=hr.SampleOptions(label_place="last"), or "first"',
             )
-        found[_OF_SAMPLE] = torch.ones(count)
-        return given.reshape(1).expand(count).long()
+        return given.reshape(1).expand(count).long(), True
     if given is None or given.dim() != 1 or len(given) != count:
         raise DataError(
             f"labels of {what}",
@@ -172,11 +170,12 @@ def _labels(
             wanted=f"[{count}], one for each token",
             hint="shift none by hand; IGNORED (-100) is where there is no loss",
         )
-    return given.long()
+    return given.long(), False
 
 
 def packed(samples: Sequence[Item]) -> Item:
-    """Samples concatenated in one row [1, t, ...], with position ids that start at 0 in each."""
+    """The samples, tensors [n, ...] by name, concatenated in one row [1, t, ...]; where they have
+    no position ids, these start at 0 in each."""
     row = {name: torch.cat([sample[name] for sample in samples])[None] for name in samples[0]}
     if "position_ids" not in row:
         counts = [torch.arange(len(sample["labels"])) for sample in samples]
@@ -193,5 +192,5 @@ def is_numbers(value: Any) -> bool:
     """Whether a field of an item is a tensor, or several numbers."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return True
-    plain = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-    return plain and isinstance(value[0], int | float | bool)
+    filled = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+    return filled and isinstance(value[0], int | float | bool)

@@ -57,7 +57,7 @@ class BatchPart(Mapping[str, Any]):
         labels: The labels of the local places, [b, s_r] of tokens, with IGNORED (-100) where there
             is no loss; None where the batch has none.
         group: The group of ranks that share the batch; None where this rank has it alone.
-        targets: Tokens of the whole step that have a loss; 0 where nobody knows.
+        targets: Tokens of the whole step that have a loss; 0 where that is not known.
         tokens: Tokens (places) on this rank.
         rest: Fields of the local samples that the model does not take.
         placed: How the batch is sharded: a :class:`~headrace.adopt.placement.Placement` of tokens,

@@ -8,6 +8,9 @@
 The losses of a group's ranks sum to the mean over all tokens that have one, and gradients add
 likewise: nothing is averaged twice, and nothing is scaled. Outside of ``run(...)`` and the backward
 of its results the model is the user's plain model.
+
+Shape legend: a batch of b rows of S tokens; s_r of every row on this rank; V tokens in a
+vocabulary; N query heads and G key-value heads of D features.
 """
 
 from __future__ import annotations
@@ -192,47 +195,61 @@ class TokenModel:
         self._exchange, self._label_name = exchange, label_name
         self.exchanges: tuple[str, ...] = (exchange,) if exchange else ("ulysses", "ring")
         self.inner = inner = model.module if isinstance(model, DistributedDataParallel) else model
-        # The forward's signature: names it takes, in order.
-        takes = arguments_of(inner)
-        self._takes, self._order = frozenset(takes), tuple(takes)
-        any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
-        self._takes_places = "position_ids" in takes
-        self._takes_labels = label_name in takes
-        named = (k for k, p in takes.items() if p.kind is not inspect.Parameter.VAR_POSITIONAL)
-        self.tokens = tokens or next(named)
-        self._hugging = hasattr(inner, "config") and hasattr(inner, "base_model_prefix")
-        self._takes_any = any_name and not self._hugging  # transformers' drop what they do not know
+        # The names of the forward's arguments, as a set and in order.
+        arguments = arguments_of(inner)
+        self._argument_names, self._argument_order = frozenset(arguments), tuple(arguments)
+        self._takes_position_ids = "position_ids" in arguments
+        self._takes_labels = label_name in arguments
+        not_starred = (
+            name
+            for name, argument in arguments.items()
+            if argument.kind is not inspect.Parameter.VAR_POSITIONAL
+        )
+        self.tokens = tokens or next(not_starred)
+        self._from_transformers = hasattr(inner, "config") and hasattr(inner, "base_model_prefix")
+        has_kwargs = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in arguments.values())
+        # Models of transformers drop fields that they do not know.
+        self._takes_any_name = has_kwargs and not self._from_transformers
+        # Given in every call: a cache of this rank's tokens would be of no use.
         config = getattr(inner, "config", None)
-        self._always = {"use_cache": False} if hasattr(config, "use_cache") else {}
-        # How the model counts positions: candidates for that of a row's first token; whether it
-        # skips masked tokens; the padding's id, where it skips tokens with that id.
-        self._firsts = first_places(inner)
+        self._fixed_arguments = {"use_cache": False} if hasattr(config, "use_cache") else {}
+        # How the model counts position ids: candidates for that of a row's first token; whether it
+        # skips masked tokens; the padding's token id, where it skips tokens with that id.
+        self._first_positions = first_places(inner)
         self._counts_by_mask = False
-        self._passes_over: int | None = None
+        self._skipped_padding_id: int | None = None
         self._groups = groups or groups_here(device_of(inner))
-        self.labels: Labels = labels or (convention_of(inner) if self._hugging else "same")
+        if not labels:
+            labels = convention_of(inner) if self._from_transformers else "same"
+        self.labels: Labels = labels
         self._probed: Probed | None = None
-        self._looked = set[bool]()  # values of model.training in which the model was probed
-        self._own_loss: ModelError | None = None  # raised where its loss is no cross entropy
-        self._far = _far_place(config)
-        # The placement of each local tensor of token ids that was given out.
-        self._placed: MutableMapping[torch.Tensor, Placement] = WeakIdKeyDictionary()
+        self._probed_modes = set[bool]()  # values of model.training in which the model was probed
+        # The error for calls with labels, where the model's own loss is not the cross entropy of
+        # its logits; None where it is, or before that was tested.
+        self._own_loss: ModelError | None = None
+        self._rope_limit = _dynamic_rope_limit(config)
+        # The placement of each local tensor of token ids [b, s_r] that was given out.
+        self._placement_by_tokens: MutableMapping[torch.Tensor, Placement] = WeakIdKeyDictionary()
         self._entry = entry_point_of(model, inner, self._slot, backend, recompute)
         self._recompute = None if self.entry_point == "attention registry" else recompute
         self._layers: Layers | None = None
-        self._ends = None if logits else LossHead(inner)
+        self._loss_head = None if logits else LossHead(inner)  # makes the loss without logits
+        # Runs the model's own head and loss on the whole batch; made where ``_own_loss`` is found.
         self._whole_head: WholeHead | None = None
         self._check = check
-        # The whole batch (inputs by name) behind each local tensor of token ids.
-        self._wholes: MutableMapping[torch.Tensor, dict[str, torch.Tensor]] = WeakIdKeyDictionary()
-        self._called_last: Placement | None = None
+        # The whole batch, inputs [b, S, ...] by name, behind each local tensor of token ids.
+        batches: MutableMapping[torch.Tensor, dict[str, torch.Tensor]] = WeakIdKeyDictionary()
+        self._batch_by_tokens = batches
+        self._last_called: Placement | None = None  # of the last batch that a forward was run on
         self._part: BatchPart | None = None  # the part given to take(), until release()
-        self._adds = False  # whether FSDP2 was told to sum gradients
-        self._leaving = False  # whether a backward runs after which the model is plain again
-        self._reader: TokenReader | None = None
+        self._fsdp_sums = False  # whether FSDP2 was told to sum gradients
+        # Whether a backward runs that began while the model was plain: at its end it is so again.
+        self._in_plain_backward = False
+        self._reader: TokenReader | None = None  # made for the first item that is read
         self.label_place: LabelPlace | None = None
-        self._stop_refusing = hook_before(inner, self._refuse_sharded, named=True)
-        self._watch, self._watched = CallWatch(), True
+        self._remove_refusal = hook_before(inner, self._refuse_sharded, named=True)
+        # Watches for lost ranks, unless a training loop does so itself.
+        self._watch, self._watches = CallWatch(), True
         weakref.finalize(self, self._watch.close)
 
     @property
@@ -247,7 +264,8 @@ class TokenModel:
 
     @property
     def whole(self) -> bool:
-        """Whether the model is compiled: its layers alone are not what runs."""
+        """Whether the model is compiled as one graph, so that it can be run and measured only with
+        all its layers."""
         return self.entry_point == "graph"
 
     @property
@@ -262,19 +280,23 @@ class TokenModel:
 
     @property
     def _world(self) -> int:
+        """The number of ranks of the world; 1 without process groups."""
         return 1 if self._groups is None else self._groups.ranks
 
     @property
     def _rank(self) -> int:
+        """This rank's number in the world; 0 without process groups."""
         return 0 if self._groups is None else self._groups.rank
 
     @property
     def has_blocks(self) -> bool:
         """Whether the blocks of a probed model are known, so that levels can be chosen for each."""
-        knows = getattr(self.inner, "supports_gradient_checkpointing", False)
-        registry = self.entry_point == "attention registry"
-        # Layers that were found in a probe, or blocks that transformers checkpoints itself.
-        return self._layers is not None or (registry and bool(knows))
+        if self._layers is not None:  # found in a probe
+            return True
+        if self.entry_point != "attention registry":
+            return False
+        # transformers checkpoints its blocks itself.
+        return bool(getattr(self.inner, "supports_gradient_checkpointing", False))
 
     def prepare(self, groups: Iterable[Members]) -> None:
         """Make the groups of ranks among which batches will be sharded. Collective: every rank of
@@ -284,10 +306,10 @@ class TokenModel:
             groups: The ranks of each group.
         """
         if self._groups is not None:
-            if self._watched:
+            if self._watches:
                 self._watch.begin(self._groups)
-            wanted = list(groups)
-            self._groups.prepare([some for ranks in wanted for some in group_parts(ranks)])
+            parts_of_groups = [part for ranks in groups for part in group_parts(ranks)]
+            self._groups.prepare(parts_of_groups)
 
     def shard(
         self,
@@ -326,14 +348,15 @@ class TokenModel:
             ModelError: Where the model cannot be run on parts of its tokens.
         """
         batch = {"labels" if k == self._label_name else k: v for k, v in batch.items()}
-        self._refuse_fields(batch)
+        self._refuse_embedded_inputs(batch)
         require_tokens(batch, self.tokens)
         world = dist.get_world_size() if self._groups is not None else 1
         blocks = replica_blocks(world, replicas)
-        members, rank = blocks[0] if ranks is None else tuple(ranks), self._rank
+        members = blocks[0] if ranks is None else tuple(ranks)  # one block has all ranks
         if replicas > 1 and ranks is None:
-            members = next(block for block in blocks if rank in block)
-            targets = self._of_replicas(batch, blocks) if targets is None else targets
+            members = next(block for block in blocks if self._rank in block)
+            if targets is None:
+                targets = self._targets_of_replicas(batch, blocks)
         elif replicas > 1:
             raise SpecError("shard", got="ranks and replicas", wanted="one of them")
         if targets is None and "labels" in batch and len(members) < world:
@@ -352,20 +375,21 @@ class TokenModel:
             agree(
                 f"batch of ranks {members}",
                 fingerprint(batch, (documents, members)),
-                self._group(self._groups, members)[0],
+                self._group_and_index(self._groups, members)[0],
             )
             self.probe(batch)
-        count = count_targets(batch, self.labels) if targets is None else targets
-        whole = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
+        if targets is None:
+            targets = count_targets(batch, self.labels)
+        # What the plain model is called with on the whole batch: its labels are not shifted.
+        as_given = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
+        whole = {name: x for name, x in as_given.items() if name in self._argument_names}
         if "labels" in batch:
             batch["labels"] = predicted(batch["labels"], self.labels)
-        part = self.place(batch, members, targets=count, exchange=exchange)
-        self._wholes[part.inputs[self.tokens]] = {
-            name: x for name, x in whole.items() if name in self._takes
-        }
+        part = self.place(batch, members, targets=targets, exchange=exchange)
+        self._batch_by_tokens[part.inputs[self.tokens]] = whole
         if self._check is not None and len(members) == world:
             self._check = None
-            self._compare(part, batch)
+            self._compare_with_plain(part, batch)
         return part
 
     def place(
@@ -381,46 +405,46 @@ class TokenModel:
         probes the model. All ``ranks`` of ``groups`` must have the same ``values``, whose
         ``labels`` are already shifted to the places that predict them."""
         groups = groups or self._groups
-        if not self._adds and isinstance(self.model, FSDPModule):
+        if not self._fsdp_sums and isinstance(self.model, FSDPModule):
             add_plainly(self.model)
-            self._adds = True
-        self._refuse_far(values)
+            self._fsdp_sums = True
+        self._refuse_long_rows(values)
         documents = documents_of(values, self.tokens)
-        places = None if self._takes_places else declared_places(values)
-        width = values[self.tokens].shape[1]
-        if width < len(ranks):
+        places = None if self._takes_position_ids else declared_places(values)
+        row_tokens = values[self.tokens].shape[1]
+        if row_tokens < len(ranks):
             raise SpecError(
-                f"rows of {width} tokens",
+                f"rows of {row_tokens} tokens",
                 got=f"{len(ranks)} ranks",
                 wanted="a token for each",
                 hint="shard short rows among fewer ranks",
             )
-        group, me = self._group(groups, ranks)
+        group, member = self._group_and_index(groups, ranks)
         chosen = cast("Exchange", exchange or self._exchange or "ulysses")
         balanced = chosen in ("ring", "gather", "2d")
         placement = Placement(
             tokens=placed_rows(documents, len(ranks), "zigzag" if balanced else "natural"),
             rows=len(documents),
-            member=me,
+            member=member,
             group=group,
             exchange=chosen,
             targets=targets,
             places=places,
-            subgroup=lambda some: self._group(groups, tuple(ranks[m] for m in some))[0],
+            subgroup=lambda some: self._group_and_index(groups, tuple(ranks[m] for m in some))[0],
         )
         assert self._probed is not None, "shard() probes"
-        first = self._probed.first if self._takes_places else None
+        first = self._probed.first if self._takes_position_ids else None
         if self._counts_by_mask and "attention_mask" in values and "position_ids" not in values:
             # As OPT counts: a token's position is the number of unmasked tokens before it.
-            seen = values["attention_mask"].long()
-            counted = (seen.cumsum(dim=1) - 1).clamp(min=0) + (first or 0)
-            values = {**values, "position_ids": counted}
-        if self._passes_over is not None:
-            values = self._with_padding_skipped(values, self._passes_over)
+            unmasked = values["attention_mask"].long()
+            position_ids = (unmasked.cumsum(dim=1) - 1).clamp(min=0) + (first or 0)
+            values = {**values, "position_ids": position_ids}
+        if self._skipped_padding_id is not None:
+            values = self._with_padding_skipped(values, self._skipped_padding_id)
         inputs, labels = local_inputs(values, self.tokens, placement, first=first)
-        self._placed[inputs[self.tokens]] = placement
+        self._placement_by_tokens[inputs[self.tokens]] = placement
         rest = {name: inputs.pop(name) for name in [*inputs] if not self._takes_field(name)}
-        if labels is not None and (self._hugging or self._takes_labels):
+        if labels is not None and (self._from_transformers or self._takes_labels):
             inputs[self._label_name] = labels
         _mark_dynamic(inputs)
         return BatchPart(
@@ -439,13 +463,12 @@ class TokenModel:
         """The batch with ``position_ids`` [b, S] as a plain model counts them that skips tokens
         whose id is ``padding``. Raises DataError for such tokens in a batch that has position ids
         already: the plain model would count others."""
-        ids = values[self.tokens]
-        kept = ids != padding
+        counted = values[self.tokens] != padding  # [b, S]
         if "position_ids" not in values:
             # As RoBERTa counts: tokens from padding + 1 on, and all padding is at ``padding``.
-            places = kept.long().cumsum(dim=1) * kept + padding
-            return {**values, "position_ids": places}
-        if bool(kept.all()):
+            position_ids = counted.long().cumsum(dim=1) * counted + padding
+            return {**values, "position_ids": position_ids}
+        if bool(counted.all()):
             return values
         raise DataError(
             f"{self.tokens} of {type(self.inner).__name__}",
@@ -473,9 +496,11 @@ class TokenModel:
             ModelError: For inputs that no :meth:`shard` of this model returned, caches, and labels
                 for a model whose own loss is another than the cross entropy of its logits.
         """
-        if self._hugging:
+        if self._from_transformers:
             _refuse_options(inputs)
-        placement = self._placed.get(inputs[self.tokens]) if self.tokens in inputs else None
+        placement = None
+        if self.tokens in inputs:
+            placement = self._placement_by_tokens.get(inputs[self.tokens])
         if placement is None:
             raise ModelError(
                 "inputs of the model",
@@ -483,66 +508,70 @@ class TokenModel:
                 wanted="what shard() gave",
                 hint="give a shard's inputs as they are; move a batch before it is sharded",
             )
-        self._require_places(inputs)
-        if self.inner.training not in self._looked:  # train() or eval() was called since shard()
-            self.probe(inputs)
-        if self._leaving:  # an earlier backward failed before its end
+        self._require_position_ids(inputs)
+        if self.inner.training not in self._probed_modes:
+            self.probe(inputs)  # train() or eval() was called since shard()
+        if self._in_plain_backward:  # an earlier backward failed before its end
             self._end_backward()
         before = self._slot.held
         self._slot.take(placement)
         try:
-            labels = inputs.pop(self._label_name, None) if self._hugging else None
+            labels = inputs.pop(self._label_name, None) if self._from_transformers else None
             with self._watch.during("forward"):
                 if labels is not None and self._whole_head is not None:
-                    outputs = self._with_own_head(self._whole_head, placement, inputs)
+                    outputs = self._call_with_whole_head(self._whole_head, placement, inputs)
                 else:
-                    self._expect(labels)
+                    self._prepare_loss(labels)
                     outputs = self._with_loss(self._call_with(self._entry.call, **inputs), labels)
         finally:
             self._slot.take(before)
-        return self._bound(outputs, placement)
+        return self._with_backward_hooks(outputs, placement)
 
     def install(self) -> Callable[[], None]:
         """Have the model itself do what a call of this object does while it is spread, so that a
         loop that calls the model need not change: models of transformers give the loss of
         :meth:`loss`; others are compiled in place where there is a backend. Returns a function that
         undoes this."""
-        model = self.inner
         hooks = ExitStack()
         hooks.callback(self._entry.install(self._require_own))
         if self.entry_point == "graph":
             return hooks.close
-        coming = list[torch.Tensor | None]()  # labels, from before a forward to after it
+        # Labels [b, s_r] of forwards that run now, from the hook before to the hook after them.
+        labels_of_forwards = list[torch.Tensor | None]()
 
         def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
             """Take the labels out of the arguments of a transformers model, whose loss is made
-            here, and add what it always needs."""
+            here, and add the arguments that every call needs. Does nothing while the model is
+            plain."""
             if self._slot.held is None:
                 return None
-            if self._hugging:
+            if self._from_transformers:
                 _refuse_options(named)
-            coming.append(named.pop(self._label_name, None) if self._hugging else None)
-            self._expect(coming[-1])
-            return args, {**self._always, **named}
+            labels = named.pop(self._label_name, None) if self._from_transformers else None
+            labels_of_forwards.append(labels)
+            self._prepare_loss(labels)
+            return args, {**self._fixed_arguments, **named}
 
         def after(module: Any, args: Any, outputs: Any) -> Any:
-            """Give the results of a spread forward its loss and its backward."""
+            """Add its loss to the results of a spread forward, and hooks for its backward. Does
+            nothing while the model is plain."""
             if self._slot.held is None:
                 return None
-            return self._bound(self._with_loss(outputs, coming.pop()), self._slot.held)
+            with_loss = self._with_loss(outputs, labels_of_forwards.pop())
+            return self._with_backward_hooks(with_loss, self._slot.held)
 
-        hooks.callback(hook_before(model, before, named=True))
-        hooks.callback(hook_after(model, after))
+        hooks.callback(hook_before(self.inner, before, named=True))
+        hooks.callback(hook_after(self.inner, after))
         return hooks.close
 
     def detach(self) -> None:
         """Restore the model as it was: no hook or replaced function stays."""
         self.release()
-        self._stop_refusing()
+        self._remove_refusal()
         self._watch.close()
         self._entry.remove()
-        if self._ends is not None:
-            self._ends.remove()
+        if self._loss_head is not None:
+            self._loss_head.remove()
         if self._whole_head is not None:
             self._whole_head.remove()
 
@@ -557,7 +586,7 @@ class TokenModel:
         Returns:
             This rank's part of the loss, a single number.
         """
-        now = self._slot.held or self._called_last
+        now = self._slot.held or self._last_called
         if now is None:
             raise ModelError("loss", got="no batch", wanted="a call of run(**shard.inputs) before")
         return local_loss(logits, labels, now.targets)
@@ -579,7 +608,7 @@ class TokenModel:
         Example:
             >>> logits = run.gather(run(**run.shard({"input_ids": ids}).inputs).logits)
         """
-        now = self._called_last
+        now = self._last_called
         if now is None or tuple(results.shape[:2]) != (now.rows, now.width):
             raise ModelError(
                 "results to gather",
@@ -593,7 +622,7 @@ class TokenModel:
         """One over the number of ranks that share the last batch. Losses of ranks are summed, so a
         term that all of these ranks compute alike takes this factor, as in
         ``loss + run.share * penalty``. Raises ModelError before a call."""
-        return 1 / self._last("share").tokens.ranks
+        return 1 / self._last_placement("share").tokens.ranks
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """The mean over all tokens of the last batch, the same on all of its ranks, and
@@ -613,20 +642,20 @@ class TokenModel:
             >>> used = run.mean(chosen)  # [b, s_r, experts] to [experts]
             >>> run.backward(loss + run.share * (used * run.mean(scores)).sum())
         """
-        now = self._last("mean")
+        now = self._last_placement("mean")
         if tuple(values.shape[:2]) != (now.rows, now.width):
             raise ModelError(
                 "values of tokens",
                 got=list(values.shape),
                 wanted=f"[{now.rows}, {now.width}, ...] of the last call of run(**shard.inputs)",
             )
-        own = values.sum(dim=(0, 1))[None]  # [1, ...], gathered to [ranks, ...]
-        return gather(own, 0, now.group).sum(dim=0) / sum(now.tokens.sizes)
+        local_sum = values.sum(dim=(0, 1))[None]  # [1, ...], gathered to [ranks, ...]
+        return gather(local_sum, 0, now.group).sum(dim=0) / sum(now.tokens.sizes)
 
-    def _last(self, what: str) -> Placement:
+    def _last_placement(self, what: str) -> Placement:
         """The placement of the last batch that the model was called with; raises ModelError about
         ``what``, the caller's name, where there was none."""
-        now = self._slot.held or self._called_last
+        now = self._slot.held or self._last_called
         if not isinstance(now, Placement):
             raise ModelError(what, got="no batch", wanted="a call of run(**shard.inputs) before")
         return now
@@ -677,13 +706,13 @@ class TokenModel:
         Returns:
             The sum over all ranks.
         """
-        whole = loss.detach().clone()
+        total = loss.detach().clone()
         if self._groups is not None:
             with self._watch.during("adding up gradients"):
-                Transfer(dist.all_reduce(whole, async_op=True), None, whole).wait()
+                Transfer(dist.all_reduce(total, async_op=True), None, total).wait()
                 if not is_wrapped(self.model):
                     add_up(self.model.parameters())
-        return whole
+        return total
 
     def probe(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Test whether the model can be run on parts of its tokens, unless that was done already
@@ -695,22 +724,28 @@ class TokenModel:
         Raises:
             ModelError: When it cannot.
         """
-        self._refuse_far(batch)
+        self._refuse_long_rows(batch)
         if any(isinstance(p, FakeTensor) for p in self.inner.parameters()):
-            self._probed = Probed(attentions=0, first=self._firsts[-1])
-            self._looked |= {False, True}
+            self._probed = Probed(attentions=0, first=self._first_positions[-1])
+            self._probed_modes |= {False, True}
         if self._probed is None:
             if self.entry_point != "attention registry":
                 self._layers = self._find_layers(batch)
             if self._recompute is not None:
-                self._compute_again(self._recompute)
+                self._add_checkpoints(self._recompute)
             self._probed = self._probe(batch)
-            if self._hugging and self._takes_places and "attention_mask" in self._takes:
-                known, always = self._probe_inputs(batch), self._always
-                self._counts_by_mask = counts_by_mask(self.model, known, self.tokens, **always)
-                self._passes_over = counts_by_ids(self.model, known, self.tokens, **always)
-        if self.inner.training not in self._looked:
-            self._look(batch, training=self.inner.training)
+            takes_mask = "attention_mask" in self._argument_names
+            if self._from_transformers and self._takes_position_ids and takes_mask:
+                self._find_how_positions_count(batch)
+        if self.inner.training not in self._probed_modes:
+            self._probe_mode(batch, training=self.inner.training)
+
+    def _find_how_positions_count(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Set whether the plain model, given no position ids, skips masked tokens or padding as it
+        counts them, found by running it on a few tokens of the batch."""
+        known, fixed = self._probe_inputs(batch), self._fixed_arguments
+        self._counts_by_mask = counts_by_mask(self.model, known, self.tokens, **fixed)
+        self._skipped_padding_id = counts_by_ids(self.model, known, self.tokens, **fixed)
 
     def first_place(self, batch: Mapping[str, torch.Tensor]) -> int:
         """The position that the model gives to the first token of a row.
@@ -729,7 +764,7 @@ class TokenModel:
     def longest(self) -> int | None:
         """The most tokens that a row may have; None for no limit. Models with dynamic RoPE scaling
         have one: beyond it frequencies depend on the longest position, which differs by rank."""
-        return self._far
+        return self._rope_limit
 
     def plain_inputs(self, ids: torch.Tensor) -> dict[str, Any]:
         """Make the arguments with which the plain model is called on token ids.
@@ -740,7 +775,7 @@ class TokenModel:
         Returns:
             Inputs by name.
         """
-        return {self.tokens: ids, **self._always}
+        return {self.tokens: ids, **self._fixed_arguments}
 
     def join(self, groups: Groups, *, label_name: str) -> None:
         """Work in a training loop, whose groups and labels were given when this was made."""
@@ -748,24 +783,24 @@ class TokenModel:
     def begin(self, sample: Item, device: str) -> Callable[[], None]:
         """Probe the model with a sample, compare a first step where that was asked for, and
         :meth:`install`; returns a function that undoes it and detaches the model."""
-        self._watched = False  # the training loop watches for lost ranks itself
+        self._watches = False  # the training loop watches for lost ranks itself
         row = {name: value.to(device) for name, value in packed([sample]).items()}
         self.probe(row)
-        for training in {False, True} - self._looked:
-            self._look(row, training=training)
+        for training in {False, True} - self._probed_modes:
+            self._probe_mode(row, training=training)
         if self._check is not None and row[self.tokens].shape[1] >= self._world:
             check = self._check
             self.shard(self._user_labels(row))  # compares, and clears self._check
             # A pack of two samples as well, as steps are made of packs.
             self._check = check
-            short = {name: _repeat_to(value, self._world + 1) for name, value in sample.items()}
-            pack = self.packs([short, sample]).pop().values
-            self.shard(self._user_labels({name: x.to(device) for name, x in pack.items()}))
-        installed = self.install()
+            short = {name: _repeated_to(value, self._world + 1) for name, value in sample.items()}
+            (pack,) = self.packs([short, sample])
+            self.shard(self._user_labels(pack.to(device).values))
+        uninstall = self.install()
 
         def end() -> None:
             self.release()
-            installed()
+            uninstall()
             self.detach()
 
         return end
@@ -773,11 +808,14 @@ class TokenModel:
     def _user_labels(self, row: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A packed row [1, t] as a batch for :meth:`shard`, with labels that are not shifted yet.
         Only a row of several samples keeps its ``position_ids``, which tell where each begins."""
-        starts = row["position_ids"] == row["position_ids"][:, :1]
+        starts = row["position_ids"] == row["position_ids"][:, :1]  # where a sample begins
         several = int(starts.sum()) > 1
-        names = [k for k in row if several or k != "position_ids"]
-        batch = {k: row[k] for k in names if k == "position_ids" or self._takes_field(k)}
-        if (self._hugging or self._takes_labels) and "labels" in row:
+        batch = {
+            name: value
+            for name, value in row.items()
+            if (several if name == "position_ids" else self._takes_field(name))
+        }
+        if (self._from_transformers or self._takes_labels) and "labels" in row:
             labels = row["labels"]
             if self.labels == "next":
                 # Undo predicted(): move labels one place back; a sample's first token has none.
@@ -817,13 +855,17 @@ class TokenModel:
     def made(self, sample: Item, lengths: Sequence[int], ranks: int, *, document: int) -> Pack:
         """Make a pack, for measurements, of samples with these ``lengths`` in tokens. Their values
         are those of ``sample``, repeated; a length above ``document`` becomes several samples."""
-        parts = [min(document, n - start) for n in lengths for start in range(0, n, document)]
-        row = packed([{k: _repeat_to(v, n) for k, v in sample.items()} for n in parts])
+        sample_tokens = [
+            min(document, length - start)
+            for length in lengths
+            for start in range(0, length, document)
+        ]
+        row = packed([{k: _repeated_to(v, n) for k, v in sample.items()} for n in sample_tokens])
         tokens = sum(lengths)
         return Pack(values=row, tokens=tokens, targets=tokens)
 
     def ranks_for(self, pack: Pack, ranks: Members) -> Members:
-        """Choose as many ranks as the pack has tokens."""
+        """Choose the first of the ranks: all, or as many as the pack has tokens."""
         return ranks[: pack.tokens]
 
     def groups_of(self, ranks: Members) -> list[Members]:
@@ -851,11 +893,13 @@ class TokenModel:
     def forget(self) -> None:
         """Does nothing: no record of forwards is kept."""
 
-    def _refuse_fields(self, batch: Mapping[str, Any]) -> None:
+    def _refuse_embedded_inputs(self, batch: Mapping[str, Any]) -> None:
         """Raise ModelError for inputs of a transformers model that take the place of token ids:
         embeddings, pixels, audio."""
+        if not self._from_transformers:
+            return
         for name in batch:
-            if self._hugging and name != self.tokens and name.startswith(_NO_TOKENS):
+            if name != self.tokens and name.startswith(_EMBEDDED_INPUTS):
                 raise ModelError(
                     f"input {name}",
                     got="what is no number of a token",
@@ -865,18 +909,21 @@ class TokenModel:
                     "token numbers and calls the model with what it makes of them",
                 )
 
-    def _refuse_far(self, batch: Mapping[str, torch.Tensor]) -> None:
+    def _refuse_long_rows(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Raise ModelError for rows longer than :attr:`longest`: dynamic RoPE scaling would depend
         on the longest position of each rank's own tokens."""
-        if self._far is None:
+        if self._rope_limit is None:
             return
-        places, width = batch.get("position_ids"), batch[self.tokens].shape[1]
-        longest = width if places is None else int(places.max()) + 1
-        if longest > self._far:
+        position_ids = batch.get("position_ids")
+        if position_ids is None:
+            longest = batch[self.tokens].shape[1]
+        else:
+            longest = int(position_ids.max()) + 1
+        if longest > self._rope_limit:
             raise ModelError(
                 f"rotary embeddings of {type(self.inner).__name__}",
                 got=f"{longest} places and a rope_type that changes with the longest",
-                wanted=f"at most {self._far}, up to which it does not change",
+                wanted=f"at most {self._rope_limit}, up to which it does not change",
                 hint="ranks have other longest places: shorten the rows, or take a rope_type that "
                 "does not look at them (yarn, linear, llama3)",
             )
@@ -891,7 +938,7 @@ class TokenModel:
             self._require_own(args, named)
             return
         given = named.get(self.tokens, args[0] if args else None)
-        if isinstance(given, torch.Tensor) and given in self._placed:
+        if isinstance(given, torch.Tensor) and given in self._placement_by_tokens:
             raise ModelError(
                 "inputs of shard() given to the model itself",
                 got=f"{type(module).__name__}(...)",
@@ -902,16 +949,19 @@ class TokenModel:
     def _require_own(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Raise ModelError where the model, spread for a micro-batch, is called with other tokens:
         it would take them to have the documents and positions of the micro-batch. Also where
-        position ids are missing."""
+        position ids are missing. A call is right whose token ids or position ids are those of the
+        part: the others may have been changed on purpose."""
         if self._part is None:
             return
-        given = {**dict(zip(self._order, args, strict=False)), **named}
-        own = self._part.inputs
-        if not any(
-            isinstance(x := given.get(name), torch.Tensor) and _is_same(x, own[name])
-            for name in (self.tokens, "position_ids")
-            if name in own
-        ):
+        given = {**dict(zip(self._argument_order, args, strict=False)), **named}
+        inputs = self._part.inputs
+
+        def is_of_part(name: str) -> bool:
+            """Whether the argument ``name`` is that of the part."""
+            value = given.get(name)
+            return isinstance(value, torch.Tensor) and _is_same_tensor(value, inputs[name])
+
+        if not any(is_of_part(name) for name in (self.tokens, "position_ids") if name in inputs):
             raise ModelError(
                 f"{type(self.inner).__name__}(...) within a micro-batch",
                 got="other tokens than those of the micro-batch",
@@ -920,12 +970,12 @@ class TokenModel:
                 "the plain one; change tokens of a micro-batch in place "
                 f"(micro.inputs[{self.tokens!r}].masked_fill_(...))",
             )
-        self._require_places(given)
+        self._require_position_ids(given)
 
-    def _require_places(self, arguments: Mapping[str, Any]) -> None:
+    def _require_position_ids(self, arguments: Mapping[str, Any]) -> None:
         """Raise ModelError for inputs of a part without ``position_ids``: the model would count
         the positions of this rank's tokens from 0."""
-        if self._takes_places and arguments.get("position_ids") is None:
+        if self._takes_position_ids and arguments.get("position_ids") is None:
             raise ModelError(
                 f"inputs of {type(self.inner).__name__}",
                 got="a part of a batch without its position_ids",
@@ -934,19 +984,22 @@ class TokenModel:
             )
 
     def _chosen_levels(self, blocks: Sequence[torch.nn.Module]) -> ChosenLevels | None:
+        """The object that sets the recompute levels of ``blocks``; None where the entry point
+        cannot tell blocks apart."""
         return self._entry.levels(blocks)
 
-    def _bound(self, outputs: Any, placement: Placement | StandIn | None) -> Any:
-        """Have the backward of ``outputs`` put their placement in the slot, so that checkpoints
-        recompute on the right batch, whatever was run since. Returns ``outputs``."""
+    def _with_backward_hooks(self, outputs: Any, placement: Placement | StandIn | None) -> Any:
+        """Hook the backward of ``outputs`` to put their placement in the slot, so that checkpoints
+        recompute on the right batch, whatever was run since; note the placement as that of the last
+        call. Returns ``outputs``."""
         if isinstance(placement, Placement):
-            self._called_last = placement
+            self._last_called = placement
 
         def begin(_: Sequence[torch.Tensor]) -> None:
             """Put the placement in the slot as the backward reaches the outputs; where the model
             was plain, it is so again after the backward."""
-            if not self._leaving and self._slot.held is None:
-                self._leaving = True
+            if not self._in_plain_backward and self._slot.held is None:
+                self._in_plain_backward = True
                 # Autograd calls this once the whole backward has ended.
                 queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
                 queue(self._end_backward)
@@ -959,18 +1012,18 @@ class TokenModel:
 
     def _end_backward(self) -> None:
         """End a backward that ran while the model was plain: the model is plain again."""
-        self._leaving = False
+        self._in_plain_backward = False
         self._slot.take(None)
 
-    def _expect(self, labels: torch.Tensor | None) -> None:
+    def _prepare_loss(self, labels: torch.Tensor | None) -> None:
         """Before a forward with ``labels`` [b, s_r] or None: raise ModelError where their loss
         cannot be made, and pass the labels to a :class:`LossHead` where there is one."""
         if labels is not None and self._own_loss is not None:
             raise self._own_loss
         if getattr(getattr(self.inner, "config", None), "output_router_logits", False):
             _refuse_options({"output_router_logits": True})
-        if self._ends is not None:
-            self._ends.expect(labels, self._slot.now.targets)
+        if self._loss_head is not None:
+            self._loss_head.expect(labels, self._slot.now.targets)
 
     def _with_loss(self, outputs: Any, labels: torch.Tensor | None) -> Any:
         """The outputs of a transformers model with the loss [] of this rank's labels, in its
@@ -978,22 +1031,26 @@ class TokenModel:
         if labels is None:
             return outputs
         logits = logits_of(outputs)
-        loss = self.loss(logits, labels) if self._ends is None else self._ends.take(logits)
+        head = self._loss_head
+        loss = self.loss(logits, labels) if head is None else head.take(logits)
         if isinstance(outputs, tuple):
             # With a loss head the first result stands for logits that were not made: drop it.
-            return loss, *outputs[self._ends is not None :]
+            rest = outputs if head is None else outputs[1:]
+            return loss, *rest
         outputs.loss = loss
-        if self._ends is not None:
+        if head is not None:
             outputs.logits = None
         return outputs
 
-    def _compare(self, part: BatchPart, batch: Mapping[str, torch.Tensor]) -> None:
-        """Compare loss and gradients of a batch of all ranks with those of the plain model. Rows
+    def _compare_with_plain(self, part: BatchPart, batch: Mapping[str, torch.Tensor]) -> None:
+        """Compare loss and gradients of ``part``, this rank's part of a ``batch`` of all ranks,
+        with those of the plain model on the whole batch; raises ModelError where they differ. Rows
         of several documents are given to it document by document: it may not keep them apart.
-        Warns and returns where the plain model cannot do the same."""
-        whole = dict(self._wholes[part.inputs[self.tokens]])
+        Warns and returns where the plain model cannot do the same. Collective."""
+        whole = dict(self._batch_by_tokens[part.inputs[self.tokens]])
         local = dict(part.inputs)
-        alone = self._given_alone(whole, documents_of(batch, self.tokens))
+        # The inputs of each call of the plain model.
+        alone = self._documents_alone(whole, documents_of(batch, self.tokens))
         if alone is None:
             text = (
                 "the first step is not compared with one process: rows have padding, or documents "
@@ -1003,11 +1060,11 @@ class TokenModel:
             return
         # The loss of a transformers model is a mean over the targets of what it is given: means of
         # documents are weighted by their targets, so that they sum to the mean of the whole batch.
-        means = self._hugging and self._label_name in whole
-        counts = [
-            (count_targets({"labels": inputs[self._label_name]}, self.labels) or 0) if means else 1
-            for inputs in alone
-        ]
+        is_mean = self._from_transformers and self._label_name in whole
+        counts = [1] * len(alone)  # targets of each call, where its loss is a mean
+        if is_mean:
+            labels = [inputs[self._label_name] for inputs in alone]
+            counts = [count_targets({"labels": x}, self.labels) or 0 for x in labels]
         total = part.targets or sum(counts) or 1
 
         def spread() -> torch.Tensor:
@@ -1022,8 +1079,8 @@ class TokenModel:
             losses = []
             for inputs, count in zip(alone, counts, strict=True):
                 if count or len(alone) == 1:
-                    loss = self.number(self.model(**{**inputs, **self._always}))
-                    loss = loss * (max(count, 1) / total) if means else loss
+                    loss = self.number(self.model(**{**inputs, **self._fixed_arguments}))
+                    loss = loss * (max(count, 1) / total) if is_mean else loss
                     # A wrapper that sums gradients over ranks would count equal ones once each.
                     (loss / ranks_that_add_up(self.model, self._groups)).backward()
                     losses.append(loss.detach())
@@ -1031,40 +1088,42 @@ class TokenModel:
 
         compare_first_step(self.model, self._groups, spread=spread, plain=plain)
 
-    def _given_alone(
+    def _documents_alone(
         self, whole: Mapping[str, torch.Tensor], documents: Sequence[Sequence[int]]
     ) -> list[dict[str, torch.Tensor]] | None:
         """The inputs [1, length, ...] of each document, cut from ``whole`` rows [b, S, ...];
-        ``documents`` are the lengths of the documents of each row. All rows at once where each is
-        one document. None where the plain model would not make the same loss of documents alone."""
-        if all(len(row) == 1 for row in documents):
+        ``documents`` are the lengths in tokens of the documents of each row. All rows at once where
+        each is one document. None where the plain model would not make the same loss of documents
+        alone."""
+        if all(len(lengths) == 1 for lengths in documents):
             return [dict(whole)]
         alone = []
-        for at, row in enumerate(documents):
-            for stop, length in zip(accumulate(row), row, strict=True):
-                cut = slice(stop - length, stop)
+        for row, lengths in enumerate(documents):
+            for stop, length in zip(accumulate(lengths), lengths, strict=True):
+                tokens = slice(stop - length, stop)
                 # position_ids may have one row for all rows of the batch.
-                alone.append({k: x[min(at, len(x) - 1)][None, cut] for k, x in whole.items()})
+                alone.append({k: x[min(row, len(x) - 1)][None, tokens] for k, x in whole.items()})
         labels = [inputs[self._label_name] for inputs in alone if self._label_name in inputs]
         # A transformers model has no loss of a row's first label; within a longer row it has.
         first_counts = self.labels == "next" and any(
             bool((x[:, 0] != IGNORED).any()) for x in labels
         )
-        own_loss = bool(labels) and not self._hugging  # it may be a mean over tokens, or a sum
+        # A loss of the model's own may be a mean over tokens, or a sum.
+        own_loss = bool(labels) and not self._from_transformers
         return None if first_counts or own_loss or "attention_mask" in whole else alone
 
-    def _with_own_head(
+    def _call_with_whole_head(
         self, head: WholeHead, placement: Placement, inputs: Mapping[str, torch.Tensor]
     ) -> Any:
         """The results of a model whose own head and loss run on the whole batch on every rank, as
-        the loss is no cross entropy. Raises ModelError for a step of several batches: the model's
-        loss is a mean over one."""
-        whole = self._wholes.get(inputs[self.tokens])
+        the loss is no cross entropy; ``inputs`` [b, s_r, ...] are this rank's, without labels.
+        Raises ModelError for a step of several batches: the model's loss is a mean over one."""
+        whole = self._batch_by_tokens.get(inputs[self.tokens])
         assert self._own_loss is not None, "it has one"
         if whole is None:  # placed without shard(): only this rank's part is known
             raise self._own_loss
-        labels = {"labels": whole[self._label_name]}
-        if placement.targets != (count := count_targets(labels, self.labels)):
+        count = count_targets({"labels": whole[self._label_name]}, self.labels)
+        if placement.targets != count:
             raise ModelError(
                 f"loss of {type(self.inner).__name__}",
                 got=f"a step of {placement.targets} targets, of which the batch has {count}",
@@ -1076,18 +1135,23 @@ class TokenModel:
             partial(self._call_with, self._entry.call), placement, inputs, whole, self.tokens
         )
 
-    def _find_own_head(self, known: Mapping[str, torch.Tensor], run: Any, training: bool) -> None:
+    def _find_whole_head(
+        self, known: Mapping[str, torch.Tensor], run: Callable[..., Any], training: bool
+    ) -> None:
         """Set ``_whole_head``, so that the model's own head and loss run on the whole batch, where
-        these depend on its layers only through the last hidden states. ``known`` are inputs to
-        test that with, given as ``run(**inputs)``."""
+        these depend on its layers only through the last hidden states; else leave it None.
+        ``known`` are inputs [b, S, ...] to test that with by ``run(**inputs)``, in ``training`` or
+        evaluation mode."""
         base = base_of(self.inner)
         registry = self.entry_point == "attention registry"
-        if base is None or not registry or self.compiled or self._ends is not None:
+        if base is None or not registry or self.compiled or self._loss_head is not None:
             return
         outside = set(self.inner.modules()) - set(base.modules())
-        flags = (getattr(m, "gradient_checkpointing", False) for m in self.inner.modules())
-        recomputes = self._recompute or any(flags)
-        if recomputes and any("attention" in type(m).__name__.lower() for m in outside):
+        head_attends = any("attention" in type(m).__name__.lower() for m in outside)
+        recomputes = self._recompute or any(
+            getattr(m, "gradient_checkpointing", False) for m in self.inner.modules()
+        )
+        if recomputes and head_attends:
             return  # a recompute of the head's attention would take it for spread
         with looked_at(self.model, self._slot, training=training):
             few = few_of({k: v for k, v in known.items() if k != "labels"}, self.tokens)
@@ -1097,11 +1161,14 @@ class TokenModel:
                 self._whole_head = WholeHead(self.inner, base, self._slot)
 
     def _call_with(self, call: Callable[..., Any], /, **inputs: Any) -> Any:
-        """Run ``call`` on inputs and the arguments that every call needs (``use_cache=False``)."""
+        """Run ``call`` on inputs and the arguments that every call needs (``use_cache=False``),
+        and return its results."""
         _mark_dynamic(inputs)
-        return call(**{**inputs, **self._always})
+        return call(**{**inputs, **self._fixed_arguments})
 
-    def _of_replicas(self, batch: Mapping[str, Any], blocks: Sequence[Members]) -> int | None:
+    def _targets_of_replicas(
+        self, batch: Mapping[str, Any], blocks: Sequence[Members]
+    ) -> int | None:
         """The number of tokens with a loss in the batches of all replicas, whose ranks are
         ``blocks``; None where this rank's batch has no labels. Collective."""
         count = count_targets(batch, self.labels)
@@ -1111,7 +1178,7 @@ class TokenModel:
         # Ranks of a block have the same batch: the first one's count stands for it.
         return None if count is None else round(sum(counts[block[0]][0] for block in blocks))
 
-    def _group(
+    def _group_and_index(
         self, groups: Groups | None, members: Members
     ) -> tuple[dist.ProcessGroup | None, int]:
         """The process group of the members, world ranks, and this rank's index in it; (None, 0) for
@@ -1128,19 +1195,19 @@ class TokenModel:
             self.inner, lambda: run_few(self.inner, run, self._slot, few, self.tokens)
         )
 
-    def _compute_again(self, level: Kept) -> None:
+    def _add_checkpoints(self, level: Kept) -> None:
         """Put activation checkpoints of ``level`` around the layers of a model that has none of its
         own; raises ModelError where no layers were found."""
         layers = self._layers
-        levels = None if layers is None else self._chosen_levels(layers.modules)
-        if layers is None or levels is None:
+        chosen = None if layers is None else self._chosen_levels(layers.modules)
+        if layers is None or chosen is None:
             raise ModelError(
                 f"recompute of {type(self.inner).__name__}",
                 got="no blocks that can be seen",
                 wanted="a ModuleList of equal blocks, each called with the result of the last",
                 hint="call hr.recomputed(block, x) in its forward",
             )
-        levels.choose([level] * len(layers))
+        chosen.choose([level] * len(layers))
 
     def _probe(self, batch: Mapping[str, torch.Tensor]) -> Probed:
         """Run the model on a few tokens of the batch and on parts of them: raises ModelError where
@@ -1152,14 +1219,15 @@ class TokenModel:
             self._slot,
             self._probe_inputs(batch),
             self.tokens,
-            places=self._takes_places,
-            firsts=self._firsts,
+            places=self._takes_position_ids,
+            firsts=self._first_positions,
         )
 
-    def _look(self, batch: Mapping[str, torch.Tensor], *, training: bool) -> None:
-        """Probe the model again in training or in evaluation mode, on longer rows too; raises
-        ModelError where it cannot be run on parts. Also learn whether the loss of a transformers
-        model is the cross entropy of its logits."""
+    def _probe_mode(self, batch: Mapping[str, torch.Tensor], *, training: bool) -> None:
+        """Probe the model again in training or in evaluation mode, on longer rows too, and note
+        the mode as probed; raises ModelError where it cannot be run on parts. Also set
+        ``_own_loss``, the error where the loss of a transformers model is not the cross entropy of
+        its logits, and then ``_whole_head``."""
         assert self._probed is not None, "probed"
         run, known = partial(self._call_with, self._entry.probing), self._probe_inputs(batch)
         look_again(
@@ -1168,45 +1236,47 @@ class TokenModel:
             self._slot,
             known,
             self.tokens,
-            places=self._takes_places,
+            places=self._takes_position_ids,
             first=self._probed.first,
             longest=tried_tokens(batch, self.tokens),
             training=training,
         )
-        if self._hugging and self._takes_labels and self._own_loss is None:
+        if self._from_transformers and self._takes_labels and self._own_loss is None:
             labels = batch.get("labels", batch.get(self._label_name))
+            labelled = known if labels is None else known | {"labels": labels}
             self._own_loss = own_loss(
                 self.model,
                 run,
                 self._slot,
-                known if labels is None else known | {"labels": labels},
+                labelled,
                 self.tokens,
                 label_name=self._label_name,
                 kind=self.labels,
                 training=training,
             )
             if self._own_loss is not None:
-                self._find_own_head(known, run, training)
-        self._looked.add(training)
+                self._find_whole_head(known, run, training)
+        self._probed_modes.add(training)
 
     def _probe_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The fields of a batch that the model takes, to probe it with: for transformers models
-        without labels, and with padding ids replaced."""
+        """The fields [b, S, ...] of a batch that the model takes, by name, to probe it with: for
+        transformers models without labels, and with padding ids replaced."""
         named = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
-        if self._hugging:
+        if self._from_transformers:
             named.pop(self._label_name, None)
             named[self.tokens] = without_padding(self.inner, named[self.tokens])
         return {name: value for name, value in named.items() if self._takes_field(name)}
 
     def _takes_field(self, name: str) -> bool:
-        """Whether the model is given a field of the batch."""
+        """Whether the model takes the field ``name`` of a batch as an argument."""
         if name == "position_ids":
-            return self._takes_places
-        return self._takes_any or name in self._takes or name == self.tokens
+            return self._takes_position_ids
+        return self._takes_any_name or name in self._argument_names or name == self.tokens
 
 
-_NO_TOKENS = ("inputs_embeds", "pixel_values", "input_features", "input_values")
-"""Beginnings of the names of inputs that are no token ids."""
+_EMBEDDED_INPUTS = ("inputs_embeds", "pixel_values", "input_features", "input_values")
+"""Beginnings of the names of inputs that stand in the place of token ids: embeddings, images,
+sound."""
 
 
 _REFUSED_OPTIONS = {
@@ -1227,19 +1297,23 @@ def _refuse_options(arguments: Mapping[str, Any]) -> None:
             raise ModelError(name, got=got, wanted="none", hint=why)
 
 
-def _far_place(config: Any) -> int | None:
-    """The row length in tokens up to which dynamic RoPE scaling (``dynamic``, ``longrope``) is
-    constant: beyond it frequencies depend on the longest position. None for other RoPE types."""
+def _dynamic_rope_limit(config: Any) -> int | None:
+    """The row length in tokens up to which the frequencies of dynamic RoPE scaling (``dynamic``,
+    ``longrope``) are constant: beyond it they depend on the longest position. None for other RoPE
+    types. ``config`` is that of a transformers model, or None."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     limits = list[int]()
     for rope in (given, *given.values()):  # one for all layers, or one for each kind
-        kind = rope.get("rope_type", rope.get("type", "")) if isinstance(rope, dict) else ""
-        longest = int(getattr(config, "max_position_embeddings", 0))
+        if not isinstance(rope, dict):
+            continue
+        kind = rope.get("rope_type", rope.get("type", ""))
+        most_positions = int(getattr(config, "max_position_embeddings", 0))
         if "dynamic" in str(kind):
-            limits.append(longest)
+            limits.append(most_positions)
         elif kind == "longrope":
-            own = getattr(config, "original_max_position_embeddings", None)
-            limits.append(int(rope.get("original_max_position_embeddings", own or longest)))
+            # The length before scaling: in the RoPE parameters, else in the configuration.
+            original = getattr(config, "original_max_position_embeddings", None) or most_positions
+            limits.append(int(rope.get("original_max_position_embeddings", original)))
     return min(limits, default=None)
 
 
@@ -1249,7 +1323,7 @@ def arguments_of(model: Any) -> dict[str, inspect.Parameter]:
     of its parent classes."""
     found = dict(inspect.signature(model.forward).parameters)
     base = getattr(model, "get_base_model", None)
-    if not _hands_on(found):
+    if not _passes_arguments_on(found):
         return found
     if callable(base):
         return arguments_of(base()) | found
@@ -1258,24 +1332,25 @@ def arguments_of(model: Any) -> dict[str, inspect.Parameter]:
         if forward is not None and kind is not torch.nn.Module:
             _, *rest = inspect.signature(forward).parameters.items()  # without self
             found = dict(rest) | found
-            if not _hands_on(dict(rest)):
+            if not _passes_arguments_on(dict(rest)):
                 break
     return found
 
 
-def _hands_on(arguments: Mapping[str, inspect.Parameter]) -> bool:
-    """Whether a signature has ``*args`` or ``**named``."""
-    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return any(p.kind in rest for p in arguments.values())
+def _passes_arguments_on(arguments: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a signature has ``*args`` or ``**kwargs``, which a forward may pass on."""
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.kind in starred for p in arguments.values())
 
 
-def _is_same(x: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether ``x`` is ``own``, a view of all of it, or has its values."""
-    if x is own or isinstance(x, FakeTensor):
+def _is_same_tensor(x: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether ``x`` is ``wanted``, a view of all of it, or has its values; fake tensors, which have
+    none, are taken to be the same."""
+    if x is wanted or isinstance(x, FakeTensor):
         return True
-    if x.shape != own.shape or x.dtype != own.dtype or x.device != own.device:
+    if x.shape != wanted.shape or x.dtype != wanted.dtype or x.device != wanted.device:
         return False
-    return x.data_ptr() == own.data_ptr() or torch.equal(x, own)
+    return x.data_ptr() == wanted.data_ptr() or torch.equal(x, wanted)
 
 
 def _mark_dynamic(inputs: Mapping[str, Any]) -> None:
@@ -1285,7 +1360,7 @@ def _mark_dynamic(inputs: Mapping[str, Any]) -> None:
             torch._dynamo.maybe_mark_dynamic(value, 1)  # noqa: SLF001
 
 
-def _repeat_to(x: torch.Tensor, count: int) -> torch.Tensor:
+def _repeated_to(x: torch.Tensor, count: int) -> torch.Tensor:
     """The first ``count`` entries of ``x`` [n, ...], repeated from its start where n is smaller."""
-    # -(-a // b) rounds a / b up.
-    return x.repeat(-(-count // len(x)), *[1] * (x.dim() - 1))[:count]
+    repeats = -(-count // len(x))  # rounded up
+    return x.repeat(repeats, *[1] * (x.dim() - 1))[:count]

@@ -6,9 +6,9 @@ attention treats each token alone and uses its right place. If not, something th
 depends on other tokens: attention of its own, a convolution, pooling, a mean over tokens, places
 that it counts itself.
 
-It is asked in evaluation and in training, of a few tokens and of as many as a row has: a capacity
-or a far neighbour shows in long rows only. All ranks run the model as often, whatever their rows:
-wrappers talk in every forward.
+This is tested in evaluation and in training mode, on a few tokens and on as many as a row has: an
+expert's capacity or a distant neighbour shows in long rows only. All ranks run the model the same
+number of times, whatever their rows, as wrappers (DDP, FSDP2) communicate in every forward.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ __all__ = [
 ]
 
 _TOKENS = 13
-"""Tokens of a row that are tried at first."""
+"""Tokens of the short row that the model is run on first."""
 _LONGEST = 4096
-"""Tokens of a row that are tried at most."""
+"""The most tokens of a row that the model is run on."""
 
 _MIXES_THE_BATCH = (
     torch.nn.modules.batchnorm._BatchNorm,  # noqa: SLF001
     torch.nn.modules.instancenorm._InstanceNorm,  # noqa: SLF001
 )
+"""Norms whose statistics are those of many tokens."""
 
 
 def first_places(model: torch.nn.Module) -> tuple[int, ...]:
@@ -97,14 +98,15 @@ def probe(
                 wanted="norms of single tokens",
                 hint="its statistics are those of one rank's tokens",
             )
-    few, error = few_of(batch, tokens), ModelError("places of tokens", got="none to try")
+    few = few_of(batch, tokens)
+    error = ModelError("places of tokens", got="none to try")
     with looked_at(model, slot, training=False):
         runs = _Runs(model=model, run=run, slot=slot, count=_TOKENS)
-        whole = runs.of(few)
+        whole = runs.outcome_of(few)
         if not whole.calls:
-            raise _no_attention(model)
+            raise _no_attention_error(model)
         for first in firsts:
-            difference = runs.difference(whole, _with_places(few, tokens, places, first))
+            difference = runs.difference_error(whole, _with_places(few, tokens, places, first))
             if difference is None:
                 return Probed(attentions=whole.calls, first=first)
             error = difference
@@ -131,10 +133,10 @@ def look_again(
         for count in (_TOKENS, longest):
             given = _with_places(few_of(batch, tokens, count), tokens, places, first)
             runs = _Runs(model=model, run=run, slot=slot, count=count)
-            whole = runs.of(given)
-            error = runs.difference(whole, given)
+            whole = runs.outcome_of(given)
+            error = runs.difference_error(whole, given)
             if error is None and count == _TOKENS and whole.loss is not None:
-                error = runs.undivided(whole.loss, given)
+                error = runs.undivided_error(whole.loss, given)
             if error is not None:
                 raise error
 
@@ -178,10 +180,11 @@ def own_loss(
     )
 
 
-_OWN_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
+_MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
+"""What the forward of a user's model may raise by itself."""
 
 
-def _failure(model: torch.nn.Module, count: int, error: Exception) -> ModelError:
+def _forward_error(model: torch.nn.Module, count: int, error: Exception) -> ModelError:
     """The error for a model whose own forward raises ``error`` on ``count`` tokens."""
     return ModelError(
         f"forward of {type(model).__name__} on {count} tokens",
@@ -215,7 +218,7 @@ class _Lookups(TorchFunctionMode):
                 yield flat.cpu()
 
 
-def _rise(places: torch.Tensor) -> bool:
+def _are_consecutive(places: torch.Tensor) -> bool:
     """Whether positions [count] are consecutive: each is one more than the one before."""
     return torch.equal(places - places[0], torch.arange(len(places)))
 
@@ -227,14 +230,15 @@ def counts_by_mask(
     """Whether a plain model that is given no position ids counts them from the first token that
     its attention mask does not hide, as OPT does: then the positions that it looks up are
     consecutive over the tokens, but not over the masked ones in front of them."""
-    few, padding = few_of(batch, tokens)[tokens], _TOKENS // 3  # the first third is masked
+    few = few_of(batch, tokens)[tokens]
+    padding = _TOKENS // 3  # the first tokens, which are masked
     mask = torch.ones_like(few)
     mask[:, :padding] = 0
     with held_still(model, training=False), _Lookups(few[0]) as lookups:
         model(**{tokens: few, "attention_mask": mask, **always})
     for places in lookups.of_places():
-        if _rise(places[padding:]):
-            return not _rise(places)
+        if _are_consecutive(places[padding:]):
+            return not _are_consecutive(places)
     return False
 
 
@@ -242,18 +246,20 @@ def _padding_of(model: torch.nn.Module) -> tuple[int, int] | None:
     """(the padding's token id, the vocabulary size) of a transformers model; None where its
     configuration lacks either."""
     config = getattr(getattr(model, "module", model), "config", None)
-    padding, known = (getattr(config, name, None) for name in ("pad_token_id", "vocab_size"))
-    fits = isinstance(padding, int) and isinstance(known, int) and 0 <= padding < known
-    return (padding, known) if fits else None  # type: ignore[return-value]
+    padding = getattr(config, "pad_token_id", None)
+    vocabulary = getattr(config, "vocab_size", None)
+    if not isinstance(padding, int) or not isinstance(vocabulary, int):
+        return None
+    return (padding, vocabulary) if 0 <= padding < vocabulary else None
 
 
 def without_padding(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Token ids [b, S] with the padding's id replaced by the next id of the vocabulary, as some
     models skip padding when they count positions."""
-    known = None if isinstance(ids, FakeTensor) else _padding_of(model)
-    if known is None:
+    found = None if isinstance(ids, FakeTensor) else _padding_of(model)
+    if found is None:
         return ids
-    padding, vocabulary = known
+    padding, vocabulary = found
     return torch.where(ids == padding, (ids + 1) % vocabulary, ids)
 
 
@@ -263,10 +269,11 @@ def counts_by_ids(
 ) -> int | None:
     """The padding's token id, for a model that is given no position ids and skips tokens with this
     id when it counts them, as RoBERTa does; None for other models."""
-    known = _padding_of(model)
-    if known is None:
+    found = _padding_of(model)
+    if found is None:
         return None
-    padding, at = known[0], _TOKENS // 3  # one token amid the row becomes padding
+    padding, _ = found
+    at = _TOKENS // 3  # the index of a token amid the row that becomes padding
     few = without_padding(model, few_of(batch, tokens)[tokens]).clone()
     few[:, at] = padding
     with held_still(model, training=False), _Lookups(few[0]) as lookups:
@@ -274,7 +281,7 @@ def counts_by_ids(
     for places in lookups.of_places():
         others = torch.cat([places[:at], places[at + 1 :]])
         # RoBERTa gives padding the position of its own id, and counts on behind it.
-        if _rise(others) and int(places[at]) == padding:
+        if _are_consecutive(others) and int(places[at]) == padding:
             return int(padding)
     return None
 
@@ -287,10 +294,11 @@ def _add_noise(model: torch.nn.Module) -> Iterator[None]:
     head = find() if callable(find) else None
 
     def disturb(module: Any, args: Any, logits: Any) -> Any:
+        """The logits [b, s, V] with noise, the same in every call; other results unchanged."""
         if not isinstance(logits, torch.Tensor):
             return logits
-        draw = torch.Generator().manual_seed(0)
-        return logits + torch.randn(logits.shape, generator=draw).to(logits)
+        generator = torch.Generator().manual_seed(0)
+        return logits + torch.randn(logits.shape, generator=generator).to(logits)
 
     hook = None if head is None else head.register_forward_hook(disturb)
     try:
@@ -300,10 +308,12 @@ def _add_noise(model: torch.nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def _no_attention(model: torch.nn.Module) -> ModelError:
-    """The error for a model in whose forward no attention was replaced."""
-    names = {type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()}
-    what = f"model with {', '.join(sorted(names)[:3])}" if names else "model"
+def _no_attention_error(model: torch.nn.Module) -> ModelError:
+    """The error for a model in whose forward no attention was replaced; it names up to three
+    classes of the model's modules that may be attention of its own."""
+    classes = {type(module).__name__ for module in model.modules()}
+    names = sorted(name for name in classes if "attention" in name.lower())
+    what = f"model with {', '.join(names[:3])}" if names else "model"
     return ModelError(
         what,
         got="no attention that was replaced",
@@ -315,8 +325,9 @@ def _no_attention(model: torch.nn.Module) -> ModelError:
 
 @contextmanager
 def looked_at(model: torch.nn.Module, slot: ModelSlot, *, training: bool) -> Iterator[None]:
-    """Context in which a model is run only to examine it: what its forwards change or draw is
-    undone at the end, and the slot holds again what it held before."""
+    """Context in which a model is run only to examine it, in training or evaluation mode: what its
+    forwards change in it and the random numbers that they draw are undone at the end, and the slot
+    holds again what it held before."""
     before = slot.held
     try:
         with held_still(model, training=training):
@@ -335,7 +346,7 @@ def run_few(
 ) -> None:
     """Run a model once by ``run(**inputs)`` on a few tokens, with the stand-in for attention."""
     with looked_at(model, slot, training=False):
-        _Runs(model=model, run=run, slot=slot, count=_TOKENS).of(few_of(batch, tokens))
+        _Runs(model=model, run=run, slot=slot, count=_TOKENS).outcome_of(few_of(batch, tokens))
 
 
 def tried_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> int:
@@ -407,22 +418,25 @@ class _Runs:
             first_cut, second_cut = first_cut | 1, second_cut | 1
         return slice(0, first_cut), slice(first_cut, second_cut), slice(second_cut, self.count)
 
-    def of(
-        self, few: Mapping[str, torch.Tensor], part: slice | None = None, *, aims: int = 1
+    def outcome_of(
+        self, few: Mapping[str, torch.Tensor], part: slice | None = None, *, target_factor: int = 1
     ) -> _Outcome:
-        """Run the model on one ``part`` of the tokens, on all where it is None. Its loss is divided
-        by ``aims`` times the number of all tokens. Raises ModelError where the forward fails or
-        draws random numbers."""
+        """Run the model on one ``part`` of the tokens of ``few``, inputs [1, count, ...] by name,
+        or on all where it is None. Its loss is divided by ``target_factor`` times the number of all
+        tokens. Raises ModelError where the forward fails or draws random numbers."""
         part = part or slice(0, self.count)
-        stand_in = StandIn(places=np.arange(part.start, part.stop), targets=aims * self.count)
+        stand_in = StandIn(
+            places=np.arange(part.start, part.stop), targets=target_factor * self.count
+        )
         self.slot.take(stand_in)
-        inputs, before = {k: v[:, part] for k, v in few.items()}, Draws.now(self.model)
+        inputs = {name: value[:, part] for name, value in few.items()}
+        before = Draws.now(self.model)
         try:
             outputs = self.run(**inputs)
-        except _OWN_ERRORS as error:
+        except _MODEL_ERRORS as error:
             if isinstance(error, torch.OutOfMemoryError) or "gloo" in str(error):
                 raise  # not the model's fault: this machine's, or another rank's
-            raise _failure(self.model, part.stop - part.start, error) from error
+            raise _forward_error(self.model, part.stop - part.start, error) from error
         if not before.same(Draws.now(self.model)):
             raise ModelError(
                 f"module {who_draws(self.model, lambda: self.run(**inputs))}",
@@ -433,26 +447,31 @@ class _Runs:
             )
         return _Outcome(logits=logits_of(outputs), loss=loss_of(outputs), calls=stand_in.calls)
 
-    def difference(self, whole: _Outcome, given: Mapping[str, torch.Tensor]) -> ModelError | None:
+    def difference_error(
+        self, whole: _Outcome, given: Mapping[str, torch.Tensor]
+    ) -> ModelError | None:
         """Run the parts of the inputs ``given`` and compare them with the ``whole``: each token's
         result must be the same, and losses must sum to the whole's. Returns the error or None."""
         single = whole.logits.dtype in (torch.float32, torch.float64)
-        limit = (1e-4 if single else 5e-2) * max(float(whole.logits.abs().max()), 1e-30)
-        wrong, total = list[int](), 0.0  # tokens whose results differ, and the sum of losses
+        tolerance = 1e-4 if single else 5e-2
+        limit = tolerance * max(float(whole.logits.abs().max()), 1e-30)
+        differing = list[int]()  # the indices of tokens whose results differ
+        loss_of_parts = 0.0
         for part in self.parts:
-            own = self.of(given, part)
+            of_part = self.outcome_of(given, part)
             wanted = whole.logits[:, part]
-            if own.logits.shape != wanted.shape or whole.logits.shape[1] != self.count:
-                return _shaped(own, whole, part)
+            if of_part.logits.shape != wanted.shape or whole.logits.shape[1] != self.count:
+                return _shape_error(of_part, whole, part)
             # The largest difference of each token [n]; "not <=" counts NaN as wrong.
-            off = (wanted - own.logits).abs().flatten(2).amax(dim=2)[0]
-            wrong += [part.start + at for at in torch.nonzero(~(off <= limit)).flatten().tolist()]
-            total += 0.0 if own.loss is None else float(own.loss)
+            errors = (wanted - of_part.logits).abs().flatten(2).amax(dim=2)[0]
+            indices = torch.nonzero(~(errors <= limit)).flatten().tolist()
+            differing += [part.start + index for index in indices]
+            loss_of_parts += 0.0 if of_part.loss is None else float(of_part.loss)
         # Few tokens may differ: rounding can turn a router's choice between near-equal experts.
-        if len(wrong) > self.count // (512 if single else 64):
+        if len(differing) > self.count // (512 if single else 64):
             return ModelError(
                 f"model run on parts of {self.count} tokens",
-                got=f"another result for token {wrong[0]}",
+                got=f"another result for token {differing[0]}",
                 wanted="the results of the whole",
                 hint="something beside attention meets other tokens"
                 f"{' in training' if self.model.training else ''}, or places are counted in it: "
@@ -461,30 +480,33 @@ class _Runs:
             )
         if whole.loss is None:
             return None
-        if abs(total - float(whole.loss)) > (1e-4 if single else 5e-2) * abs(float(whole.loss)):
-            return _unsummed("loss of the model", total, float(whole.loss))
+        loss = float(whole.loss)
+        if abs(loss_of_parts - loss) > tolerance * abs(loss):
+            return _sum_error("loss of the model", loss_of_parts, loss)
         return None
 
-    def undivided(self, loss: torch.Tensor, given: Mapping[str, torch.Tensor]) -> ModelError | None:
-        """Find a term of the ``loss`` that is not divided by the step's targets, however small,
-        such as a mean over experts: its parts must sum to that of the whole. Returns the error or
-        None.
+    def undivided_error(
+        self, loss: torch.Tensor, given: Mapping[str, torch.Tensor]
+    ) -> ModelError | None:
+        """Find a term of the ``loss`` [] of the whole inputs ``given`` that is not divided by the
+        step's targets, however small, such as a mean over experts: its parts must sum to that of
+        the whole. Returns the error or None.
         """
 
         def constant_term(part: slice | None) -> float:
-            """With c the term that targets T do not divide: loss(T) = s / T + c, so
-            2 loss(2 T) - loss(T) = c."""
-            once, twice = (self.of(given, part, aims=n).loss for n in (1, 2))
+            """The term of the loss of a part that targets T do not divide: c, where
+            loss(T) = s / T + c, so that 2 loss(2 T) - loss(T) = c."""
+            once, twice = (self.outcome_of(given, part, target_factor=n).loss for n in (1, 2))
             return 0.0 if once is None or twice is None else 2 * float(twice) - float(once)
 
         wanted, got = constant_term(None), sum(map(constant_term, self.parts))
         limit = 16 * torch.finfo(loss.dtype).eps * abs(float(loss)) + 1e-2 * abs(wanted)
         if abs(got - wanted) <= limit:
             return None
-        return _unsummed("loss of the model beside its cross entropy", got, wanted)
+        return _sum_error("loss of the model beside its cross entropy", got, wanted)
 
 
-def _shaped(part: _Outcome, whole: _Outcome, where: slice) -> ModelError:
+def _shape_error(part: _Outcome, whole: _Outcome, where: slice) -> ModelError:
     """The error for a model whose results are not one for each token, for the part at ``where``."""
     return ModelError(
         "results of parts of the tokens",
@@ -494,7 +516,7 @@ def _shaped(part: _Outcome, whole: _Outcome, where: slice) -> ModelError:
     )
 
 
-def _unsummed(what: str, got: float, wanted: float) -> ModelError:
+def _sum_error(what: str, got: float, wanted: float) -> ModelError:
     """The error for a loss whose parts sum to ``got`` and not to ``wanted``, that of the whole."""
     return ModelError(
         what,

@@ -3,10 +3,10 @@
 A loss with a z-term, smoothed labels, a second head or a teacher is no cross entropy of the logits,
 and a forward that makes it shifts its labels itself, so it cannot be run on parts of the tokens.
 But all of it sees the layers only through their last hidden states [b, S, h]. So the model's
-forward is called with the whole batch; its base model is given this rank's tokens instead, and what
-it gives is gathered from all ranks. The loss is then alike on all R ranks, each of which takes
-1 / R of it: the adjoint of the gathering adds up the gradients that all ranks have of a rank's own
-hidden states.
+forward is called with the whole batch; its base model is given this rank's tokens instead, and the
+hidden states that it returns are gathered from all ranks. The loss is then alike on all R ranks,
+each of which takes 1 / R of it: the adjoint of the gathering adds up the gradients that all ranks
+have of a rank's own hidden states.
 
 Every rank computes the whole head: R times the work of one, for the logits [b, S, V] that one
 process has.
@@ -29,22 +29,23 @@ from headrace.errors import ModelError
 
 __all__ = ["WholeHead", "base_of", "sees_hidden_states_alone"]
 
-_OWN = ("attention_mask", "cache_position", "past_key_values")
+_OF_WHOLE_BATCH = ("attention_mask", "cache_position", "past_key_values")
 """Arguments of a base model that describe the whole batch, and are dropped when it runs on a part:
 the placement knows documents and padding."""
 
 
 def base_of(inner: torch.nn.Module) -> torch.nn.Module | None:
-    """The layers of a model of transformers without its head; None where it has no such part."""
+    """The base model of a model of transformers: its layers without the head, named by its
+    ``base_model_prefix``. None where it has no such part."""
     base = getattr(inner, str(getattr(inner, "base_model_prefix", "")), None)
     return base if isinstance(base, torch.nn.Module) and base is not inner else None
 
 
 @dataclass(slots=True, kw_only=True)
-class _Work:
+class _RunningCall:
     """The state of one call of the model: the placement of its batch, this rank's inputs
-    (``local``), the token ids of the whole batch [b, S], and how often the base model was
-    called."""
+    [b, s_r, ...] by name (``local``), the token ids of the whole batch [b, S] (``whole``), and how
+    often the base model was called."""
 
     placement: Placement
     local: Mapping[str, torch.Tensor]
@@ -59,8 +60,8 @@ class WholeHead:
         """Hook ``base``, the base model within ``inner``: its arguments become local and its
         results whole."""
         self._inner, self._slot = inner, slot
-        self._takes = tuple(inspect.signature(base.forward).parameters)
-        self._now: _Work | None = None
+        self._argument_names = tuple(inspect.signature(base.forward).parameters)
+        self._running: _RunningCall | None = None
         self._hooks = (
             hook_before(base, self._before, named=True),
             hook_after(base, self._after),
@@ -79,61 +80,66 @@ class WholeHead:
         whole: Mapping[str, torch.Tensor],
         tokens: str,
     ) -> Any:
-        """Run ``call(**whole)`` with the inputs of the whole batch, while the base model works on
-        the inputs ``local``. Returns the model's results with this rank's part of the loss, and
-        the logits of its tokens. ``tokens`` names the input with token ids."""
-        self._now = work = _Work(placement=placement, local=local, whole=whole[tokens])
+        """Run ``call(**whole)`` with the inputs [b, S, ...] of the whole batch, while the base
+        model works on the inputs ``local`` [b, s_r, ...]. Returns the model's results with this
+        rank's part of the loss, and the logits of its tokens. ``tokens`` names the input with token
+        ids. Raises ModelError where there is no loss, or the base model is not called once."""
+        self._running = running = _RunningCall(
+            placement=placement, local=local, whole=whole[tokens]
+        )
         self._slot.take(None)
         try:
             outputs = call(**whole)
         finally:
-            self._now = None
+            self._running = None
         loss = loss_of(outputs)
-        if loss is None or work.calls != 1:
+        if loss is None or running.calls != 1:
             raise ModelError(
                 f"loss of {type(self._inner).__name__}",
-                got="no loss" if loss is None else f"{work.calls} calls of its base model",
+                got="no loss" if loss is None else f"{running.calls} calls of its base model",
                 wanted="one of both",
                 hint="call run(**inputs) without labels, and sum a loss of your own",
             )
         return _own_part(outputs, loss, placement, whole[tokens].shape[1])
 
     def _before(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Give the base model this rank's inputs in the place of the whole batch; raises ModelError
-        where it is called with other tokens."""
-        work = self._now
-        if work is None:
+        """The hook before the base model: give it this rank's inputs in the place of the whole
+        batch, and spread it. Raises ModelError where it is called with other tokens."""
+        running = self._running
+        if running is None:
             return None
-        given = {**dict(zip(self._takes, args, strict=False)), **named}
-        if not any(x is work.whole for x in given.values()):
+        given = {**dict(zip(self._argument_names, args, strict=False)), **named}
+        if not any(x is running.whole for x in given.values()):
             raise ModelError(
                 f"base model of {type(self._inner).__name__}",
                 got="other tokens than those of the batch",
                 wanted="its tokens as they are",
                 hint="call run(**inputs) without labels, and sum a loss of your own",
             )
-        work.calls += 1
-        kept = {name: value for name, value in given.items() if name not in _OWN}
-        own = {name: value for name, value in work.local.items() if name in self._takes}
-        self._slot.take(work.placement)
-        return (), {**kept, **own}
+        running.calls += 1
+        kept = {name: value for name, value in given.items() if name not in _OF_WHOLE_BATCH}
+        local = {name: x for name, x in running.local.items() if name in self._argument_names}
+        self._slot.take(running.placement)
+        return (), {**kept, **local}
 
     def _after(self, module: Any, args: Any, out: Any) -> Any:
-        """Gather the hidden states of all ranks, so that the head sees the whole batch."""
-        work = self._now
-        if work is None:
+        """The hook after the base model: make the model plain again, and replace its hidden states
+        [b, s_r, h] by those of all ranks [b, S, h], so that the head sees the whole batch."""
+        running = self._running
+        if running is None:
             return None
         self._slot.take(None)
-        return _replace_states(out, work.placement.gather)
+        return _replace_states(out, running.placement.gather)
 
 
 def _replace_states(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The results of a base model with its last hidden states x replaced by ``change(x)``. Raises
     ModelError where it returns other tensors beside them."""
-    if len(list(result_tensors(out))) != 1:
+    count = len(list(result_tensors(out)))
+    if count != 1:
         raise ModelError(
             "results of the base model",
-            got=f"{len(list(result_tensors(out)))} tensors",
+            got=f"{count} tensors",
             wanted="its last hidden states alone",
             hint="hidden states of other layers and attention weights are of this rank's tokens",
         )
@@ -148,18 +154,22 @@ def _own_part(outputs: Any, loss: torch.Tensor, placement: Placement, width: int
     number of ranks of the loss, and of tensors [b, S, ...] the entries of this rank's tokens."""
     index = torch.from_numpy(placement.index()).to(loss.device)
 
+    local_loss = loss / placement.tokens.ranks
+
     def part(x: Any) -> Any:
-        """The local tokens of a tensor [b, S, ...]; anything else unchanged."""
+        """This rank's part of the loss, or of a tensor [b, S, ...] its tokens [b, s_r, ...];
+        anything else unchanged."""
+        if x is loss:
+            return local_loss
         if isinstance(x, torch.Tensor) and x.dim() >= 2 and x.shape[1] == width:
             return x.index_select(1, index)
         return x
 
-    own = loss / placement.tokens.ranks
     if isinstance(outputs, tuple):
-        return tuple(own if x is loss else part(x) for x in outputs)
+        return tuple(part(x) for x in outputs)
     for name, value in list(vars(outputs).items()):
         if isinstance(value, torch.Tensor):
-            setattr(outputs, name, own if value is loss else part(value))
+            setattr(outputs, name, part(value))
     return outputs
 
 
@@ -168,26 +178,28 @@ def sees_hidden_states_alone(
     base: torch.nn.Module, run: Callable[..., Any], few: Mapping[str, torch.Tensor], tokens: str
 ) -> bool:
     """Whether the loss of a plain model depends on its base model through the last hidden states of
-    one call alone. Tested by two runs: in the second the base model gets the tokens of ``few`` in
-    reverse, and the first run's hidden states replace its result; the loss must stay the same."""
-    found, calls = list[torch.Tensor](), 0  # hidden states of each call, and calls of both runs
-    handed = list[torch.Tensor]()  # those to put in place; empty in the first run
+    one call alone. Tested by two runs ``run(**few)`` on inputs [1, n, ...]: in the second the base
+    model gets the token ids, which ``tokens`` names, in reverse, and the first run's hidden states
+    replace its result; the loss must stay the same."""
+    calls = 0  # of the base model in both runs
+    states_of_calls = list[torch.Tensor]()  # [1, n, h] each
+    replacement = list[torch.Tensor]()  # the hidden states of the first run, once it has ended
 
     def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Count the call, and flip its tokens once hidden states are to be handed in."""
+        """Count the call, and in the second run reverse its tokens."""
         nonlocal calls
         calls += 1
-        if not handed or not any(v is few[tokens] for v in named.values()):
+        if not replacement or not any(v is few[tokens] for v in named.values()):
             return None
-        other = few[tokens].flip(1)
-        return args, {k: other if v is few[tokens] else v for k, v in named.items()}
+        reverse = few[tokens].flip(1)
+        return args, {k: reverse if v is few[tokens] else v for k, v in named.items()}
 
     def after(module: Any, args: Any, out: Any) -> Any:
-        """Note the hidden states, or put those of the first run in their place."""
+        """Note the hidden states, and in the second run put those of the first in their place."""
 
         def change(x: torch.Tensor) -> torch.Tensor:
-            found.append(x)
-            return handed[0] if handed else x
+            states_of_calls.append(x)
+            return replacement[0] if replacement else x
 
         return _replace_states(out, change)
 
@@ -196,14 +208,14 @@ def sees_hidden_states_alone(
         losses = []
         for _ in range(2):
             loss = loss_of(run(**few))
-            if loss is None or not found:
+            if loss is None or not states_of_calls:
                 return False
             losses.append(float(loss))
-            handed[:] = found[:1]
+            replacement[:] = states_of_calls[:1]
     except ModelError:
         return False
     finally:
         for undo in hooks:
             undo()
-    once, again = losses
-    return calls == 2 and abs(once - again) <= 1e-6 * abs(once)
+    first, second = losses
+    return calls == 2 and abs(first - second) <= 1e-6 * abs(first)

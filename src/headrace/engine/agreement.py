@@ -38,10 +38,11 @@ def agreed_cluster(groups: Groups, device: str, memory_bytes: int | None) -> Clu
     Returns:
         The cluster, the same on all ranks: the least memory that any of them has.
     """
-    here = platform.node().encode()
-    mates = gather_bytes(here, groups.world).count(here)
+    host = platform.node().encode()
+    ranks_here = gather_bytes(host, groups.world).count(host)
     free = available_bytes(device)
-    limit = memory_bytes or int(_SHARE * (free / mates if device == "cpu" else free))
+    own_part = free / ranks_here if device == "cpu" else free
+    limit = memory_bytes or int(_SHARE * own_part)
     agreed = min(int(row[0]) for row in gather_floats([float(limit)], groups.world))
     kind = "cpu" if device == "cpu" else torch.cuda.get_device_name()
     return Cluster(devices=groups.ranks, memory_bytes=agreed, device=kind)
@@ -71,15 +72,16 @@ def agreed_profile(
         none, all measure.
     """
     kept = None if fresh else read_profile(path, fingerprint, tell)
-    have = all(row[0] for row in gather_floats([float(kept is not None)], groups.world))
-    profile = kept if have and kept is not None else measure()
+    kept_flags = gather_floats([float(kept is not None)], groups.world)
+    all_have = all(flags[0] for flags in kept_flags)
+    profile = kept if all_have and kept is not None else measure()
     agree("profile", json.dumps(profile.to_json()), groups.world)
-    if not have and groups.rank == 0:
+    if not all_have and groups.rank == 0:
         try:
             save_whole(path, sealed(profile.to_json()), "profile")
         except CostError as error:
             tell(f"costs are not kept for other runs ({error})")
-    return profile, not have
+    return profile, not all_have
 
 
 def newest_whole(
@@ -107,15 +109,15 @@ def newest_whole(
         CheckpointError: Where all are damaged; what ``load`` raises of another kind.
     """
     agree("checkpoints to resume from", str(list(map(str, found))), groups.world)
-    wrong = ""
+    wrong = ""  # the error of the newest checkpoint
     for path in found:
-        loaded, mine = _try_load(path, load)
-        said = [text.decode() for text in gather_bytes(mine.encode(), groups.world)]
-        if loaded is not None and not any(said):
+        loaded, own_error = _try_load(path, load)
+        errors = [error.decode() for error in gather_bytes(own_error.encode(), groups.world)]
+        if loaded is not None and not any(errors):
             return path, loaded
-        told = next((text for text in said if text), mine)
-        wrong = wrong or told
-        tell(f"{path} is damaged ({told}): going on from the one before")
+        first_error = next((error for error in errors if error), own_error)
+        wrong = wrong or first_error
+        tell(f"{path} is damaged ({first_error}): going on from the one before")
     if wrong:
         raise CheckpointError(
             f"checkpoints in {found[0].parent}",
@@ -127,7 +129,8 @@ def newest_whole(
 
 
 def _try_load(path: Path, load: Callable[[Path], Found]) -> tuple[Found | None, str]:
-    """(loaded checkpoint, "") or (None, the error on this rank)."""
+    """Load a checkpoint on this rank: (what was loaded, "") or, where it is damaged, (None, the
+    error as text)."""
     try:
         return load(path), ""
     except DamagedCheckpoint as error:
@@ -137,8 +140,8 @@ def _try_load(path: Path, load: Callable[[Path], Found]) -> tuple[Found | None, 
 
 
 def read_profile(path: Path, fingerprint: str, tell: Callable[[str], object]) -> Profile | None:
-    """The profile in a file; None where there is none, or one of another set-up. A damaged file is
-    reported and counts as none."""
+    """The profile in a file, None where there is none, or one of another ``fingerprint``. A file
+    that cannot be read is reported by ``tell`` and counts as none."""
     try:
         profile = Profile.from_json(unsealed(path.read_text()))
     except FileNotFoundError:

@@ -28,28 +28,35 @@ _KEPT = 8
 trained several times."""
 
 _Key: TypeAlias = tuple[Lengths, float | None, bool, int]
+"""All of a request that changes its plan: lengths, memory margin, whether it is of forwards alone,
+and the number of the strategy where strategies take turns."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AnnouncedPlans:
-    """Plans made early by a process of their own, and the last ones that were made.
+    """Plans made early by another process, and the last ones that were made.
 
     Attributes:
         steps: Plans single requests.
-        tell: Gets a line when a process that plans has died.
+        tell: Called with a line for people where that process fails.
     """
 
     steps: StepPlanner
     tell: Callable[[str], object]
-    _maker: Ahead | None = field(default=None, init=False)
-    _asked: deque[PlanRequest] = field(default_factory=deque, init=False)
-    _kept: dict[_Key, Planned] = field(default_factory=dict, init=False)
+    _maker: Ahead | None = field(default=None, init=False)  # started by the first announcement
+    _asked: deque[PlanRequest] = field(default_factory=deque, init=False)  # in the maker's order
+    _kept: dict[_Key, Planned] = field(default_factory=dict, init=False)  # the oldest first
 
     def announce(self, requests: Iterable[PlanRequest]) -> None:
-        """Have plans made from now on, but those that are made or asked for already."""
+        """Have the plans of ``requests`` made by the other process, in this order, except those
+        that are kept or under way, and those that follow from a plan before. Returns at once."""
         depth = self.steps.options.ahead
         known = {*self._kept, *map(self._key, self._asked)}
-        new = [own for own in requests if self.serves(own) and self._key(own) not in known]
+        new = [
+            request
+            for request in requests
+            if self.serves(request) and self._key(request) not in known
+        ]
         if not new or not depth:
             return
         self._asked += new
@@ -65,36 +72,48 @@ class AnnouncedPlans:
         )
 
     def serves(self, request: PlanRequest) -> bool:
-        """Whether the plan of a request follows from no plan before it."""
+        """Whether the plan of a request can be made early and kept: it does not follow from the
+        plan before it, as those of steps do under smoothing."""
         return request.forward or not self.steps.options.smoothing
 
     def take(self, request: PlanRequest) -> tuple[Planned, Ahead | None] | None:
-        """The plan of a request, if it was made or announced, and the process that has just made
-        it. Waits for one that is under way; None where its process failed. Raises InfeasiblePlan
-        where nothing fits."""
+        """The plan of a request, if it was made or announced. Waits for one that is under way.
+
+        Returns:
+            The plan, and the process that made it just now; None in the place of that process where
+            the plan was kept from before, so that it took no time now (``planning_s`` is 0). None
+            for a plan that was not announced, or whose process failed.
+
+        Raises:
+            InfeasiblePlan: Where nothing fits.
+        """
         key, maker = self._key(request), None
         if key not in self._kept:
-            asked = [self._key(own) for own in self._asked]
-            if key not in asked:
-                if any(own[0] == request.lengths and own[1] != request.margin for own in asked):
+            asked_keys = [self._key(asked) for asked in self._asked]
+            if key not in asked_keys:
+                if any(
+                    lengths == request.lengths and margin != request.margin
+                    for lengths, margin, _, _ in asked_keys
+                ):
                     self.close()  # announced with a margin that has changed: of no use any more
                 return None
-            for _ in range(asked.index(key) + 1):
+            for _ in range(asked_keys.index(key) + 1):
                 maker = self._maker
-                self._take_next(key)
+                self._keep_next(key)
         if key not in self._kept:
             return None
-        found = self._kept[key]
+        planned = self._kept[key]
         if maker is None:
-            found = replace(found, planning_s=0.0)
-        if request.drawn != (found.predicted is not None):
-            made = replace(found.request or request, drawn=request.drawn)
-            found = self.steps.expected(found.plan, made, planning_s=found.planning_s)
-        return found, maker
+            planned = replace(planned, planning_s=0.0)
+        has_timeline = planned.predicted is not None
+        if request.drawn != has_timeline:
+            made = replace(planned.request or request, drawn=request.drawn)
+            planned = self.steps.expected(planned.plan, made, planning_s=planned.planning_s)
+        return planned, maker
 
-    def _take_next(self, wanted: _Key) -> None:
-        """Keep the plan that was asked for first. Raises InfeasiblePlan where nothing fits and it
-        is ``wanted``: others may never be taken."""
+    def _keep_next(self, wanted: _Key) -> None:
+        """Wait for the plan that was announced first, and keep it. Where none fits, raise
+        InfeasiblePlan if it is the ``wanted`` one: others may never be taken."""
         assert self._maker is not None, "asked for"
         request = self._asked.popleft()
         try:
@@ -106,21 +125,24 @@ class AnnouncedPlans:
             self.tell(f"a plan that was to be made ahead is made when it is needed ({error})")
 
     def keep(self, request: PlanRequest, planned: Planned) -> None:
-        """Keep a plan for requests that are alike."""
+        """Keep a plan for requests with the same key, and drop the oldest where there are too many.
+        Plans that follow from a plan before are not kept."""
         if self.serves(request):
             self._kept[self._key(request)] = planned
             while len(self._kept) > _KEPT:
                 del self._kept[next(iter(self._kept))]
 
     def close(self) -> None:
-        """End the process that plans; what was announced and not taken is planned when it comes."""
+        """End the process that plans. Batches that were announced and not taken are planned when
+        they come."""
         self._asked.clear()
         if self._maker is not None:
             self._maker.close()
             self._maker = None
 
     def _key(self, request: PlanRequest) -> _Key:
-        """What a plan follows from. The correction of seconds changes no plan."""
+        """All of a request that changes its plan. The correction of seconds (``ratio``) does
+        not."""
         options = self.steps.options
         turn = request.step % len(options.strategies) if options.rotate else 0
         return request.lengths, request.margin, request.forward, turn

@@ -31,8 +31,8 @@ __all__ = [
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
     """The state of a run after ``step`` steps, of which ``updates`` changed weights, on ``ranks``
-    ranks. ``sampler`` and ``planner`` are what these restore themselves from, ``costs`` what the
-    planner plans with, ``config`` the configuration as JSON."""
+    ranks. ``sampler`` and ``planner`` are the JSON that these restore themselves from, ``config``
+    is the configuration as JSON."""
 
     step: int
     updates: int
@@ -62,8 +62,8 @@ class SavedState:
 
     @classmethod
     def read(cls, path: Path) -> SavedState:
-        """The state in a checkpoint. Raises DamagedCheckpoint when it is not one that a run of
-        any configuration could have saved."""
+        """Read the state from the checkpoint in the folder ``path``. Raises DamagedCheckpoint when
+        it is not one that a run of any configuration could have saved."""
         extra = checkpoint.load(path, [])
         try:
             state = cls(
@@ -84,8 +84,9 @@ class SavedState:
         return state
 
     def _check(self, named: int | None) -> None:
-        """Raise one of _MALFORMED for what contradicts itself. The sampler checks the rest of its
-        state, which depends on the corpus."""
+        """Raise one of the errors in ``_MALFORMED`` where fields contradict each other, or the step
+        ``named`` by the checkpoint's folder (None: its name has none). The sampler checks the rest
+        of its state, which depends on the corpus."""
         if named not in (None, self.step):
             raise CheckpointError("step", got=self.step, wanted=named)
         position = {name: _count(self.sampler, name) for name in ("step", "epoch", "first_step")}
@@ -95,6 +96,7 @@ class SavedState:
         if not isfinite(ratio) or ratio <= 0 or observed < 0:
             raise CheckpointError("correction of costs", got=ratio, wanted="a number above 0")
         _count(self.planner, "steps")
+        # These raise for JSON that they cannot be made of.
         _ = self.costs
         Calibration.from_json(self.planner["calibration"])
         if "before" in self.planner:
@@ -118,9 +120,10 @@ _OF_NO_STEP = (("run", "out"), ("run", "name"), ("planner", "compare"))
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The keys of a configuration, as JSON, that have another value now, each with both. Not what
-    a run may change without a difference to its steps: where it is written, and how reported."""
-    found = list[str]()
+    """The differences between two configurations as JSON, a text ``section.key from OLD to NEW``
+    for each. Left out are keys that have no influence on steps: where a run is written, and how it
+    is reported."""
+    changes = list[str]()
     for section, values in now.items():
         earlier = before.get(section)
         if section == "report" or not isinstance(values, Mapping):
@@ -130,15 +133,18 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             if (section, key) == ("planner", "working"):
                 was = stored_working(was)
             if was != value and (section, key) not in _OF_NO_STEP:
-                found.append(f"{section}.{key} from {_shown(was)} to {_shown(value)}")
-    return found
+                changes.append(f"{section}.{key} from {_shown(was)} to {_shown(value)}")
+    return changes
 
 
 def _shown(value: object) -> str:
+    """The value of a configuration key as JSON text, shortened to 60 characters."""
     return shortened(json.dumps(value), 60)
 
 
 def _count(table: dict[str, Any], name: str) -> int:
+    """The entry ``name`` of a saved JSON object, a whole number from 0 that 64 bits can hold.
+    Raises CheckpointError for any other."""
     value = table.get(name)
     if type(value) is not int or not 0 <= value < 2**63:
         raise CheckpointError(name, got=repr(value)[:60], wanted="a whole number >= 0")
@@ -146,6 +152,8 @@ def _count(table: dict[str, Any], name: str) -> int:
 
 
 def _table(extra: dict[str, Any], name: str) -> dict[str, Any]:
+    """The entry ``name`` of a saved JSON object, itself an object. Raises CheckpointError for any
+    other."""
     value = extra.get(name)
     if not isinstance(value, dict):
         raise CheckpointError(name, got=repr(value)[:60], wanted="a JSON object")
@@ -177,11 +185,11 @@ class Checkpoint:
         return len(checkpoint.names(self.path))
 
     def _weights(self) -> tuple[Architecture, list[str]]:
-        """The architecture and the names of its weights. Raises CheckpointError unless all are
-        there."""
-        architecture, held = SavedState.read(self.path).architecture, checkpoint.names(self.path)
+        """The architecture and the names of its weights. Raises CheckpointError unless the
+        checkpoint has all of them in their shapes."""
+        architecture, saved = SavedState.read(self.path).architecture, checkpoint.names(self.path)
         for weight in weight_table(architecture):
-            found = held.get(weight.name, (None, None))[0]
+            found = saved.get(weight.name, (None, None))[0]  # its shape
             if found != tuple(weight.shape):
                 what = f"{self.path}: {weight.name}"
                 raise CheckpointError(what, got=found or "nothing", wanted=tuple(weight.shape))
@@ -200,8 +208,8 @@ class Checkpoint:
         if not architecture.learned_positions:
             longest = max(architecture.positions, data["context"])
             architecture = replace(architecture, positions=longest)
-        held = checkpoint.read_all(self.path)
-        weights = {name: held[name] for name in names}
+        tensors = checkpoint.read_all(self.path)  # the optimizer's states too
+        weights = {name: tensors[name] for name in names}
         save_pretrained(out, weights, architecture, ids=save_tokenizer(data["tokenizer"], out))
         return out
 
@@ -213,8 +221,8 @@ class Checkpoints:
     folder: Path
 
     def latest(self) -> Checkpoint:
-        """The newest that is whole; the folder itself where it is a checkpoint. Raises
-        CheckpointError when there is none."""
+        """The newest checkpoint that is complete; the folder itself where it is a checkpoint.
+        Raises CheckpointError when there is none."""
         folder = self.folder
         if (folder / "index.json").exists():
             return Checkpoint(path=folder)

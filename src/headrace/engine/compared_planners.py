@@ -24,14 +24,15 @@ from headrace.spec.plan import Plan
 __all__ = ["compare", "compare_plans"]
 
 Progress = Callable[[str, int, int], object]
-"""Is told that so many parts of some work are done, of so many."""
+"""Called as ``progress(what, done, of)``: ``done`` of the ``of`` parts of some work are done."""
 
 _RIVALS = (
     ("best static of each batch", "best static"),
     ("bucket", "bucket"),
     ("packed", "packed"),
 )
-"""Planners that plan batch by batch: their names beside each other, and those of ``rivals``."""
+"""Planners that plan batch by batch: the name of each in a comparison, and its key among the plans
+of :func:`rivals`."""
 
 _OWN = ("adaptive", "strategies")
 """Names of the planners whose plans are headrace's."""
@@ -97,25 +98,25 @@ def compare(
 def compare_plans(
     plans: Sequence[Plan], problem: Problem, *, seed: int = 0, progress: Progress | None = None
 ) -> Comparison:
-    """The plans of a problem's planner, one for each batch, beside what other planners make of the
-    batches. Raises SpecError as :func:`compare`."""
+    """Compare the plans of a problem's planner, one for each batch, with those that other planners
+    make of the same batches. Raises SpecError as :func:`compare`."""
     _require_groups(problem)
-    others = list[dict[str, Plan]]()
+    others = list[dict[str, Plan]]()  # of each batch
     for made in plans:
         others.append(rivals(problem, made.lengths, seed=seed))
         if progress is not None:
             progress("compared batches", len(others), len(plans))
     fixed, size = _one_size(problem, plans, [found.get("best static") for found in others])
-    own = "headrace" if problem.planner in _OWN else f"planner {problem.planner}"
-    found: dict[str, Sequence[Plan | None]] = {own: plans}
-    for name, called in _RIVALS:
-        found[name] = [each.get(called) for each in others]
-        if name == _RIVALS[0][0]:
-            found["best static"] = fixed
+    own_name = "headrace" if problem.planner in _OWN else f"planner {problem.planner}"
+    plans_by_name: dict[str, Sequence[Plan | None]] = {own_name: plans}
+    for name, key in _RIVALS:
+        plans_by_name[name] = [each.get(key) for each in others]
+        if name == _RIVALS[0][0]:  # the rows of a comparison stand in this order
+            plans_by_name["best static"] = fixed
     return Comparison(
         devices=problem.devices,
         plans=tuple(plans),
-        results=tuple(_result(name, made, problem) for name, made in found.items()),
+        results=tuple(_result(name, made, problem) for name, made in plans_by_name.items()),
         static_size=size,
     )
 
@@ -135,31 +136,34 @@ def _one_size(
     problem: Problem, plans: Sequence[Plan], best: Sequence[Plan | None]
 ) -> tuple[list[Plan] | list[None], int | None]:
     """The plans of the one group size that takes the least seconds over all batches, and that size;
-    None for each batch where no size holds all of them. ``best`` are the plans of the best size of
-    each batch: no size takes less, so one is given up as soon as it cannot become the best."""
+    None for each batch and for the size where no size holds all batches. ``plans`` give the batches
+    by their lengths, ``best`` are the static plans of the best size of each batch."""
     none = [None] * len(plans)
-    least_s, known = 0.0, dict[tuple[int, int], Plan]()
+    bound_s = 0.0  # no size takes less
+    known = dict[tuple[int, int], Plan]()  # by group size and number of the batch
     for number, made in enumerate(best):
         if made is None:
             return none, None
-        least_s += made.predicted_s
+        bound_s += made.predicted_s
         known[_size(made), number] = made
-    often = Counter(size for size, _ in known)
-    found_s, found, chosen = inf, list[Plan](), None
-    for size in sorted(problem.static_sizes, key=lambda p: (-often[p], p)):
+    times_best = Counter(size for size, _ in known)
+    best_s, best_plans, best_size = inf, list[Plan](), None
+    for size in sorted(problem.static_sizes, key=lambda p: (-times_best[p], p)):
         sized = problem.replace(planner="static", static_size=size, strategies=())
-        total_s, own = least_s, list[Plan]()
-        for number, reached in enumerate(best):
+        # Starts at the bound and grows by what each batch loses with this size, so that a size is
+        # given up as soon as it cannot become the best.
+        total_s, sized_plans = bound_s, list[Plan]()
+        for number, best_here in enumerate(best):
             made = known.get((size, number)) or plan_if_fits(sized, plans[number].lengths)
-            if made is None or reached is None:
+            if made is None or best_here is None:
                 break
-            total_s += made.predicted_s - reached.predicted_s
-            if total_s >= found_s:
+            total_s += made.predicted_s - best_here.predicted_s
+            if total_s >= best_s:
                 break
-            own.append(made)
-        if len(own) == len(plans):
-            found_s, found, chosen = total_s, own, size
-    return (none, None) if chosen is None else (found, chosen)
+            sized_plans.append(made)
+        if len(sized_plans) == len(plans):
+            best_s, best_plans, best_size = total_s, sized_plans, size
+    return (none, None) if best_size is None else (best_plans, best_size)
 
 
 def _size(static: Plan) -> int:
@@ -168,7 +172,8 @@ def _size(static: Plan) -> int:
 
 
 def _result(name: str, plans: Sequence[Plan | None], problem: Problem) -> PlannerResult:
-    """What a planner's plans say of each batch."""
+    """The predicted seconds, strategy and idle share of each batch by the planner ``name``; None
+    for a batch without a plan."""
     batches = [
         None
         if made is None
@@ -181,9 +186,9 @@ def _result(name: str, plans: Sequence[Plan | None], problem: Problem) -> Planne
 
 
 def _idle(made: Plan, problem: Problem) -> float | None:
-    """The idle share of all devices' time, as a timeline says it, but of a model's costs without
-    the clock; None in lockstep, where micro-batches gather weights in seconds that are not
-    known apart."""
+    """The share of all devices' time in which they are idle, as a timeline shows it. With a model's
+    costs it is added up without the clock; None of their plans in lockstep, where micro-batches
+    gather weights in seconds that are not known apart."""
     costs = problem.costs
     if not isinstance(costs, CostModel):
         return simulate(made, costs).idle

@@ -53,18 +53,20 @@ def considered(
 
 
 def _sizes(options: PlannerConfig, ranks: int) -> tuple[int, ...]:
-    """Sizes above one that plans may use: those that are named, or the widths of the stages of the
-    strategies that are."""
+    """The group sizes of two ranks and more that plans may use, in ascending order: those that the
+    configuration names, else the widths of the schemes in its strategies, else those that are
+    worth measuring on so many ranks."""
     named = set(options.group_sizes)
-    for text in () if named else options.strategies:
-        named |= {s.width for s, _ in Strategy.parse(text).counts}
+    if not named:
+        for text in options.strategies:
+            named |= {scheme.width for scheme, _ in Strategy.parse(text).counts}
     sizes = sorted(named) if named else group_sizes_of(ranks)
     return tuple(p for p in sizes if 1 < p <= ranks)
 
 
 def methods_by_size(names: tuple[str, ...], a: Architecture, ranks: int) -> dict[int, list[str]]:
-    """For every group size the methods of ``names`` that run both branches on it; one rank alone
-    is always ``local``."""
+    """For every group size up to ``ranks`` the methods of ``names`` that run both branches on it,
+    without the sizes that have none; one rank alone is always ``local``."""
     found = {
         p: [name for name in names if facts_of(name).supports(a, p) is None]
         for p in range(2, ranks + 1)
@@ -84,7 +86,7 @@ def _methods_in(texts: tuple[str, ...]) -> _Names:
     """The attention and feed-forward methods in texts such as ``ulysses+full``; raises SpecError
     for an unknown one."""
     layers = [LayerOption.parse(text) for text in texts]
-    for option in layers:
+    for option in layers:  # facts_of raises for a name that it does not know
         facts_of(option.attention), facts_of(option.feed_forward)
     return {
         "attention": {option.attention for option in layers},
@@ -93,11 +95,13 @@ def _methods_in(texts: tuple[str, ...]) -> _Names:
 
 
 def _broken_rules(names: _Names, a: Architecture, p: int, *, fixed: bool) -> list[str]:
-    """The rules that keep a group of ``p`` ranks from running some branch with the methods in
-    ``names``."""
-    rules: list[str] = []
-    for part, some in names.items():
-        found = [rule for name in sorted(some) if (rule := facts_of(name).rule(part, a, p))]
-        if found and (fixed or len(found) == len(some)):
-            rules += found
-    return rules
+    """The broken rules that keep a group of ``p`` ranks from running some branch with the methods
+    in ``names``, as texts; empty where it runs. Where methods are ``fixed`` it must run all of
+    them, else one of each branch."""
+    broken: list[str] = []
+    for branch, methods in names.items():
+        rules = (facts_of(name).rule(branch, a, p) for name in sorted(methods))
+        of_branch = [rule for rule in rules if rule]
+        if of_branch and (fixed or len(of_branch) == len(methods)):
+            broken += of_branch
+    return broken

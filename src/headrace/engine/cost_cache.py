@@ -36,7 +36,7 @@ __all__ = [
 
 
 def profile_path(config: Config, fingerprint: str) -> Path:
-    """The cached profile of a fingerprint."""
+    """The file in which the profile of a fingerprint is cached, whether it exists or not."""
     name = hashlib.sha256(fingerprint.encode()).hexdigest()[:24]
     return _folder(config) / f"{name}.json"
 
@@ -49,11 +49,11 @@ def calibration_path(config: Config, fingerprint: str) -> Path:
     """
     left_out = {"ahead", "memory_margin"}
     if config.planner.costs == "quadratic":
-        left_out.add("costs")  # files of before know no other
+        left_out.add("costs")  # files older than this key keep their names
     planner = config.planner.model_dump(mode="json", exclude=left_out)
     batch_keys = {"context", "batch_tokens", "batch_sequences"}
     if config.data.iterations is not None:
-        batch_keys.add("iterations")  # files of before know none
+        batch_keys.add("iterations")  # likewise
     batch = config.data.model_dump(include=batch_keys)
     like = {
         "planner": planner,
@@ -83,7 +83,8 @@ def newest_costs(config: Config, architecture: Architecture, ranks: int) -> Cost
 
 
 def _learnt_margin(config: Config, costs: CostModel) -> float:
-    """The memory margin that runs of this configuration learned, else the initial one."""
+    """The memory margin, a fraction of a rank's memory, that runs of this configuration learned;
+    the initial one of the device where none did."""
     prior = memory_margin_of(costs.cluster.device)
     path = calibration_path(config, costs.fingerprint)
     try:
@@ -93,7 +94,8 @@ def _learnt_margin(config: Config, costs: CostModel) -> float:
 
 
 def remember_costs(config: Config, costs: CostModel) -> None:
-    """Keep costs where :func:`newest_costs` finds them. Raises CostError when it cannot."""
+    """Write costs to the file that :func:`newest_costs` reads. Raises CostError when it cannot be
+    written."""
     hybrid = is_of_hybrid(costs.fingerprint)
     path = _latest(config, costs.shape, costs.cluster.devices, hybrid=hybrid)
     save_whole(path, sealed(costs.to_json()), "profile")
@@ -136,6 +138,7 @@ def costs_at_hand(
 
 
 def _folder(config: Config) -> Path:
+    """The folder of cached profiles, calibrations and costs."""
     return config.data.cache_folder / "profiles"
 
 

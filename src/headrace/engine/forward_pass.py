@@ -4,8 +4,8 @@
     run.backward(samples, fn, gradients)      the same forwards with the backward of these values
 
 A pass is run by the engine of every step, with another runner: it makes the same work of a plan,
-calls the model itself and updates nothing. What ranks have of their samples is told to all of them
-at the end, with the places of the tokens: no rank waits for another one's ``fn``.
+calls the model itself and updates nothing. The values that each rank has of some tokens are sent to
+all ranks at the end, with the places of the tokens: no rank waits for another one's ``fn``.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ from headrace.spec.program import Forward, Idle
 __all__ = ["ForwardRunner", "MoreInputs", "ValuesOf", "gradients_of", "inputs_of", "weighted"]
 
 ValuesOf = Callable[[Any, LoopMicroBatch], torch.Tensor]
-"""Makes of the model's outputs values of each local token [1, s_r, ...], or one of each sequence
-[k]."""
+"""Called with the outputs of the model and the micro-batch; returns values of each local token
+[1, s_r, ...], or one of each sequence of the micro-batch [k]."""
 
 MoreInputs = Callable[[LoopMicroBatch], Mapping[str, Any]]
-"""Makes arguments of the model that come beside those of a micro-batch."""
+"""Called with a micro-batch; returns further arguments of the model, by their names."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Piece:
-    """What this rank has of a sample: ``values`` [m, ...] of some of its tokens with their places
-    in it, else a single one []."""
+    """The values that this rank has of a sample, given by its number in the batch: either
+    ``values`` [m, ...] of m of its tokens and their ``places`` [m] in the sample, or one value []
+    of the whole sample and no places."""
 
     sample: int
     values: torch.Tensor
@@ -67,9 +68,10 @@ class ForwardRunner:
     Attributes:
         loop: The runner of the loop's steps, whose work this does.
         model: The model that is run, spread: that of the loop or one of the same kind.
-        held: The same as its user calls it.
+        held: The weights of this model, and the module that its user calls.
         fn: Makes values of its outputs.
-        more: Makes arguments of the model beside those of a micro-batch.
+        more: Makes further arguments of the model for a micro-batch, if any.
+        action: The action that this rank is in, in words.
     """
 
     loop: LoopRunner
@@ -82,14 +84,15 @@ class ForwardRunner:
     _failure: Exception | None = field(default=None, init=False)
 
     def attempt(self, number: int, batch: LoopBatch, plan: Plan) -> Iterator[LoopMicroBatch]:
-        """Run this rank's forwards of a plan; nothing is handed out."""
+        """Run this rank's forwards of a plan and keep their values. Yields nothing: no loop calls
+        the model. An error of ``fn`` is not raised here but by :meth:`gathered`."""
         self._pieces.clear()
         self._failure, self.action = None, "the making of groups"
         loop = self.loop
         work = loop.work(batch, plan)
         loop.targets = work.targets
         if loop.probes.levels is not None:
-            loop.probes.levels.choose([])
+            loop.probes.levels.choose([])  # no backward follows, so nothing is recomputed
         try:
             with torch.no_grad(), self.held.step():
                 for turn in work.program.actions:
@@ -117,8 +120,11 @@ class ForwardRunner:
             self.loop.part = None
 
     def _keep(self, outputs: Any, micro: LoopMicroBatch, batch: LoopBatch) -> None:
-        """Keep what ``fn`` makes of outputs: values [1, local tokens, ...], each rank its own, or
-        [sequences], the first rank for all. An error is kept too: others may wait in forwards."""
+        """Add what ``fn`` makes of the outputs of a micro-batch to the pieces: of values
+        [1, s_r, ...] of tokens each rank keeps those of its own tokens, and values [k] of
+        sequences, which all ranks have alike, are kept by the first rank of the micro-batch. An
+        error of ``fn`` is kept too and not raised, as other ranks may wait for this one in
+        forwards."""
         try:
             values = _require_values(self.fn(outputs, micro), micro)
         except Exception as error:
@@ -128,15 +134,16 @@ class ForwardRunner:
             return
         values = values.detach()
         if values.dim() > 1:
+            # Sample by sample; places count from the first token of the micro-batch.
             places, first = micro.local_index, 0
             for sample in micro.sequences:
                 after = first + batch.tokens[sample]
-                mine = np.flatnonzero((places >= first) & (places < after))
+                own = np.flatnonzero((places >= first) & (places < after))
                 self._pieces.append(
                     _Piece(
                         sample=sample,
-                        values=values[0, torch.from_numpy(mine).to(values.device)],
-                        places=places[mine] - first,
+                        values=values[0, torch.from_numpy(own).to(values.device)],
+                        places=places[own] - first,
                     )
                 )
                 first = after
@@ -147,17 +154,19 @@ class ForwardRunner:
             ]
 
     def gathered(self, batch: LoopBatch) -> list[torch.Tensor]:
-        """The values of all samples that this rank gave, in their order: [n, ...] of tokens, or []
-        each. Collective. Raises HeadraceError on every rank where ``fn`` failed on any, and
-        ModelError where it gave values of tokens here and of sequences there."""
+        """The values of the samples of the batch in their order, [n, ...] of the n tokens of a
+        sample or [] of a sequence, on this rank's device: of all samples, or where each rank has
+        its own samples in the batch, of these. Collective. Raises the error of ``fn`` on the rank
+        where it failed and HeadraceError on the others, and ModelError where it gave values of
+        tokens for one micro-batch and of sequences for another, or of several types."""
         groups, starts, wanted = self.loop.groups, batch.starts, range(len(batch.tokens))
         if starts is None:
-            said = gather_bytes(self._told(wanted), groups.world)
+            messages = gather_bytes(self._message(wanted), groups.world)
         else:
-            each = [range(*pair) for pair in pairwise(starts)]
-            said = exchange_bytes(list(map(self._told, each)), groups.world)
-            wanted = each[groups.rank]
-        parts = [text.partition(b"\n") for text in said]
+            samples_by_rank = [range(*pair) for pair in pairwise(starts)]
+            messages = exchange_bytes(list(map(self._message, samples_by_rank)), groups.world)
+            wanted = samples_by_rank[groups.rank]
+        parts = [message.partition(b"\n") for message in messages]
         heads = [json.loads(head) for head, _, _ in parts]
         if self._failure is not None:
             raise self._failure
@@ -171,13 +180,14 @@ class ForwardRunner:
                 got=" and ".join(sorted(kinds)),
                 wanted="the same of every micro-batch",
             )
-        found = dict[int, torch.Tensor]()
+        values_of = dict[int, torch.Tensor]()  # by the number of the sample
         for head, (_, _, body) in zip(heads, parts, strict=True):
-            _read_values(head["pieces"], body, batch, found)
-        return [found[sample].to(self.loop.device) for sample in wanted]
+            _read_values(head["pieces"], body, batch, values_of)
+        return [values_of[sample].to(self.loop.device) for sample in wanted]
 
-    def _told(self, wanted: range) -> bytes:
-        """This rank's values of some samples: a line of JSON, then places and values."""
+    def _message(self, wanted: range) -> bytes:
+        """What this rank has of the samples ``wanted``, as bytes: a line of JSON that says what
+        follows, then for each piece its places (int64, none of a sequence) and its values."""
         pieces, body = list[dict[str, Any]](), list[bytes]()
         for piece in self._pieces:
             if piece.sample not in wanted:
@@ -213,7 +223,7 @@ class ForwardRunner:
         return 0.0
 
     def drop_attempt(self) -> None:
-        """Drop the values of an attempt that ran out of memory."""
+        """Drop the values of an attempt that ran out of memory, and free what it held."""
         self._pieces.clear()
         self.loop.drop_attempt()
 
@@ -239,68 +249,79 @@ class ForwardRunner:
 
 
 def inputs_of(part: BatchPart, model: SpreadModel) -> dict[str, Any]:
-    """The inputs of a part without its labels, where the model can be called so: with labels it may
-    give a loss and no logits."""
-    takes = arguments_of(model.inner)
+    """The arguments of the model for a part, by their names, without its labels where these are an
+    optional argument: with labels a model may give a loss and no logits."""
+    parameters = arguments_of(model.inner)
+
+    def is_needed(name: str) -> bool:
+        """Whether the model cannot be called without the argument, as far as its signature says."""
+        return name not in parameters or parameters[name].default is inspect.Parameter.empty
+
     return {
         name: value
         for name, value in part.inputs.items()
-        if value is not part.labels
-        or name not in takes
-        or takes[name].default is inspect.Parameter.empty
+        if value is not part.labels or is_needed(name)
     }
 
 
 def gradients_of(gradients: Sequence[Any], counts: Sequence[int]) -> list[Item]:
-    """One gradient for each sample, [n, ...] of its tokens or [], as what goes with it; nothing
-    where it is None, which is zero. Raises DataError for others."""
-    found = [None if g is None else torch.as_tensor(g).detach() for g in gradients]
-    if len(found) != len(counts):
-        raise DataError("gradients", got=len(found), wanted=f"{len(counts)}, one for each sample")
-    for at, (gradient, count) in enumerate(zip(found, counts, strict=True)):
-        if gradient is not None and list(gradient.shape)[:1] not in ([], [count]):
+    """Check the gradients that a user gives, one for each sample: [n, ...] of its n tokens, [] of
+    the whole sample, or None for zero. ``counts`` are the tokens of the samples. Returns for each
+    sample the fields that go beside it, which :func:`weighted` reads: its gradient as a tensor, or
+    nothing for None. Raises DataError for another number or shape, and where one is not finite."""
+    tensors = [None if g is None else torch.as_tensor(g).detach() for g in gradients]
+    if len(tensors) != len(counts):
+        raise DataError("gradients", got=len(tensors), wanted=f"{len(counts)}, one for each sample")
+    for at, (gradient, count) in enumerate(zip(tensors, counts, strict=True)):
+        if gradient is None:
+            continue
+        if gradient.dim() > 0 and len(gradient) != count:
             raise DataError(
                 f"gradient of sample {at}",
                 got=f"shape {list(gradient.shape)}",
                 wanted=f"[{count}], of its tokens, or a single number",
             )
-        if gradient is not None and not bool(gradient.isfinite().all()):
+        if not bool(gradient.isfinite().all()):
             raise DataError(
                 f"gradient of sample {at}", got="no finite number", wanted="finite ones"
             )
-    return [{} if gradient is None else {_GRADIENT: gradient} for gradient in found]
+    return [{} if gradient is None else {_GRADIENT: gradient} for gradient in tensors]
 
 
 _GRADIENT = "gradient"
+"""The field beside a sample that holds the gradient of its values."""
 
 
 def weighted(values: torch.Tensor, micro: LoopMicroBatch, batch: LoopBatch) -> torch.Tensor:
-    """This rank's part of the sum of values times the gradients that go with the samples of a
-    batch, []. Raises ModelError for values of other tokens, and for gradients of tokens where
+    """The sum [] of ``values``, [1, s_r, ...] of the local tokens or [k] of the sequences of the
+    micro-batch, times the gradients that go with its samples. Its backward gives values these
+    gradients; added over the ranks of the micro-batch it is the sum over all its tokens or
+    sequences. Raises ModelError for values of other tokens, and for gradients of tokens where
     values are of sequences."""
     values = _require_values(values, micro)
     of_tokens = values.dim() > 1
-    rows = list[torch.Tensor]()
+    gradients = list[torch.Tensor]()  # of each sample
     for sample in micro.sequences:
         shape = [batch.tokens[sample], *values.shape[2:]] if of_tokens else []
-        own = batch.beside(sample).get(_GRADIENT)
-        if own is None:
-            own = torch.zeros(shape)
-        if list(own.shape) != shape:
+        gradient = batch.beside(sample).get(_GRADIENT)
+        if gradient is None:
+            gradient = torch.zeros(shape)
+        if list(gradient.shape) != shape:
             raise ModelError(
                 f"gradient of sample {sample}",
-                got=f"shape {list(own.shape)}",
+                got=f"shape {list(gradient.shape)}",
                 wanted=f"{shape}, as the values of fn",
             )
-        rows.append(own.to(values))
+        gradients.append(gradient.to(values))
     if not of_tokens:  # all ranks of the micro-batch have the same values
-        return (values * torch.stack(rows)).sum() / len(micro.ranks)
+        return (values * torch.stack(gradients)).sum() / len(micro.ranks)
     places = torch.from_numpy(micro.local_index).to(values.device)
-    return (values[0] * torch.cat(rows)[places]).sum()
+    return (values[0] * torch.cat(gradients)[places]).sum()
 
 
 def _require_values(values: Any, micro: LoopMicroBatch) -> torch.Tensor:
-    """What ``fn`` gave, if it is of the local tokens or of the sequences. Raises ModelError."""
+    """Return what ``fn`` gave unchanged. Raises ModelError unless it is a floating-point tensor,
+    [1, s_r, ...] of the local tokens or [k] of the sequences."""
     tokens, sequences = [1, len(micro.local_index)], [len(micro.sequences)]
     shape = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
     fits = isinstance(shape, list) and (shape[:2] == tokens or shape == sequences)
@@ -321,7 +342,9 @@ def _read_values(
     batch: LoopBatch,
     values_of: dict[int, torch.Tensor],
 ) -> None:
-    """Put what a rank told into the values of the samples."""
+    """Put the values in the message of one rank into ``values_of``, the values [n, ...] or [] by
+    the number of the sample, made here where a sample has none yet. ``pieces`` say what the bytes
+    of ``body`` are."""
     start = 0
     for piece in pieces:
         dtype, shape, sample = getattr(torch, piece["dtype"]), piece["shape"], piece["sample"]
@@ -340,14 +363,15 @@ def _read_values(
 
 
 def _read_array(body: bytes, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """An array of ``body`` from byte ``start`` on."""
+    """Read a tensor of this type and shape from ``body``, from byte ``start`` on."""
     part = bytearray(body[start : start + dtype.itemsize * math.prod(shape)])
-    if not part:
+    if not part:  # frombuffer refuses an empty buffer
         return torch.empty(list(shape), dtype=dtype)
     return torch.frombuffer(part, dtype=dtype).view(list(shape))
 
 
 def _name(dtype: torch.dtype) -> str:
+    """The name of a type in the module torch, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -63,7 +63,7 @@ class _Given:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each unit."""
+        """Tokens of each unit, all of its samples together."""
         return [sum(self.counts[i] for i in unit) for unit in self.units]
 
     @property

@@ -31,7 +31,7 @@ class IterationOrder(DrawnOrder):
         """Draw for these costs and ranks from now on, from the position at which it stands. Raises
         what :meth:`headrace.engine.iteration_sampler.IterationSampler.price` does."""
         self._drawn.price(problem)
-        self._ahead = None  # it reads what was drawn for others
+        self._ahead = None  # a reader would give samples that were drawn for other costs
 
     @property
     def fingerprint(self) -> str:

@@ -52,7 +52,7 @@ class _DrawnFor:
         )
 
     def applied(self, problem: Problem) -> Problem:
-        """The problem with this memory and margin, where it is of as many ranks."""
+        """The problem with this memory and margin, where it has as many ranks; else as it is."""
         costs = problem.model
         if costs.cluster.devices != self.ranks or _DrawnFor.of(problem) == self:
             return problem
@@ -100,11 +100,11 @@ class IterationSampler:
         self._step, self._at = 0, DrawPosition(taken=(0,) * len(self._bucket_sizes()))
         self._problem: Problem | None = None
         self._saved_for: _DrawnFor | None = None  # in the state from which it was restored
-        self._drawn_for: _DrawnFor | None = None
+        self._drawn_for: _DrawnFor | None = None  # of the drawer; saved with the state
         self._drawer: IterationDrawer | None = None
 
     def _bucket_sizes(self) -> NDArray[np.int64]:
-        """The number of samples of each bucket, the shortest first [buckets]."""
+        """The number of samples of each bucket of lengths, [buckets], shortest bucket first."""
         numbers = bucket_numbers(self._table.lengths, self._options.bucket_ratio)
         return np.unique(numbers, return_counts=True)[1].astype(np.int64)
 
@@ -125,7 +125,8 @@ class IterationSampler:
         self._drawer = self._made_drawer(problem)
 
     def _made_drawer(self, problem: Problem) -> IterationDrawer:
-        """A drawer for a problem, at the position where this stands."""
+        """A new drawer of iterations for a problem, at the position where this sampler stands;
+        notes the ranks and memory for which it draws."""
         if self._saved_for is not None:
             problem = self._saved_for.applied(problem)
         drawer = IterationDrawer(problem, self._table.lengths, self._options)
@@ -134,7 +135,7 @@ class IterationSampler:
         return drawer
 
     def _priced(self) -> IterationDrawer:
-        """What draws; there from the moment that costs are known."""
+        """The drawer of iterations, made anew after a restore. :meth:`price` was called before."""
         if self._drawer is None:
             assert self._problem is not None, "priced before the first step"
             self._drawer = self._made_drawer(self._problem)
@@ -142,7 +143,7 @@ class IterationSampler:
 
     @property
     def per_batch(self) -> float:
-        """Samples of the next iteration."""
+        """The number of samples of the next iteration."""
         return float(len(self.peek()[0].samples))
 
     def next_batch(self) -> Batch:

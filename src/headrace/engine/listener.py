@@ -32,16 +32,17 @@ class ProgressLines:
 
     def __init__(self, tell: Callable[[str], object] = tell) -> None:
         self._tell = tell
-        self._started = time.perf_counter()
-        self._said = 0.0
-        self._what = ""
+        self._started = time.perf_counter()  # of the topic
+        self._said = 0.0  # when the last line was told
+        self._topic = ""  # the first word of what is done
 
     def __call__(self, what: str, done: int, of: int) -> None:
-        """Note that ``done`` of ``of`` parts of ``what`` are done."""
+        """Tell that ``done`` of ``of`` parts of ``what`` are done, unless it has taken less than
+        two seconds so far, or a line was told within the last two and parts are left."""
         now = time.perf_counter()
         topic = what.split(" ", maxsplit=1)[0]
-        if topic != self._what:
-            self._started, self._said, self._what = now, 0.0, topic
+        if topic != self._topic:
+            self._started, self._said, self._topic = now, 0.0, topic
         spent = now - self._started
         if spent < _QUIET_S or (now - self._said < _QUIET_S and done < of):
             return

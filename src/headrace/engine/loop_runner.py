@@ -17,8 +17,8 @@ import json
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -78,7 +78,9 @@ class LoopMicroBatch:
     sequences: tuple[int, ...]
     ranks: Members
     group: dist.ProcessGroup | None
+    # Called by `backward` with this micro-batch and its loss [].
     _backward: Callable[[LoopMicroBatch, torch.Tensor], None] = field(repr=False)
+    # Whether an error, in the named action, ends just this attempt at the step: memory ran out.
     _survives: Callable[[BaseException, str], bool] = field(repr=False)
     _sums: SequenceSums = field(repr=False)
     checking: bool = False
@@ -255,14 +257,15 @@ class LoopRunner:
     action: str = field(default="", init=False)
     _clock: StepClock = field(init=False)
     _step_start: Any = field(default=None, init=False)
-    _update: tuple[Any, Any] | None = field(default=None, init=False)
+    _update: tuple[Any, Any] | None = field(default=None, init=False)  # its (begin, end)
     _loss_sum: torch.Tensor | None = field(default=None, init=False)
+    # By the number of the micro-batch in the plan.
     _times: dict[int, _MicroBatchTimes] = field(default_factory=dict, init=False)
-    _checks: list[LossCheck] = field(default_factory=list, init=False)
+    _checks: list[LossCheck] = field(default_factory=list, init=False)  # with all losses known
     check: bool = field(default=True, init=False)
-    _updating: bool = field(default=False, init=False)
-    _scheduler_epoch: int | None = field(default=None, init=False)
-    _hook: Any = field(default=None, init=False)
+    _updating: bool = field(default=False, init=False)  # the optimizer's step is taken here now
+    _scheduler_epoch: int | None = field(default=None, init=False)  # after its last step here
+    _hook: Any = field(default=None, init=False)  # that of the optimizer, to remove it
 
     def __post_init__(self) -> None:
         """Start the clock, and refuse calls of ``optimizer.step()`` where plans make the steps."""
@@ -279,13 +282,14 @@ class LoopRunner:
             self._hook.remove()
 
     def attempt(self, number: int, batch: LoopBatch, plan: Plan) -> Iterator[LoopMicroBatch]:
-        """Hand out this rank's micro-batches of a plan, until one of them runs out of memory."""
+        """Hand out this rank's micro-batches of a plan, until one of them runs out of memory. Those
+        whose losses are checked are handed out for each trial before they count."""
         self._loss_sum, self._update = None, None
         self._times.clear()
         self._checks.clear()
         self._step_start = self._clock.mark()
         self.action = "the making of groups"
-        self._require_none_before(number)
+        self._require_no_gradients(number)
         work = self.work(batch, plan)
         self.targets = work.targets
         with self.held.step():
@@ -295,7 +299,6 @@ class LoopRunner:
                 self.action = str(action)
                 check = None
                 if self.check and index in work.checked:
-                    # The same micro-batch is first handed out once for each trial of the loss.
                     check = LossCheck(part=self.placed(batch, plan, action, work))
                     for trial in check.trials:
                         with set_aside(self.held.model, self.device):
@@ -403,39 +406,41 @@ class LoopRunner:
         and check this rank's program. Collective."""
         me = self.groups.rank
         batch.bring(plan)
-        own_packs = list[tuple[int, Pack, Members]]()  # (micro-batch, pack, ranks that share it)
+        own_packs = list[_OwnPack]()
         failure: Exception | None = None
         try:
-            own_packs = [
-                (index, pack, ranks)
-                for index, micro in enumerate(plan.micro_batches)
-                if me in plan.pipelines[micro.pipeline].ranks
-                for pack, ranks in self._packs(batch, plan, index)
-            ]
+            own_packs = self._read_packs(batch, plan)
         except Exception as error:  # told to all ranks, which would wait for this one
             failure = error
         rates = [group.get("lr") for group in self.optimizer.param_groups]
         report = _RankReport(
             # The first rank of each pack counts its targets, so that each is counted once.
-            led_targets=sum(pack.targets for _, pack, ranks in own_packs if ranks[0] == me),
+            led_targets=sum(own.pack.targets for own in own_packs if own.ranks[0] == me),
             must_match=f"learning rates {[float(rate or 0) for rate in rates]}",
             packs={},
             failure=None if failure is None else f"{type(failure).__name__}: {failure}",
         )
-        for index, pack, ranks in own_packs:
-            report.packs.setdefault(str(index), []).append([list(ranks), _checksum(pack)])
+        for own in own_packs:
+            of_micro_batch = report.packs.setdefault(str(own.micro_batch), [])
+            of_micro_batch.append([list(own.ranks), _checksum(own.pack)])
         packs, targets = _agree_on_packs(report, plan, self.groups, failure, learned=batch.learned)
         # Sorted, as every rank must make the same process groups in the same order.
         sharing = sorted({ranks for groups in packs for ranks in groups})
         self.model.prepare(group for ranks in sharing for group in self.model.groups_of(ranks))
         program = compile_turns(plan, packs, me)
         check_turns([program], plan, packs)
-        count, numbered = Counter[int](), dict[tuple[int, int], Pack]()
-        for index, pack, _ in own_packs:
-            numbered[index, count[index]] = pack
-            count[index] += 1
         checked = _checked_actions(program, packs, plan)
-        return Work(program=program, packs=numbered, targets=targets, checked=checked)
+        return Work(program=program, packs=_by_number(own_packs), targets=targets, checked=checked)
+
+    def _read_packs(self, batch: LoopBatch, plan: Plan) -> list[_OwnPack]:
+        """Read the samples of the micro-batches that this rank works on; returns their packs, in
+        the order of the plan."""
+        return [
+            _OwnPack(micro_batch=index, pack=pack, ranks=ranks)
+            for index, micro in enumerate(plan.micro_batches)
+            if self.groups.rank in plan.pipelines[micro.pipeline].ranks
+            for pack, ranks in self._packs(batch, plan, index)
+        ]
 
     def _step(self) -> None:
         """Take one step of the optimizer, and one of the scheduler. Raises HeadraceError where the
@@ -459,7 +464,7 @@ class LoopRunner:
         scheduler.step()
         self._scheduler_epoch = getattr(scheduler, "last_epoch", None)
 
-    def _require_none_before(self, number: int) -> None:
+    def _require_no_gradients(self, number: int) -> None:
         """Raise HeadraceError where the loop takes the optimizer's steps and gradients are left
         from the step before: they are sums over ranks and would be summed over ranks again."""
         if self.updates:
@@ -492,15 +497,16 @@ class LoopRunner:
     def _require_sums(self) -> None:
         """Raise ModelError on every rank where any has a loss that is no sum over the labels of the
         step, with weights and optimizer as they were. Collective."""
-        errors = [error for check in self._checks if (error := check.error()) is not None]
-        own = errors[0] if errors else None
+        errors = [check.error() for check in self._checks]
+        own = next((error for error in errors if error is not None), None)
         fields = None if own is None else [own.what, own.got, own.wanted, own.hint]
-        errors_by_rank = gather_bytes(json.dumps(fields).encode(), self.groups.world)
-        for rank, text in enumerate(errors_by_rank):
-            if (error_fields := json.loads(text)) is not None:
+        fields_by_rank = gather_bytes(json.dumps(fields).encode(), self.groups.world)
+        for rank, data in enumerate(fields_by_rank):
+            error_fields = json.loads(data)
+            if error_fields is not None:
                 self.abandon()
                 what, got, wanted, hint = error_fields
-                where = f" on rank {rank}" if len(errors_by_rank) > 1 else ""
+                where = f" on rank {rank}" if len(fields_by_rank) > 1 else ""
                 raise ModelError(f"{what}{where}", got=got, wanted=wanted, hint=hint)
 
     def _packs(self, batch: LoopBatch, plan: Plan, index: int) -> Iterator[tuple[Pack, Members]]:
@@ -551,8 +557,9 @@ class LoopRunner:
         check: LossCheck | None,
         trial: Trial | None,
     ) -> LoopMicroBatch:
-        """Spread the model over the micro-batch of an action, and return that micro-batch. Its loss
-        is noted in ``check``; it counts for the step unless it is that of a ``trial``."""
+        """Set the recompute levels of an action's micro-batch, spread the model over it, and return
+        it. Its loss is noted in ``check``; it counts for the step unless it is that of a
+        ``trial``."""
         pack, _, _ = self._pack_of(batch, plan, action, work)
         idle = isinstance(action, Idle)
         micro = None if isinstance(action, Idle) else plan.micro_batches[action.micro_batch]
@@ -566,7 +573,7 @@ class LoopRunner:
         self.model.take(part)
         forward_start = self._clock.mark()
 
-        def backward(_: LoopMicroBatch, loss: torch.Tensor) -> None:
+        def backward(handed_out: LoopMicroBatch, loss: torch.Tensor) -> None:
             """The backward of the micro-batch: times it, adds its loss [] to the rank's sum, and
             notes for the check of losses what this loss depended on."""
             if self.check:
@@ -589,8 +596,7 @@ class LoopRunner:
             if trial is None:
                 self._loss_sum = own if self._loss_sum is None else self._loss_sum + own
 
-        handed_out = self.micro_batch(batch, plan, action, work, part, backward, check, trial)
-        return handed_out
+        return self.micro_batch(batch, plan, action, work, part, backward, check, trial)
 
     def micro_batch(
         self,
@@ -604,14 +610,20 @@ class LoopRunner:
         trial: Trial | None = None,
     ) -> LoopMicroBatch:
         """The micro-batch of an action, for a caller that runs the model on ``part``, this rank's
-        part of it; ``backward(micro, loss)`` is called by ``micro.backward(loss)``. A ``check``
-        says what a ``trial`` changes."""
+        part of it; ``backward(micro, loss)`` is called by ``micro.backward(loss)``. ``check`` says
+        what a ``trial`` of the loss changes."""
         pack, ranks, _ = self._pack_of(batch, plan, action, work)
-        planned = () if isinstance(action, Idle) else _planned_sequences(plan, action)
-        # A planned sequence is one sample, or several that were given to stay together. They share
-        # ``at``, the number of their planned sequence, as a trial leaves out all of them or none.
-        samples = [(at, sample) for at, i in enumerate(planned) for sample in batch.members(i)]
-        factors = [1.0 if check is None else check.share_of(at, trial) for at, _ in samples]
+        planned = (
+            () if isinstance(action, Idle) else plan.micro_batches[action.micro_batch].sequences
+        )
+        # A planned sequence is one sample, or several that were given to stay together. These have
+        # the same factor, as a trial leaves out all of them or none.
+        samples, factors = list[int](), list[float]()
+        for at, sequence in enumerate(planned):
+            factor = 1.0 if check is None else check.share_of(at, trial)
+            for sample in batch.members(sequence):
+                samples.append(sample)
+                factors.append(factor)
         share_divisor = len(ranks) * len(batch.tokens)  # ranks that add the loss, samples of a step
         parameter = next(self.held.model.parameters())
         return LoopMicroBatch(
@@ -622,12 +634,12 @@ class LoopRunner:
             targets=self.targets,
             ranks=ranks,
             group=part.group,
-            sequences=tuple(sample for _, sample in samples),
+            sequences=tuple(samples),
             checking=trial is not None,
             _backward=backward,
             _survives=self.recovery.survives,
             _sums=SequenceSums(
-                lengths=[batch.tokens[sample] for _, sample in samples],
+                lengths=[batch.tokens[sample] for sample in samples],
                 shares=[factor / share_divisor for factor in factors],
                 placed=part.placed,
                 group=part.group,
@@ -688,9 +700,23 @@ class LoopRunner:
             yield Row(rank=rank, action="U", kind="update", start_s=start_s, end_s=end_s)
 
 
-def _planned_sequences(plan: Plan, action: Forward) -> tuple[int, ...]:
-    """The numbers in the plan of the sequences of an action's micro-batch."""
-    return plan.micro_batches[action.micro_batch].sequences
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _OwnPack:
+    """A pack that this rank works on, the number of its micro-batch in the plan, and the ranks that
+    it is spread over."""
+
+    micro_batch: int
+    pack: Pack
+    ranks: Members
+
+
+def _by_number(own_packs: Sequence[_OwnPack]) -> dict[tuple[int, int], Pack]:
+    """The packs by (micro-batch of the plan, number of the pack within it)."""
+    count, packs = Counter[int](), dict[tuple[int, int], Pack]()
+    for own in own_packs:
+        packs[own.micro_batch, count[own.micro_batch]] = own.pack
+        count[own.micro_batch] += 1
+    return packs
 
 
 def _checked_actions(program: Program, packs: Packs, plan: Plan) -> frozenset[int]:
@@ -716,11 +742,13 @@ def _checked_actions(program: Program, packs: Packs, plan: Plan) -> frozenset[in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankReport:
-    """What a rank tells all others before a step.
+    """What a rank tells all others before a step, as JSON.
 
-    ``led_targets`` are the targets of the packs whose first rank it is, ``must_match`` a text that
-    must be the same on all ranks, ``packs`` [ranks, checksum] of each of its packs by micro-batch,
-    ``failure`` the error that it met, if any.
+    Attributes:
+        led_targets: The sum of the targets of the packs whose first rank it is.
+        must_match: A text that must be the same on all ranks.
+        packs: [ranks, checksum] of each of its packs, by the number of the micro-batch as text.
+        failure: The error of reading its samples; None where there was none.
     """
 
     led_targets: int
@@ -750,13 +778,8 @@ def _agree_on_packs(
     ranks have other learning rates or ranks of one micro-batch other samples, and DataError where
     no token of the step has a loss that needs one.
     """
-    fields = [own.led_targets, own.must_match, own.packs, own.failure]
-    reports = [
-        _RankReport(led_targets=led_targets, must_match=must_match, packs=packs, failure=failed)
-        for led_targets, must_match, packs, failed in map(
-            json.loads, gather_bytes(json.dumps(fields).encode(), groups.world)
-        )
-    ]
+    messages = gather_bytes(json.dumps(asdict(own)).encode(), groups.world)
+    reports = [_RankReport(**json.loads(message)) for message in messages]
     for rank, report in enumerate(reports):
         if report.failure is not None:
             if failure is not None:  # this rank failed too: raise its own error, with its trace
@@ -769,20 +792,7 @@ def _agree_on_packs(
                 wanted=f"{reports[0].must_match}, as on rank 0",
                 hint="every rank must set the same rate",
             )
-    packs: list[list[Members]] = []
-    for index, micro in enumerate(plan.micro_batches):
-        ranks = plan.pipelines[micro.pipeline].ranks
-        # Each rank of the micro-batch has read its samples: [ranks, checksum] of each pack.
-        views = [reports[rank].packs.get(str(index), []) for rank in ranks]
-        for rank, view in zip(ranks, views, strict=True):
-            if view != views[0]:
-                raise PlanMismatch(
-                    f"samples {list(micro.sequences)[:8]} of the step on rank {rank}",
-                    got=f"checksums {[sum_ for _, sum_ in view]}",
-                    wanted=f"{[sum_ for _, sum_ in views[0]]}, as on rank {ranks[0]}",
-                    hint="every rank must read the same samples",
-                )
-        packs.append([tuple(group) for group, _ in views[0]])
+    packs = [_ranks_of_packs(index, reports, plan) for index in range(len(plan.micro_batches))]
     targets = sum(report.led_targets for report in reports)
     if not targets and learned:
         raise DataError(
@@ -791,3 +801,21 @@ def _agree_on_packs(
             wanted="at least one token with a loss",
         )
     return packs, targets
+
+
+def _ranks_of_packs(index: int, reports: Sequence[_RankReport], plan: Plan) -> list[Members]:
+    """The ranks that each pack of the plan's micro-batch ``index`` is spread over, from the
+    ``reports`` of all ranks. Raises PlanMismatch where the ranks of the micro-batch, which have all
+    read its samples, report different packs."""
+    micro = plan.micro_batches[index]
+    ranks = plan.pipelines[micro.pipeline].ranks
+    packs_by_rank = [reports[rank].packs.get(str(index), []) for rank in ranks]
+    for rank, packs in zip(ranks, packs_by_rank, strict=True):
+        if packs != packs_by_rank[0]:
+            raise PlanMismatch(
+                f"samples {list(micro.sequences)[:8]} of the step on rank {rank}",
+                got=f"checksums {[checksum for _, checksum in packs]}",
+                wanted=f"{[checksum for _, checksum in packs_by_rank[0]]}, as on rank {ranks[0]}",
+                hint="every rank must read the same samples",
+            )
+    return [tuple(pack_ranks) for pack_ranks, _ in packs_by_rank[0]]

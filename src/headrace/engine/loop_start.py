@@ -24,7 +24,9 @@ __all__ = ["optimizer_text", "require_trainable", "share_weights"]
 def require_trainable(
     model: torch.nn.Module, optimizer: Any, scheduler: Any, *, clip: float | None, update: bool
 ) -> None:
-    """Raise SpecError or ModelError for what a loop cannot be driven with."""
+    """Raise SpecError for an optimizer, scheduler or options that plans cannot drive, and
+    ModelError for a model in evaluation mode, or one that lacks parameters of the optimizer.
+    ``clip`` and ``update`` are those of :func:`headrace.attach`."""
     if not update and (scheduler is not None or clip is not None):
         raise SpecError(
             "hr.attach(update=False)",
@@ -62,9 +64,11 @@ def require_trainable(
 
 
 def _require_own(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ModelError for parameters whose gradients nobody would add up over ranks."""
-    own = {id(p) for p in model.parameters()}
-    others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    """Raise ModelError for parameters of the optimizer that are not the model's: their gradients
+    would not be summed over ranks."""
+    of_model = {id(p) for p in model.parameters()}
+    optimized = [p for group in optimizer.param_groups for p in group["params"]]
+    others = [p for p in optimized if id(p) not in of_model]
     if others:
         raise ModelError(
             "parameters of the optimizer",
@@ -76,21 +80,24 @@ def _require_own(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> No
 
 
 def share_weights(held: HeldWeights, groups: Groups, say: Callable[[str], object]) -> None:
-    """Have every rank begin with the same weights where each has all of them: those of the first
-    rank where they differ, as DDP does. Collective."""
+    """Give all ranks the parameters and buffers of rank 0 where any rank has others, as DDP does,
+    and ``say`` so. Nothing is done for weights sharded by FSDP2. Collective; raises PlanMismatch
+    where shapes or types differ."""
     if held.sharded or groups.ranks == 1:
         return
     tensors = [x for x in held.inner.state_dict(keep_vars=True).values() if torch.is_tensor(x)]
     shapes = [[list(x.shape), str(x.dtype)] for x in tensors]
     agree("shapes of the model's weights", json.dumps(shapes), groups.world)
-    mine = json.dumps([_checksum(x.detach()) for x in tensors])
-    said = gather_bytes(mine.encode(), groups.world)
-    odd = [rank for rank, text in enumerate(said) if text != said[0]]
-    if not odd:
+    checksums = json.dumps([_checksum(x.detach()) for x in tensors])
+    checksums_by_rank = gather_bytes(checksums.encode(), groups.world)
+    differing_ranks = [
+        rank for rank, of_rank in enumerate(checksums_by_rank) if of_rank != checksums_by_rank[0]
+    ]
+    if not differing_ranks:
         return
     say(
-        f"weights of rank {odd[0]} were not those of rank 0: all ranks begin with those of rank 0 "
-        "(call torch.manual_seed before the model is made)"
+        f"weights of rank {differing_ranks[0]} were not those of rank 0: "
+        "all ranks begin with those of rank 0 (call torch.manual_seed before the model is made)"
     )
     with torch.no_grad():
         for x in tensors:
@@ -98,29 +105,34 @@ def share_weights(held: HeldWeights, groups: Groups, say: Callable[[str], object
 
 
 def _checksum(x: torch.Tensor) -> int:
-    """A number that differs where bits do, made on the device."""
+    """A checksum of a tensor's bits, computed on its device: the sum of its bytes, each times a
+    factor that depends on its position."""
     if not x.numel():
         return 0
-    words = x.contiguous().view(-1).view(torch.uint8).to(torch.int64)
-    factors = torch.arange(len(words), device=x.device) % 65521 + 1
-    return int((words * factors).sum())
+    byte_values = x.contiguous().view(-1).view(torch.uint8).to(torch.int64)
+    factors = torch.arange(len(byte_values), device=x.device) % 65521 + 1
+    return int((byte_values * factors).sum())
 
 
 def optimizer_text(optimizer: torch.optim.Optimizer) -> str:
-    """The options of an optimizer's groups, which all ranks must have alike."""
+    """The optimizer's class, and the options and parameter shapes of its groups, as JSON: a text to
+    compare between ranks."""
     return json.dumps(
         [type(optimizer).__name__, *(_options(group) for group in optimizer.param_groups)]
     )
 
 
 def _options(group: Mapping[str, Any]) -> list[list[str]]:
-    plain = {k: v for k, v in group.items() if k != "params"}
+    """The options of a parameter group as [name, value] by name, then the shapes of its
+    parameters."""
+    options = {k: v for k, v in group.items() if k != "params"}
     shapes = [list(p.shape) for p in group["params"]]
     return [
-        *([k, repr(_plain_value(v))] for k, v in sorted(plain.items())),
+        *([k, repr(_plain_value(v))] for k, v in sorted(options.items())),
         ["params", str(shapes)],
     ]
 
 
 def _plain_value(value: Any) -> Any:
+    """The number or nested list of a tensor; other values as they are."""
     return value.tolist() if torch.is_tensor(value) else value

@@ -22,13 +22,13 @@ from headrace.units import seconds_text
 __all__ = ["LoopStop"]
 
 _ROUND_S = 0.2
+"""Seconds between two looks at the deadline while no signal comes."""
 
 
 class LoopStop:
-    """Hears signals from here on, until :meth:`close`.
+    """Hears the signals that end a job from here on, until :meth:`close`.
 
-    ``ask(number)`` tells all ranks that one of them was asked to stop, and says whether it is the
-    first; ``where()`` says what this rank is doing. Raises SpecError outside of the main thread.
+    ``number`` is the signal that asked this rank to stop; 0 while none has.
     """
 
     def __init__(
@@ -39,8 +39,19 @@ class LoopStop:
         ask: Callable[[int], bool],
         where: Callable[[], str],
     ) -> None:
-        """Take the signals that end a job from their handlers; a thread reads them from a pipe,
-        passes each number to ``ask`` and allows ``grace_s`` seconds to stop."""
+        """Replace the handlers of these signals, and start the thread that reads their numbers
+        from a pipe.
+
+        Args:
+            rank: The number of this rank, for messages.
+            grace_s: Seconds to stop in after the first signal; then the process is ended.
+            ask: Called with the number of the first signal: asks all ranks to stop; returns whether
+                this rank is the first to ask.
+            where: Says in words what this rank is doing; empty where it is in no step.
+
+        Raises:
+            SpecError: Outside of the main thread.
+        """
         if threading.current_thread() is not threading.main_thread():
             raise SpecError(
                 "run.stoppable", got="another thread", wanted="the main thread, which hears signals"
@@ -48,49 +59,52 @@ class LoopStop:
         self.number = 0
         self._rank, self._grace_s, self._ask, self._where = rank, grace_s, ask, where
         self._deadline = float("inf")
-        self._wake, self._waker = os.pipe()
-        os.set_blocking(self._waker, False)
-        self._before: dict[signal.Signals, Any] = {
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        self._former_handlers: dict[signal.Signals, Any] = {
             number: signal.signal(number, lambda *_: None) for number in stopping()
         }
-        self._former = signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._run, name="loop stop", daemon=True)
+        self._former_wakeup_fd = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="loop stop", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Give signals their former effect."""
-        signal.set_wakeup_fd(self._former)
-        for number, handler in self._before.items():
+        """Restore the former handlers of the signals, and end the thread."""
+        signal.set_wakeup_fd(self._former_wakeup_fd)
+        for number, handler in self._former_handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        os.write(self._waker, b"\0")
+        os.write(self._write_end, b"\0")  # ends the thread
         self._thread.join()
-        os.close(self._wake)
-        os.close(self._waker)
+        os.close(self._read_end)
+        os.close(self._write_end)
 
-    def _run(self) -> None:
+    def _listen(self) -> None:
         """The thread: waits for signal numbers in the pipe until a 0 ends it, and ends the process
         where the time to stop has run out."""
         while True:
-            if self._wake in select.select([self._wake], [], [], _ROUND_S)[0]:
-                heard = os.read(self._wake, 64)
-                if 0 in heard:
+            if self._read_end in select.select([self._read_end], [], [], _ROUND_S)[0]:
+                numbers = os.read(self._read_end, 64)  # one byte for each signal
+                if 0 in numbers:
                     return
-                for number in heard:
-                    if number in self._before:
-                        self._hear(signal.Signals(number))
+                for number in numbers:
+                    if number in self._former_handlers:
+                        self._on_signal(signal.Signals(number))
             if time.monotonic() > self._deadline:
-                number = signal.Signals(self.number)
-                late = f"not stopped within {seconds_text(self._grace_s)} of {number.name}"
-                self._end(late, number)
+                first = signal.Signals(self.number)
+                late = f"not stopped within {seconds_text(self._grace_s)} of {first.name}"
+                self._end_process(late, first)
 
-    def _hear(self, number: signal.Signals) -> None:
-        """Ask the loop to stop at a first signal; end the process at a second."""
+    def _on_signal(self, number: signal.Signals) -> None:
+        """At a first signal ask all ranks to stop, and start the time to do so; at a second one end
+        the process."""
         if self.number:
-            self._end(f"a second signal, {number.name}", number)
+            self._end_process(f"a second signal, {number.name}", number)
         self.number, self._deadline = int(number), time.monotonic() + self._grace_s
         if self._ask(int(number)):
             say(f"stopped by {number.name}: {stop_text(self._grace_s)}")
 
-    def _end(self, why: str, number: signal.Signals) -> None:
+    def _end_process(self, why: str, number: signal.Signals) -> None:
+        """Say why and where this rank stops, and end the process with 128 and the signal's
+        number."""
         say(f"rank {self._rank} stops: {why}; this rank was in {self._where() or 'no step'}")
         end(128 + number)

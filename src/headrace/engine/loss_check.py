@@ -20,7 +20,7 @@ before each of them, so that nothing else differs; gradients of these calls are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -42,26 +42,29 @@ _TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 1e-8, torch.float32: 
 
 
 def require_loss(loss: torch.Tensor) -> None:
-    """Raise ModelError for what is no single number with a gradient."""
-    if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
-        shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        without = isinstance(loss, torch.Tensor) and not loss.requires_grad
-        raise ModelError(
-            "loss of a micro-batch",
-            got=f"shape {shape}{' without gradient' if without else ''}",
-            wanted="a single number with a gradient",
-        )
+    """Raise ModelError unless ``loss`` is a tensor without dims that has a gradient."""
+    is_tensor = isinstance(loss, torch.Tensor)
+    if is_tensor and not loss.dim() and loss.requires_grad:
+        return
+    shape = list(loss.shape) if is_tensor else type(loss).__name__
+    without_gradient = is_tensor and not loss.requires_grad
+    raise ModelError(
+        "loss of a micro-batch",
+        got=f"shape {shape}{' without gradient' if without_gradient else ''}",
+        wanted="a single number with a gradient",
+    )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LossCheck:
-    """The losses of one part of a batch, of the tokens that one rank has.
+    """The losses of one micro-batch on one rank under each trial, and what they show.
 
     Attributes:
-        part: What the rank has.
-        losses: The loss under each trial, and ``whole``.
-        by_sequence: Whether the loss asked for sums of sequences.
-        leaks: The gradients that reached sequences without a share.
+        part: This rank's part of the micro-batch.
+        losses: The loss [] under each trial by its name, and the one that counts as ``whole``.
+        by_sequence: Whether the loss was made of sums by sequence (``micro.per_sequence``).
+        leaks: The largest gradient [] that reached a sequence without a share, for each sum in each
+            trial.
     """
 
     part: BatchPart
@@ -71,54 +74,73 @@ class LossCheck:
 
     @property
     def trials(self) -> Iterator[Trial]:
-        """The changes to try: labels that are not classes of tokens cannot be ignored. The loss of
-        the first says what the others are."""
+        """The trials to run, one after the other: ``doubled``, then both halves where labels are
+        classes of tokens, which can be ignored, or where the first trial has shown that the loss is
+        one of sequences."""
         yield "doubled"
-        labels = self.part.labels
-        classes = labels is not None and not labels.is_floating_point() and labels.dim() == 2
-        if classes or self.by_sequence:
+        labels = self.part.labels  # [b, s_r] where they are classes of tokens
+        are_classes = labels is not None and not labels.is_floating_point() and labels.dim() == 2
+        if are_classes or self.by_sequence:
             yield "even"
             yield "odd"
 
     def times(self, trial: Trial | None) -> int:
-        """How many times as many targets a trial has."""
+        """The factor by which ``micro.targets`` is larger in a trial; 1 without one (None)."""
         return 2 if trial == "doubled" or (trial is not None and self.by_sequence) else 1
 
     def share_of(self, at: int, trial: Trial | None) -> float:
-        """What the share of the sequences that are planned as the ``at``-th of a micro-batch is
-        multiplied by in a trial."""
-        if trial is None or trial == "doubled":
-            return 1.0 if trial is None else 0.5
-        return 1.0 if not self.by_sequence or at % 2 == (trial == "odd") else 0.0
+        """The factor of a sequence's share in a trial; 1 without one (None). ``at`` is the number
+        of the sequence within the micro-batch as planned: samples that stay together have the same
+        one."""
+        if trial is None:
+            return 1.0
+        if trial == "doubled":
+            return 0.5
+        if not self.by_sequence:
+            return 1.0
+        kept_remainder = 1 if trial == "odd" else 0
+        return 1.0 if at % 2 == kept_remainder else 0.0
 
     def changed(self, part: BatchPart, trial: Trial) -> BatchPart:
-        """A part of the same tokens, as a trial has it: labels that it leaves out are IGNORED, and
-        other values of their tokens that the model does not take are 0."""
+        """A part of the same tokens, as a trial has it. In a trial of every other label the left
+        out ones are IGNORED, and fields that the model does not take are 0 at their tokens."""
         labels = part.labels
         if trial == "doubled" or labels is None or self.by_sequence:
             return part
-        counted = (labels != IGNORED).cumsum(1) % 2 == (1 if trial == "even" else 0)
-        few = torch.where(counted, labels, IGNORED)
-        inputs = {name: few if value is labels else value for name, value in part.inputs.items()}
+        label_numbers = (labels != IGNORED).cumsum(1)  # [b, s_r]: counts labels from 1
+        counted = label_numbers % 2 == (1 if trial == "even" else 0)
+        half = torch.where(counted, labels, IGNORED)
+        inputs = {name: half if value is labels else value for name, value in part.inputs.items()}
         rest = {name: _where_counted(value, counted) for name, value in part.rest.items()}
-        return replace(part, labels=few, inputs=inputs, rest=rest)
+        return replace(part, labels=half, inputs=inputs, rest=rest)
 
     def error(self) -> ModelError | None:
-        """What is wrong with the loss, by its numbers. Waits for the device."""
+        """What is wrong with the loss, judged by its values in the trials; None where nothing is,
+        or where it is not finite. Waits for the device."""
         loss = self.losses["whole"]
         whole, doubled = float(loss), 2 * float(self.losses["doubled"])
         halves = [float(self.losses[name]) for name in ("even", "odd") if name in self.losses]
         total = sum(halves) if halves else whole
-        most = max(abs(whole), abs(doubled), *map(abs, halves))
+        largest = max(abs(whole), abs(doubled), *map(abs, halves))
         if not math.isfinite(whole):  # the step says so itself
             return None
-        limit = _TOLERANCES.get(loss.dtype, 3e-2) * most
+        tolerance = _TOLERANCES.get(loss.dtype, 3e-2) * largest
         if self.by_sequence:
-            return self._error_of_sequences(whole, doubled, total, limit)
-        if abs(doubled - whole) <= limit and abs(total - whole) <= limit:
+            return self._error_of_sequences(whole, doubled, total, tolerance)
+        return self._error_of_labels(whole, doubled, halves, tolerance)
+
+    def _error_of_labels(
+        self, whole: float, doubled: float, halves: Sequence[float], tolerance: float
+    ) -> ModelError | None:
+        """What is wrong with a loss of labels; None where nothing is. ``whole`` is the loss,
+        ``doubled`` twice the one with twice the targets, which should be the same, ``halves`` those
+        of every other label, none where these were not tried. Values within ``tolerance`` count as
+        equal."""
+        total = sum(halves) if halves else whole
+        if abs(doubled - whole) <= tolerance and abs(total - whole) <= tolerance:
             return None
         what = "loss of a micro-batch"
-        if abs(doubled - 2 * whole) <= limit:
+        if abs(doubled - 2 * whole) <= tolerance:
             return ModelError(
                 what,
                 got=f"{whole:.6g} whatever micro.targets is",
@@ -126,16 +148,17 @@ class LossCheck:
                 hint="a mean over one micro-batch weighs samples by their company: use "
                 'reduction="sum" and divide by micro.targets, or micro.loss(logits)',
             )
-        apart = doubled - whole
-        if halves and abs(total - whole - apart) <= limit:
+        # A term that is not divided by the targets is counted twice in ``doubled`` and ``total``.
+        undivided = doubled - whole
+        if halves and abs(total - whole - undivided) <= tolerance:
             return ModelError(
                 what,
-                got=f"{apart:.6g} of {whole:.6g} that is not divided by micro.targets",
+                got=f"{undivided:.6g} of {whole:.6g} that is not divided by micro.targets",
                 wanted="a sum over the labels, divided by micro.targets",
                 hint="every micro-batch of every rank adds such a term: write micro.loss(logits) + "
                 "micro.share * penalty, as the shares of a step add up to 1",
             )
-        if abs(doubled - whole) > limit:
+        if abs(doubled - whole) > tolerance:
             got = f"{doubled / 2:.6g} with twice the micro.targets, {whole:.6g} without"
             return ModelError(what, got=got, wanted="half as much")
         return ModelError(
@@ -146,54 +169,61 @@ class LossCheck:
         )
 
     def _error_of_sequences(
-        self, whole: float, doubled: float, total: float, limit: float
+        self, whole: float, doubled: float, total: float, tolerance: float
     ) -> ModelError | None:
-        """What is wrong with a loss of sequences."""
+        """What is wrong with a loss of sequences; None where nothing is. ``whole`` is the loss,
+        ``doubled`` twice the one with half the shares and twice the targets, ``total`` the sum of
+        those of every other sequence: all three should be the same, within ``tolerance``."""
         wanted = "losses of sequences, each times its micro.sequence_share"
         hint = (
             "write (losses * micro.sequence_share).sum(), beside sums over labels divided by "
             "micro.targets; samples that a loss compares belong together (run.step(samples, "
             "together=...)), or to two passes (run.map and run.backward)"
         )
-        what, leak = "loss of a micro-batch", max((float(x) for x in self.leaks), default=0.0)
-        if abs(doubled - whole) > limit:
+        what = "loss of a micro-batch"
+        leak = max((float(gradient) for gradient in self.leaks), default=0.0)
+        if abs(doubled - whole) > tolerance:
             got = f"{doubled / 2:.6g} with half the shares and twice the targets, not half of"
             return ModelError(what, got=f"{got} {whole:.6g}", wanted=wanted, hint=hint)
         if leak > 0:
             got = f"a gradient of {leak:.3g} of a sequence without a share"
             return ModelError(what, got=got, wanted=wanted, hint=hint)
-        if abs(total - whole) > limit:
+        if abs(total - whole) > tolerance:
             got = f"{total:.6g} for the two halves of the sequences, {whole:.6g} for all"
             return ModelError(what, got=got, wanted=wanted, hint=hint)
         return None
 
 
 def _where_counted(value: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Values of tokens [b, s, ...] where they are counted, else 0."""
+    """Values of tokens [b, s, ...], 0 where ``counted`` [b, s] is False. Values of another shape
+    are not of tokens and returned as they are."""
     if value.shape[:2] != counted.shape:
         return value
-    where = counted.view(*counted.shape, *[1] * (value.dim() - 2))
-    return torch.where(where, value, torch.zeros_like(value))
+    trailing_dims = [1] * (value.dim() - 2)
+    mask = counted.view(*counted.shape, *trailing_dims)
+    return torch.where(mask, value, torch.zeros_like(value))
 
 
 @contextmanager
 def set_aside(model: torch.nn.Module, device: str) -> Iterator[None]:
-    """Leave gradients, buffers and the state of generators as they were before the block."""
+    """Begin the block without gradients, and after it restore gradients, buffers and the states of
+    torch's generators as they were before."""
     gradients = {p: p.grad for p in model.parameters()}
     for parameter in gradients:
         parameter.grad = None
     buffers = [(x, x.detach().clone()) for x in model.buffers()]
-    drawn = torch.get_rng_state()
-    on_device = torch.cuda.get_rng_state(device) if device.startswith("cuda") else None
+    cpu_state = torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state(device) if device.startswith("cuda") else None
     try:
         yield
     finally:
-        # FSDP2's parameters are others, with gradients of their own, once a backward is done.
+        # After a backward under FSDP2 the model may have other parameters than before, with
+        # gradients of their own, which are dropped.
         for parameter in model.parameters():
             parameter.grad = gradients.get(parameter)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        torch.set_rng_state(drawn)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)
+        torch.set_rng_state(cpu_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state, device)

@@ -28,10 +28,12 @@ __all__ = ["learnt", "measured_costs"]
 
 
 def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profile]:
-    """The cached profile of this set-up, or a new one; the same on every rank.
+    """The costs to plan with and the profile that they are fitted to, the same on every rank.
 
-    Collective. The memory limit is not part of what is measured: it is taken from this run. Raises
-    MissingExtra where ``planner.costs`` needs a library that is not installed.
+    The profile is read from the cache where it has one of this set-up; it is measured where not,
+    and always for ``fresh``. The memory limit is not part of what is measured: it is taken from
+    this run. The first rank keeps the costs for other runs. Collective. Raises MissingExtra where
+    ``planner.costs`` needs a library that is not installed.
     """
     require_fit(rank.config.planner)
     sizes, methods = considered(
@@ -43,12 +45,12 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
     fingerprint = _fingerprint(rank, sizes, methods, _hosts(rank))
 
     def measure() -> Profile:
-        """A new profile of the model on all ranks. Collective."""
+        """Measure the model on all ranks. Collective."""
         rank.enters("measuring costs")
         rank.say(f"measuring costs on {counted(rank.world.ranks, 'rank')} of {rank.cluster.device}")
-        found = _profiler(rank, sizes, methods).profile(fingerprint, rank.cluster)
-        rank.say(f"measured {len(found.points)} points in {seconds_text(found.measured_in_s)}")
-        return found
+        profile = _profiler(rank, sizes, methods).profile(fingerprint, rank.cluster)
+        rank.say(f"measured {len(profile.points)} points in {seconds_text(profile.measured_in_s)}")
+        return profile
 
     path = profile_path(rank.config, fingerprint)
     profile, _ = agreed_profile(path, fingerprint, measure, rank.groups, rank.say, fresh=fresh)
@@ -106,8 +108,9 @@ def _profiler(rank: Rank, sizes: tuple[int, ...], methods: tuple[str, ...]) -> P
 
 
 def _hosts(rank: Rank) -> dict[str, str]:
-    """The machines of all ranks, the same text on each: how many ranks each has, and what differs
-    between machines. Collective."""
+    """Facts of the machines of all ranks as texts by their names, the same on every rank. A fact in
+    which machines differ has all its values, joined by `` + ``; ``nodes`` has the number of ranks
+    on each machine, as ``8+8``. Collective."""
     machine, world = rank.machine, rank.world
     shown = {
         "processor": machine["host_cpu"],
@@ -116,21 +119,24 @@ def _hosts(rank: Rank) -> dict[str, str]:
         "threads": torch.get_num_threads(),
         "links": machine["links"],
     } | {key: machine[key] for key in ("attention",) if key in machine}
-    told = [world.local_rank, world.local_ranks, shown]
-    said = [json.loads(t) for t in gather_bytes(json.dumps(told).encode(), rank.groups.world)]
-    sizes = [ranks for local, ranks, _ in said if local == 0]
-    hosts = {key: " + ".join(sorted({str(one[key]) for *_, one in said})) for key in shown}
-    if len(sizes) == 1:
+    payload = json.dumps([world.local_rank, world.local_ranks, shown]).encode()
+    by_rank = [json.loads(text) for text in gather_bytes(payload, rank.groups.world)]
+    ranks_of_nodes = [ranks for local, ranks, _ in by_rank if local == 0]
+    hosts = dict[str, str]()
+    for key in shown:
+        values = {str(facts[key]) for _, _, facts in by_rank}
+        hosts[key] = " + ".join(sorted(values))
+    if len(ranks_of_nodes) == 1:
         del hosts["links"]  # no link between machines is used
-    return hosts | {"nodes": "+".join(map(str, sizes))}
+    return hosts | {"nodes": "+".join(map(str, ranks_of_nodes))}
 
 
 def _fingerprint(
     rank: Rank, sizes: tuple[int, ...], methods: tuple[str, ...], hosts: dict[str, str]
 ) -> str:
-    """Text of all that a profile depends on; ``hosts`` has the facts of the machines by their
-    names."""
-    config = rank.config
+    """The fingerprint of a profile: a text of all that it depends on. ``hosts`` has the facts of
+    the machines by their names, ``sizes`` the ranks of the groups that are measured."""
+    config, nodes = rank.config, rank.groups.node_ranks
     return fingerprint_of(
         **hosts,
         model=rank.storage.architecture,
@@ -142,5 +148,5 @@ def _fingerprint(
         levels=",".join(config.planner.recompute),
         methods=",".join(methods),
         sizes=",".join(map(str, sizes)),
-        **({"node_ranks": nodes} if (nodes := rank.groups.node_ranks) else {}),
+        **({"node_ranks": nodes} if nodes else {}),
     )

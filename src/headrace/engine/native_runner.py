@@ -85,12 +85,12 @@ class NativeRunner:
 
     @property
     def own_loss(self) -> float:
-        """The loss of the whole batch, which the program's update gathers itself."""
+        """The loss of the whole batch, which the update in the program has summed over ranks."""
         return 0.0 if self._result is None else self._result.loss
 
     def update(self, number: int, loss: float) -> tuple[float, float]:
-        """The loss and the norm of the gradient: the program has made the update, unless they are
-        not finite."""
+        """The loss of the batch and the norm of its gradient. Updates nothing: the program has made
+        the update, unless one of these is not finite."""
         assert self._result is not None, "the program has run"
         return self._result.loss, self._result.gradient_norm
 

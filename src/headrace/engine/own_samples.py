@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,11 +26,13 @@ __all__ = ["OwnSamples", "field_types"]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OwnSamples:
-    """The samples of a batch of which this rank has some.
+    """The samples of a batch of which each rank gave some. Several that stay together count as one
+    sample here: its tokens one behind the other.
 
     Attributes:
-        given: What this rank gave, by the number in the batch: a sample, and what goes with it.
-        starts: The number of the first sample of each rank, then that of all samples.
+        given: The samples of this rank by their number in the batch, each as a list: its fields,
+            then the tensors that go with it (one dict for each of those that stay together).
+        starts: The number of the first sample of each rank, then the count of all samples.
         lengths: Tokens of each sample of the batch.
         groups: The groups of this rank.
     """
@@ -39,88 +41,114 @@ class OwnSamples:
     starts: Sequence[int]
     lengths: Sequence[int]
     groups: Groups
+    # As ``given``, for the samples that this rank has: its own, and after `bring` those it needs.
     _here: dict[int, Sequence[Item]] = field(default_factory=dict, init=False)
 
     def bring(self, plan: Plan) -> None:
-        """Have the samples here that this rank works on. Collective."""
+        """Exchange samples with all ranks, so that this rank has those that it works on in a plan.
+        Collective."""
         me, ranks = self.groups.rank, self.groups.ranks
-        needed = [self._needed(plan, rank) for rank in range(ranks)]
-        going = [[i for i in own if self.owner(i) == me != rank] for rank, own in enumerate(needed)]
-        payloads = [_to_bytes([self.given[i] for i in own]) if own else b"" for own in going]
-        found = exchange_bytes(payloads, self.groups.world)
+        needed_by_rank = [self._needed(plan, rank) for rank in range(ranks)]
+        payloads = list[bytes]()  # the samples to send to each rank
+        for rank, needed in enumerate(needed_by_rank):
+            numbers = self._numbers_sent(needed, source=me, target=rank)
+            payloads.append(_to_bytes([self.given[i] for i in numbers]) if numbers else b"")
+        received = exchange_bytes(payloads, self.groups.world)
         self._here = dict(self.given)
         for rank in range(ranks):
-            coming = [i for i in needed[me] if self.owner(i) == rank != me]
-            self._here |= zip(coming, _from_bytes(found[rank]), strict=True)
+            numbers = self._numbers_sent(needed_by_rank[me], source=rank, target=me)
+            self._here |= zip(numbers, _from_bytes(received[rank]), strict=True)
+
+    def _numbers_sent(self, needed: Sequence[int], *, source: int, target: int) -> list[int]:
+        """Of the samples that the rank ``target`` needs, the numbers of those that ``source`` gave
+        and sends to it; none where both are the same rank."""
+        if source == target:
+            return []
+        return [number for number in needed if self.owner(number) == source]
 
     def owner(self, number: int) -> int:
-        """The rank that gave a sample."""
+        """The rank that gave the sample of a number."""
         return bisect_right(self.starts, number) - 1
 
     def read(self, number: int) -> Item:
-        """A sample that this rank works on."""
+        """The fields of a sample that this rank works on, by its number in the batch. Call
+        :meth:`bring` before."""
         return self._here[number][0]
 
     def beside(self, number: int) -> Sequence[Item]:
-        """What goes with a sample that this rank works on."""
+        """The tensors that go with a sample that this rank works on: one dict for each of those
+        that stay together in it, perhaps empty."""
         return self._here[number][1:]
 
     def like(self) -> Item:
-        """A sample with the fields of all: the shortest one, which all have that gave none."""
-        return self._here[min(self._here, key=lambda i: (self.lengths[i], i))][0]
+        """The shortest sample that this rank has, as an example of their fields. A rank that gave
+        none has the shortest of the batch (:meth:`bring` sees to that)."""
+        return self._here[self._shortest(self._here)][0]
 
     def _needed(self, plan: Plan, rank: int) -> list[int]:
-        """The samples that a rank works on, and one where it has none of its own: its turns without
-        work take two tokens of it."""
-        found = {
-            i
+        """The numbers of the samples that a rank works on in a plan, in order; with the shortest of
+        the batch for a rank that gave none, as its idle turns take two tokens of it."""
+        numbers = {
+            number
             for micro in plan.micro_batches
             if rank in plan.pipelines[micro.pipeline].ranks
-            for i in micro.sequences
+            for number in micro.sequences
         }
-        if self.starts[rank] == self.starts[rank + 1]:
-            found.add(min(range(len(self.lengths)), key=lambda i: (self.lengths[i], i)))
-        return sorted(found)
+        gave_none = self.starts[rank] == self.starts[rank + 1]
+        if gave_none:
+            numbers.add(self._shortest(range(len(self.lengths))))
+        return sorted(numbers)
+
+    def _shortest(self, numbers: Iterable[int]) -> int:
+        """The number of the sample with the fewest tokens, the first of several."""
+        return min(numbers, key=lambda number: (self.lengths[number], number))
 
 
 def field_types(item: Item) -> dict[str, str]:
-    """The type of each field, which must be the same on all ranks."""
+    """The type of each field of a sample by its name, as text (``"int64"``): ranks must give fields
+    of the same types."""
     return {name: str(value.dtype).removeprefix("torch.") for name, value in sorted(item.items())}
 
 
 def _to_bytes(samples: Sequence[Sequence[Item]]) -> bytes:
-    """Samples with what goes with them: a line of JSON that says names, types and shapes, then the
-    values."""
-    heads, body = list[list[list[tuple[str, str, list[int]]]]](), list[bytes]()
-    for parts in samples:
-        heads.append([])
-        for item in parts:
-            heads[-1].append([])
+    """The bytes of samples, each a list of dicts of tensors: a line of JSON that has (name, type,
+    shape) of each tensor in lists as the samples are, then the values of all tensors in order."""
+    header = list[list[list[tuple[str, str, list[int]]]]]()
+    values = list[bytes]()
+    for items in samples:
+        header_of_sample = list[list[tuple[str, str, list[int]]]]()
+        for item in items:
+            fields = list[tuple[str, str, list[int]]]()
             for name, value in item.items():
                 flat = value.detach().cpu().contiguous().view(-1)
                 dtype = str(value.dtype).removeprefix("torch.")
-                heads[-1][-1].append((name, dtype, list(value.shape)))
-                body.append(flat.view(torch.uint8).numpy().tobytes())
-    return json.dumps(heads).encode() + b"\n" + b"".join(body)
+                fields.append((name, dtype, list(value.shape)))
+                values.append(flat.view(torch.uint8).numpy().tobytes())
+            header_of_sample.append(fields)
+        header.append(header_of_sample)
+    return json.dumps(header).encode() + b"\n" + b"".join(values)
 
 
 def _from_bytes(data: bytes) -> list[list[Item]]:
-    """What :func:`_to_bytes` wrote; nothing of no bytes."""
-    head, _, body = data.partition(b"\n")
-    found, start = list[list[Item]](), 0
-    for parts in json.loads(head) if head else ():
-        found.append([])
-        for fields in parts:
+    """The samples of which :func:`_to_bytes` made ``data``; none of no bytes."""
+    header, _, values = data.partition(b"\n")
+    samples, start = list[list[Item]](), 0
+    for fields_of_items in json.loads(header) if header else ():
+        items = list[Item]()
+        for fields in fields_of_items:
             item = Item()
-            for name, text, shape in fields:
-                dtype = getattr(torch, text)
+            for name, dtype_name, shape in fields:
+                dtype = getattr(torch, dtype_name)
                 stop = start + dtype.itemsize * math.prod(shape)
-                part = bytearray(body[start:stop])
-                item[name] = (
-                    torch.frombuffer(part, dtype=dtype).view(shape)
-                    if part
-                    else torch.empty(shape, dtype=dtype)
-                )
+                item[name] = _tensor_of(values[start:stop], dtype, shape)
                 start = stop
-            found[-1].append(item)
-    return found
+            items.append(item)
+        samples.append(items)
+    return samples
+
+
+def _tensor_of(data: bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of a type and shape whose values are the bytes ``data``."""
+    if not data:  # frombuffer refuses an empty buffer
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)

@@ -38,8 +38,11 @@ OWN = "headrace"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedIteration:
     """The plan of an iteration, its strategy by the costs' names, and the seconds of planning.
-    Where the strategy changes within it, ``phases`` are what runs one after the other, each with
-    the numbers of its sequences, and changing takes ``switch_s`` of the seconds."""
+
+    Where the strategy changes within the iteration, ``phases`` run one after the other: each is a
+    plan of some of its sequences, with the numbers of these in the iteration. All changes together
+    take ``switch_s`` of the plan's predicted seconds.
+    """
 
     plan: Plan
     strategy: str
@@ -54,14 +57,15 @@ Make = Callable[[int, Lengths], PlannedIteration]
 
 def planner_names(problem: Problem) -> tuple[str, ...]:
     """Names of the planners for a problem's costs and semantics."""
-    others = (name for name, baseline in BASELINES.items() if baseline.role.covers(problem))
-    more = (
+    baselines = (name for name, baseline in BASELINES.items() if baseline.role.covers(problem))
+    # Those in GENERATORS are this planner's own, for which OWN stands.
+    others = (
         name
         for name, generators in PLANNERS.items()
         if name not in BASELINES and name not in GENERATORS
         if any(generator.role.covers(problem) for generator in generators)
     )
-    return (OWN, *others, *more)
+    return (OWN, *baselines, *others)
 
 
 def plan_iterations(
@@ -96,7 +100,8 @@ def plan_iterations(
 
 
 class _Named:
-    """Names the iteration in an InfeasiblePlan."""
+    """Context that puts the number of the iteration before what an InfeasiblePlan raised in it
+    says, unless devices are lacking, which does not depend on the iteration."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -105,7 +110,7 @@ class _Named:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Put the number of the iteration before what a plan lacked."""
+        """Raise an InfeasiblePlan anew with the number of the iteration; let others pass."""
         if isinstance(error, InfeasiblePlan) and error.what != "devices":
             raise InfeasiblePlan(
                 f"iteration {self.number}, {error.what}",
@@ -116,10 +121,12 @@ class _Named:
 
 
 def _search_each(problem: Problem, seed: int) -> Make:
-    """Plans each iteration by itself, by the generators of the problem's planner."""
+    """A function that plans each iteration by itself, by the generators of the problem's
+    planner."""
     names = {one.scheme: str(one) for one in problem.published_schemes}
 
     def make(_: int, lengths: Lengths) -> PlannedIteration:
+        """The plan of an iteration with these lengths; raises InfeasiblePlan where it has none."""
         made = plan(problem, lengths, seed=seed, generators=PLANNERS[problem.planner])
         text = " + ".join(f"{count}*{names[scheme]}" for scheme, count in made.strategy.counts)
         return PlannedIteration(plan=made, strategy=text)
@@ -130,27 +137,25 @@ def _search_each(problem: Problem, seed: int) -> Make:
 def _baseline_maker(problem: Problem, batches: Sequence[Lengths], planner: str, seed: int) -> Make:
     """A function from an iteration's number to its plan by a planner of others; all iterations are
     priced first, as some of these planners look at all."""
-    tables = []
+    tables = []  # of prices, one for each iteration
     for number, lengths in enumerate(batches):
         with _Named(number):
             tables.append(formula_table(problem, SortedBatch.of(lengths)))
     baseline = BASELINES[planner]
-    prepared = None
+    prepared = None  # plans one iteration; of a baseline that needs to see all of them first
     if baseline.prepare is not None and isinstance(problem.published, PipelineCosts):
         prepared = baseline.prepare(tables, seed, problem.parameters)
 
     def make(number: int, _: Lengths) -> PlannedIteration:
         """The plan of iteration ``number`` (from 0); raises InfeasiblePlan where the planner finds
         none."""
-        # A baseline that needs all iterations at once was asked before; phases are plans of some
-        # of the sequences each, where it changes the strategy within the iteration.
         table = tables[number]
         if prepared is not None:
             made: Assignment | None = prepared(number, table)
         else:
             known = Known(problem=problem, bound_s=0.0, seed=seed)
-            drafted = baseline.drafts(table, known)
-            made = min(drafted, key=lambda one: one.seconds, default=None)
+            schedules = baseline.drafts(table, known)
+            made = min(schedules, key=lambda one: one.seconds, default=None)
         if made is None:
             raise InfeasiblePlan(f"a plan by {planner}", got="none that holds the batch")
         bound = bounded(table)
@@ -174,7 +179,8 @@ def _baseline_maker(problem: Problem, batches: Sequence[Lengths], planner: str, 
 def _plan_of_schedule(
     problem: Problem, assignment: Assignment, bound: Bound, planner: str, seed: int
 ) -> Plan:
-    """The plan of a schedule of others, with the first two of its reasons."""
+    """The plan of a schedule that the baseline ``planner`` made, with the first two of its
+    reasons."""
     tried = [Candidate(schedule=assignment, seconds=assignment.seconds)]
     plan = plan_of(assignment, bound)
     why = reasons(problem, bound, tried, plan)[:2]
@@ -184,8 +190,8 @@ def _plan_of_schedule(
 def plans_to_json(
     problem: Problem, found: Sequence[PlannedIteration], *, planner: str = OWN, seed: int = 0
 ) -> dict[str, Any]:
-    """The plan file of some iterations. Raises SpecError for pipelines one after the other on the
-    same ranks, which a file of pipelines cannot say."""
+    """The plan file of some iterations, as JSON. Raises SpecError for pipelines one after the other
+    on the same ranks, which a file of pipelines cannot say."""
     if isinstance(problem.published, PipelineCosts):
         _require_side_by_side(found, planner)
         head = {"kind": "pipelines", "planner": planner, "seed": seed, "devices": problem.devices}
@@ -217,27 +223,29 @@ def plans_to_json(
 
 
 def _pipelines(problem: Problem, planned: Sequence[PlannedIteration]) -> dict[str, Any]:
-    """The JSON of all plans; an iteration of several phases becomes one item per phase, with its
-    sequences and the seconds of the change before it."""
+    """The entries of a plan file with the plans of all iterations. Where any has several phases,
+    each phase becomes an item of its own: ``lengths`` and ``phases`` then have an entry for each
+    item, with its tokens, its sequences in the iteration, and the seconds of the change before
+    it."""
     names = {one.scheme: str(one) for one in problem.published_schemes}
     if not any(one.phases for one in planned):
         return {"iterations": [_iteration(one, names) for one in planned]}
     items, lengths, phases = list[Any](), list[list[int]](), list[dict[str, Any]]()
     for number, one in enumerate(planned):
         everything = tuple(range(len(one.plan.lengths)))
-        made = one.phases or ((one, everything),)
-        for at, (phase, held) in enumerate(made):
-            planning_s = one.planning_s / len(made)
+        parts = one.phases or ((one, everything),)
+        for at, (phase, sequences) in enumerate(parts):
+            planning_s = one.planning_s / len(parts)
             items.append(_iteration(replace(phase, planning_s=planning_s), names))
             lengths.append(list(phase.plan.lengths.tokens))
-            change_s = one.switch_s / (len(made) - 1) if at else 0.0
-            phases.append({"iteration": number, "sequences": list(held), "switch_s": change_s})
+            change_s = one.switch_s / (len(parts) - 1) if at else 0.0
+            phases.append({"iteration": number, "sequences": list(sequences), "switch_s": change_s})
     return {"iterations": items, "lengths": {"iterations": lengths}, "phases": phases}
 
 
 def _iteration(planned: PlannedIteration, names: Mapping[Scheme, str]) -> dict[str, Any]:
     """The JSON of one plan: its strategy, each pipeline's micro-batches as sequence indices, and
-    its seconds."""
+    its seconds. ``names`` are those of the costs for schemes."""
     made = planned.plan
     return {
         "strategy": planned.strategy,

@@ -196,7 +196,8 @@ def draw(
 
 
 def programs_of(plan: Plan, costs: CostModel) -> tuple[Program, ...]:
-    """The programs of all ranks, checked."""
+    """Compile a plan to the programs of all ranks, in rank order. Raises ProgramError where these
+    would deadlock or leave something out."""
     count = costs.shape.bucket_count
     programs = compile_plan(plan, count)
     check_world(programs, plan, count)
@@ -204,17 +205,19 @@ def programs_of(plan: Plan, costs: CostModel) -> tuple[Program, ...]:
 
 
 def rivals(problem: Problem, lengths: Lengths, *, seed: int = 0) -> dict[str, Plan]:
-    """Plans of other planners with the same costs, by name: the best static one, bucket and packed
-    parallel; only those that can hold the batch."""
+    """Plans of other planners with the same costs: the best static one (``best static``), bucket
+    parallel (``bucket``) and packed parallel (``packed``); only those that can hold the batch."""
+    planners = {"best static": "static", "bucket": "bucket", "packed": "packed"}
     made = {
-        called: plan_if_fits(problem.replace(planner=name, static_size=None), lengths, seed)
-        for called, name in (("best static", "static"), ("bucket", "bucket"), ("packed", "packed"))
+        key: plan_if_fits(problem.replace(planner=name, static_size=None), lengths, seed)
+        for key, name in planners.items()
     }
-    return {called: plan for called, plan in made.items() if plan is not None}
+    return {key: plan for key, plan in made.items() if plan is not None}
 
 
 def plan_if_fits(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | None:
-    """The plan without restrictions on strategies; None when the batch does not fit."""
+    """The plan by the problem's planner, without a restriction to some strategies; None when the
+    batch does not fit."""
     from headrace.planners import PLANNERS
 
     try:
@@ -225,17 +228,18 @@ def plan_if_fits(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | No
 
 
 def _static_plans(problem: Problem, lengths: Lengths) -> list[Plan]:
-    """The plans of one scheme for each size of the problem that can hold the batch."""
+    """The static plan of each group size of the problem that can hold the batch, smallest first."""
     made = (
-        plan_if_fits(problem.replace(planner="static", static_size=p), lengths)
-        for p in problem.static_sizes
+        plan_if_fits(problem.replace(planner="static", static_size=size), lengths)
+        for size in problem.static_sizes
     )
     return [plan for plan in made if plan is not None]
 
 
 def problem_of(costs: PlanningCosts) -> Problem:
-    """The problem that costs belong to; one made for a cost model is kept, so that tables of the
-    same costs are reused."""
+    """The problem to solve with these costs: itself where one is given, for a cost model one
+    without restrictions, which is kept so that its priced schemes are reused. Raises SpecError for
+    published costs, which do not say how many devices there are."""
     if isinstance(costs, Problem):
         return costs
     if isinstance(costs, CostModel):
@@ -253,11 +257,12 @@ def problem_of(costs: PlanningCosts) -> Problem:
 
 
 def _lengths(lengths: Lengths | Iterable[int]) -> Lengths:
+    """The lengths of a batch as a value, of tokens of each sequence where they are none yet."""
     return lengths if isinstance(lengths, Lengths) else Lengths.of(lengths)
 
 
 def _with_clock(made: Plan, problem: Problem) -> Plan:
-    """The plan with the clock that is needed to draw it."""
+    """The plan with a function that predicts its timeline, which drawing it needs."""
     return made.replace(clock=partial(simulate, costs=problem.costs))
 
 
@@ -268,6 +273,7 @@ def make_problem(
     without costs, and for hybrid costs that these are not."""
     require_costs(costs, options)
     sizes = tuple(p for p in options.group_sizes if p <= costs.cluster.devices)
+    # Larger sizes are left out, but not all: a configuration with none that fits is refused.
     unknown = [p for p in sizes or options.group_sizes if p not in costs.group_sizes]
     if unknown:
         raise ConfigError(
@@ -277,7 +283,7 @@ def make_problem(
         )
     alone = (SINGLE_RANK,) if 1 in costs.group_sizes else ()
     # A single rank has nothing to choose between.
-    open_ = options.candidates if costs.group_sizes != (1,) else ()
+    candidates = options.candidates if costs.group_sizes != (1,) else ()
     return Problem(
         costs=costs,
         semantics=semantics,
@@ -286,7 +292,7 @@ def make_problem(
         static_size=options.static_size if options.name == "static" else None,
         strategies=tuple(map(Strategy.parse, options.strategies)),
         sizes=sizes or None,
-        methods=(*alone, *open_) if open_ else None,
+        methods=(*alone, *candidates) if candidates else None,
         layers=listed_methods(options),
         recompute=options.recompute,
         smoothing=options.smoothing,
@@ -306,7 +312,7 @@ def require_costs(costs: CostModel, options: PlannerConfig) -> None:
 
 
 def sizes_left_out(options: PlannerConfig, ranks: int) -> str:
-    """What a person is told where a configuration names groups of more ranks than there are; empty
+    """A line for people where a configuration names groups of more ranks than there are; empty
     where it names none."""
     beyond = ", ".join(str(p) for p in options.group_sizes if p > ranks)
     if not beyond:

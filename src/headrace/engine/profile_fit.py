@@ -32,12 +32,13 @@ def fitted_costs(
     longest: int,
     say: Callable[[str], object],
 ) -> CostModel:
-    """The costs of a profile, by ``planner.costs``: quadratics of what was measured, or of its
-    hybrid up to sequences of ``longest`` tokens. Collective.
+    """Fit the costs that ``planner.costs`` asks for: quadratics of what was measured, or of
+    ParaDySe's hybrid of it up to sequences of ``longest`` tokens. The first rank tells ``say`` of a
+    hybrid. Collective.
 
     All ranks fit, so that what cannot be fitted is refused on all, and take the first one's
-    numbers: forests of other processors differ in their last digits. Raises CostError for too few
-    measurements.
+    numbers: random forests made on other processors differ in their last digits. Raises CostError
+    for too few measurements.
     """
     if options.costs == "quadratic":
         return costs_from_profile(profile)

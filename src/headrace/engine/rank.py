@@ -33,7 +33,8 @@ __all__ = ["Rank", "launch", "open_rank", "optimizer_options", "run_here"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """One rank with its groups, data and storage, ready to measure or train."""
+    """One rank with its groups, data and storage, ready to measure or train. ``dtype`` is that of
+    its work, ``machine`` the facts of its machine for reports, by their names."""
 
     world: World
     config: Config
@@ -51,7 +52,7 @@ class Rank:
         return self.world.rank == 0
 
     def say(self, text: str) -> None:
-        """One line to the listener, from the first rank."""
+        """Send one line of text to the listener; on the first rank only."""
         if self.first:
             self.listener.tell(text)
 
@@ -63,8 +64,8 @@ class Rank:
         self.world.watcher.enter(action, self.world.timeout_s if gpu else None)
 
     def progress(self, what: str, done: int, of: int) -> None:
-        """Report progress from the first rank: ``done`` of ``of`` parts of a preparation are
-        done."""
+        """Report that ``done`` of ``of`` parts of a preparation, named ``what``, are done; on the
+        first rank only."""
         if self.first:
             self.listener.progress(what, done, of)
 
@@ -75,9 +76,9 @@ def launch(
     each: Callable[[], None] = lambda: None,
     inherited: Sequence[int] = (),
 ) -> int:
-    """Run ``main(world)`` on all ranks: this process is one under torchrun, else it starts them.
-    ``each`` is called time and again while ranks that were started here run; ``inherited`` are open
-    files that ``main`` uses."""
+    """Run ``main(world)`` on all ranks and return its exit code: under torchrun this process is one
+    of them, else it starts them and waits. ``each`` is called time and again while ranks that were
+    started here run; ``inherited`` are the numbers of open files that ``main`` uses."""
     options = config.devices
     settings: dict[str, Any] = {
         "device": _device(config),
@@ -112,11 +113,12 @@ def run_here(config: JobConfig, main: Callable[[World], int]) -> int:
 
 
 def _device(config: JobConfig) -> str:
-    """``"cuda"`` or ``"cpu"``, as configured or by the GPUs that the ranks on this machine find;
-    raises ConfigError where GPUs are wanted and too few."""
+    """``"cuda"`` or ``"cpu"``, as configured; where that is ``"auto"``, CUDA if this machine has a
+    GPU for each of its ranks. Raises ConfigError where GPUs are wanted and too few."""
     wanted = config.devices.device
     count = count_gpus() if wanted != "cpu" else 0
     needed = ranks_here(config.devices.ranks)
+    # A launcher may show each rank its own GPU only.
     enough = count >= needed or (count == 1 and sees_own_gpus())
     if wanted == "cuda" and not enough:
         raise ConfigError(
@@ -140,7 +142,7 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
         node_ranks=_node_ranks(world, config.devices.node_ranks),
     )
     dtype: torch.dtype = getattr(torch, config.devices.dtype_on(gpu=world.device != "cpu"))
-    stored = dtype if dtype.itemsize >= 4 else torch.float32
+    stored = dtype if dtype.itemsize >= 4 else torch.float32  # of master weights
     world.watcher.enter("reading and tokenising the corpus")
     data = open_data(config, listener.progress if world.rank == 0 else None)
     agree("fingerprint of the corpus", data.corpus.fingerprint, groups.world)
@@ -173,8 +175,10 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
 
 
 def _node_ranks(world: World, wanted: int) -> int | None:
-    """Ranks of each node, where weights go to nodes first: as many as ``wanted``, or on devices as
-    the launcher says, if it is as many on each and they follow each other. Collective."""
+    """The ranks of each node for hierarchical exchanges of weights: ``wanted`` where it is above 0,
+    else on devices those of the launcher; None where there are no such exchanges: on CPUs, and
+    where nodes have different numbers of ranks or these do not follow each other. Collective.
+    Raises ConfigError for a number that does not divide the ranks."""
     if wanted:
         if world.ranks % wanted:
             raise ConfigError(
@@ -193,8 +197,8 @@ def _node_ranks(world: World, wanted: int) -> int | None:
 
 
 def _require_room(a: Architecture, ranks: int, stored: torch.dtype, limit_bytes: int) -> None:
-    """Raise InfeasiblePlan where the storage alone exceeds the memory: the planner, which would say
-    what a rank needs besides, runs only later."""
+    """Raise InfeasiblePlan where a rank's part of the master weights, of type ``stored``, alone
+    exceeds ``limit_bytes``: the planner, which counts all that a rank needs, runs only later."""
     least = parameter_count(a) * stored.itemsize // ranks
     if least > limit_bytes:
         raise InfeasiblePlan(
@@ -206,9 +210,9 @@ def _require_room(a: Architecture, ranks: int, stored: torch.dtype, limit_bytes:
 
 
 def optimizer_options(o: OptimizerConfig) -> OptimizerOptions:
-    """The optimizer of a configuration."""
+    """The options of the optimizer that a configuration names."""
     if o.name == "adamw":
-        given = {"beta1": o.beta1, "beta2": o.beta2, "eps": o.eps}
-        own = {key: value for key, value in given.items() if value is not None}
-        return AdamW(lr=o.lr, decay=o.decay, clip=o.clip, **own)
+        options = {"beta1": o.beta1, "beta2": o.beta2, "eps": o.eps}
+        given = {key: value for key, value in options.items() if value is not None}
+        return AdamW(lr=o.lr, decay=o.decay, clip=o.clip, **given)
     return Elementwise(name=o.name, lr=o.lr, decay=o.decay, clip=o.clip, options=o.options)

@@ -22,20 +22,24 @@ from headrace.errors import DataError, HeadraceError
 __all__ = ["ReadAhead", "Unread"]
 
 _BATCHES_AHEAD = 2
+"""About how many batches the processes read ahead of the loop."""
+
 _MOST_AHEAD = 4096
+"""The most samples that one process reads ahead."""
 
 
-class _Reads(Protocol):
-    """A data set whose samples are read by their number."""
+class _SampleSource(Protocol):
+    """Reads samples by their number."""
 
     def read(self, index: int) -> Item:
-        """Read the sample of a number."""
+        """Read the sample ``index``: its fields as tensors."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unread:
-    """What is wrong with a sample that a worker could not read."""
+    """The fields of the error for a sample that a worker could not read, as errors themselves
+    cannot always be sent between processes."""
 
     what: str
     got: str | None
@@ -48,52 +52,55 @@ class Unread:
 
 
 class ReadAhead:
-    """Samples of the batches that ``sampler`` draws from where it stands, read by ``workers``
-    processes; ``per_batch`` samples are in a batch, about."""
+    """Samples of the batches that a sampler draws from its present place on, read by processes
+    beside the loop."""
 
     def __init__(
-        self, samples: _Reads, sampler: BatchSampler, *, workers: int, per_batch: float
+        self, samples: _SampleSource, sampler: BatchSampler, *, workers: int, per_batch: float
     ) -> None:
-        """Start ``workers`` processes that read samples in the sampler's order, about so many for a
-        batch, a few batches ahead."""
-        ahead = min(_MOST_AHEAD, max(2, ceil(_BATCHES_AHEAD * per_batch / workers)))
+        """Start ``workers`` processes that read ``samples`` in the order in which a copy of
+        ``sampler`` draws them; a batch has about ``per_batch`` samples."""
+        ahead_per_worker = min(_MOST_AHEAD, max(2, ceil(_BATCHES_AHEAD * per_batch / workers)))
         loader: DataLoader[Any] = DataLoader(
-            _Readable(samples),
-            sampler=_Indices(sampler.copy()),  # type: ignore[arg-type]
+            _WorkerDataset(samples),
+            sampler=_SampleNumbers(sampler.copy()),  # type: ignore[arg-type]
             batch_size=None,
             num_workers=workers,
-            prefetch_factor=ahead,
-            collate_fn=_as_it_is,
-            # Its own: it would draw from the generator that dropout draws from.
+            prefetch_factor=ahead_per_worker,
+            collate_fn=_unchanged,
+            # Of its own, or it would draw its seed from the generator that dropout draws from.
             generator=torch.Generator().manual_seed(0),
         )
         self._items: Iterator[Any] = iter(loader)
 
     def take(self, count: int) -> list[Item | Unread]:
-        """The next samples, in the order of the batches."""
+        """The next ``count`` samples in the order of the batches, with an error in the place of one
+        that could not be read. Waits until they are read."""
         return [_as_tensors(next(self._items)) for _ in range(count)]
 
 
-class _Indices:
-    """The numbers of all samples to come, batch after batch."""
+class _SampleNumbers:
+    """The numbers of all samples that a sampler draws, batch after batch without end."""
 
     def __init__(self, sampler: BatchSampler) -> None:
         self._sampler = sampler
 
     def __iter__(self) -> Iterator[int]:
+        """Numbers of samples; batches are drawn from the sampler as they are needed."""
         while True:
             yield from (sample.document for sample in self._sampler.next_batch().samples)
 
 
-class _Readable(Dataset[Any]):
-    """Samples by number in a worker. Tensors are sent as arrays: each would hold an open file."""
+class _WorkerDataset(Dataset[Any]):
+    """The data set from which workers read samples by number. They send tensors as numpy arrays,
+    as each tensor that is sent would hold an open file."""
 
-    def __init__(self, samples: _Reads) -> None:
+    def __init__(self, samples: _SampleSource) -> None:
         self._samples = samples
 
     def __getitem__(self, index: int) -> Any:
-        """The sample as arrays by name, or the error of reading it as a value, which the loop
-        raises when it comes to the sample."""
+        """The fields of a sample as arrays by name; where it cannot be read, an :class:`Unread`,
+        which the loop raises when it comes to the sample."""
         try:
             return {name: _as_array(x) for name, x in self._samples.read(index).items()}
         except HeadraceError as error:
@@ -104,7 +111,8 @@ class _Readable(Dataset[Any]):
             return Unread(what=f"item {index}", got=got, wanted="a sample", hint=None)
 
 
-def _as_it_is(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
+    """The collate function of the loader, which would make tensors of arrays."""
     return value
 
 
@@ -117,8 +125,8 @@ def _as_array(x: torch.Tensor) -> Any:
         return x
 
 
-def _as_tensors(found: Any) -> Item | Unread:
-    """What a process read as tensors again; an error as it is."""
-    if isinstance(found, Unread):
-        return found
-    return {name: torch.as_tensor(x) for name, x in found.items()}
+def _as_tensors(received: Any) -> Item | Unread:
+    """A sample as tensors, of the arrays that a worker sent; an error as it is."""
+    if isinstance(received, Unread):
+        return received
+    return {name: torch.as_tensor(x) for name, x in received.items()}

@@ -61,8 +61,8 @@ class RunRecord:
         trackers: Sequence[Tracker] = (),
         calibrations: Sequence[Path] = (),
     ) -> None:
-        """A record in ``folder``, or in a temporary folder for None; measured calibrations are
-        looked for in ``calibrations``."""
+        """Make a temporary folder where ``folder`` is None; no file is opened before
+        :meth:`begin`."""
         self._temporary = tempfile.TemporaryDirectory() if folder is None else None
         self.folder = Path(self._temporary.name if self._temporary else folder or "")
         self._trackers, self._calibrations = trackers, calibrations
@@ -74,8 +74,8 @@ class RunRecord:
         return TrainingRun(self.folder)
 
     def begin(self, first: int, facts: Mapping[str, Any]) -> None:
-        """Begin with step ``first``: lines of it and of later steps are dropped, and ``facts`` are
-        written where the run is new."""
+        """Open the files to go on with step ``first``: lines of it and of later steps are dropped,
+        and ``facts`` are written where the run is new."""
         self._journal = Journal(self.folder, first)
         if first == 0 or not (self.folder / "run.json").exists():
             self._journal.facts({**facts, "name": facts.get("name") or self.folder.name})
@@ -88,8 +88,8 @@ class RunRecord:
             tracker.log(step.metrics)
 
     def keep(self, known: Calibration) -> None:
-        """Write what was learnt about the costs. Raises CostError when the disk does not take
-        it."""
+        """Write what was learnt about the costs to calibration.json and the other files for it.
+        Raises CostError when the disk does not take it."""
         for path in (self.folder / "calibration.json", *self._calibrations):
             known.save(path)
 
@@ -124,10 +124,11 @@ def run_facts(
     from two layers was from the whole model, where that was measured now.
     """
     fits = fit_parts(profile) if profile else []
+    # By part, then by group size and layer option.
     errors: dict[str, dict[str, dict[str, float]]] = {"forward": {}, "backward": {}}
     for fit in fits:
-        found = {"median": fit.error.median, "worst": fit.error.worst}
-        errors[fit.part][f"p{fit.p} {fit.option}"] = found
+        error = {"median": fit.error.median, "worst": fit.error.worst}
+        errors[fit.part][f"p{fit.p} {fit.option}"] = error
     return {
         "format": 1,
         "name": name,
@@ -150,6 +151,7 @@ def run_facts(
 
 
 _FILES = ("metrics", "plans", "timelines")
+"""Names, without their ending, of the files that have a line for each step."""
 
 
 class Journal:
@@ -162,8 +164,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        """Open the files to append; lines of ``first_step`` and later ones, of a run that is now
-        repeated, are dropped."""
+        """Open the files to append, once lines of ``first_step`` and later ones are dropped."""
         self.folder = folder
         self._files: dict[str, IO[str]] = {}
         with _disk_errors(folder):
@@ -196,8 +197,8 @@ class Journal:
 
     def step(self, step: Step, notices: Sequence[str]) -> None:
         """Append a finished step: metrics, plan and, where it is drawn, timelines."""
-        told = {"notices": list(notices)} if notices else {}
-        self.metrics(dict(step.metrics) | told)
+        shown = {"notices": list(notices)} if notices else {}
+        self.metrics(dict(step.metrics) | shown)
         self.plan({"step": step.number} | step.plan.to_json())
         if step.measured is None or step.predicted is None:
             return
@@ -239,8 +240,10 @@ def _disk_errors(path: Path) -> Iterator[None]:
 
 
 def steps_done(folder: Path) -> int:
-    """The steps that a run has written down, as the last whole line of its metrics says."""
+    """The number of steps that a run has written down: one more than the number of the step in the
+    last complete line of its metrics; 0 where there are none."""
     try:
+        # The very last line may be torn: then the one before it counts.
         lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
         return max((_step_of(line) + 1 for line in lines[-2:]), default=0)
     except OSError:
@@ -248,7 +251,7 @@ def steps_done(folder: Path) -> int:
 
 
 def _step_of(line: bytes) -> int:
-    """The step of a line; -1 of one that is torn."""
+    """The number of the step in a line of JSON; -1 of a line that is torn."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -256,11 +259,13 @@ def _step_of(line: bytes) -> int:
 
 
 def _keep_former(folder: Path) -> None:
-    """Move the files of a run that is begun anew into a folder of their own, and say so."""
+    """Move the files of the steps that a run has written down, before it begins anew in the same
+    folder, into a new folder ``before-N`` within it, and print that."""
     done = steps_done(folder)
     if not done:
         return
-    aside = next(one for n in count(1) if not (one := folder / f"before-{n}").exists())
+    names = (folder / f"before-{n}" for n in count(1))
+    aside = next(path for path in names if not path.exists())
     aside.mkdir()
     for name in ("run.json", *(f"{name}.jsonl" for name in _FILES)):
         if (folder / name).exists():
@@ -303,6 +308,7 @@ _SCALARS = (
     "tokens",
     "longest",
 )
+"""The metrics of a step that are single numbers to draw as curves."""
 
 
 class Tracker(Protocol):
@@ -316,7 +322,7 @@ class Tracker(Protocol):
 
 
 class _TensorBoard:
-    """Sends the numbers among a step's metrics to TensorBoard files in the folder of the run."""
+    """Writes the numbers among a step's metrics to TensorBoard files in the folder of the run."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -332,9 +338,12 @@ class _TensorBoard:
 
 
 class _WandB:
+    """Sends the numbers among a step's metrics to a run at Weights & Biases."""
+
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
-        """Begin a Weights & Biases run; the import is here as the package is optional."""
-        import wandb
+        """Begin a run of this ``name`` and ``config`` there, whose local files are in
+        ``folder``."""
+        import wandb  # optional
 
         self._run: Any = wandb.init(
             project="headrace", name=name, dir=str(folder), config=dict(config)
@@ -357,7 +366,7 @@ def require_trackers(*, tensorboard: bool, wandb: bool) -> None:
 def make_trackers(
     folder: Path, *, tensorboard: bool, wandb: bool, name: str, config: Mapping[str, Any]
 ) -> list[Tracker]:
-    """The trackers asked for, which are installed."""
+    """The trackers that are asked for; their packages must be installed."""
     trackers: list[Tracker] = []
     if tensorboard:
         trackers.append(_TensorBoard(folder))
@@ -367,12 +376,14 @@ def make_trackers(
 
 
 def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics to draw as curves, of these the ones that a step has."""
     return {name: metrics[name] for name in _SCALARS if metrics.get(name) is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnSteps:
-    """``wanted`` of ``steps`` steps, evenly, and the last one; none where none are wanted.
+    """The numbers of the steps that are drawn: about ``wanted`` of the ``steps`` of a run at equal
+    distances, and the last one; none where ``wanted`` is 0.
 
     Rows of all ranks are many: they are predicted, and gathered, for these steps only.
     """
@@ -381,14 +392,14 @@ class DrawnSteps:
     steps: int
 
     def __contains__(self, number: object) -> bool:
-        """Whether the step ``number`` is recorded."""
+        """Whether the step ``number`` is drawn."""
         if not self.wanted or not isinstance(number, int):
             return False
         return number % max(1, self.steps // self.wanted) == 0 or number == self.steps - 1
 
 
 class EarlyAndRare:
-    """The steps to record where nobody knows how many there will be: 1, 2, 4, ..."""
+    """The numbers of the steps that are drawn in a run without a known end: 1, 2, 4, 8, ..."""
 
     def __contains__(self, number: object) -> bool:
         return isinstance(number, int) and number > 0 and number & (number - 1) == 0

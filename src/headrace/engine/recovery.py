@@ -80,7 +80,8 @@ class Recovery:
 
     way: WayToLeave
     groups: Groups
-    _mine: str | None = field(default=None, init=False)
+    # The action in which this rank ran out of memory in this attempt, None where it did not.
+    _ran_out_in: str | None = field(default=None, init=False)
     _failed: bool = field(default=False, init=False)
 
     @property
@@ -90,7 +91,7 @@ class Recovery:
 
     def begin(self) -> None:
         """Begin an attempt at a step."""
-        self._mine, self._failed = None, False
+        self._ran_out_in, self._failed = None, False
         self.way.begin()
 
     def survives(self, error: BaseException, action: str) -> bool:
@@ -108,13 +109,13 @@ class Recovery:
         if not isinstance(error, Exception):
             return False
         if is_out_of_memory(error) and not waiting.freed():
-            found = self.way.ask(action)
-            self._mine = action if found else None
+            survived = self.way.ask(action)
+            self._ran_out_in = action if survived else None
         else:
             # After a request to leave, an error may be what aborted transfers left.
-            found = self.way.possible(error, action)
-        self._failed = self._failed or found
-        return found
+            survived = self.way.possible(error, action)
+        self._failed = self._failed or survived
+        return survived
 
     def meet(self, loss: float, drop_attempt: Callable[[], None]) -> tuple[float, Exhausted | None]:
         """End an attempt. No exception of the failed attempt may be alive: its frames hold what the
@@ -138,22 +139,23 @@ class Recovery:
         elif not self.way.meets_always:
             return loss, None
         self.way.end()
-        said = gather_bytes(json.dumps([loss, self._mine]).encode(), self.groups.world)
-        told = [json.loads(text) for text in said]
-        for rank, text in enumerate(told):
-            if not isinstance(text, list):
+        payload = json.dumps([loss, self._ran_out_in]).encode()
+        by_rank = [json.loads(text) for text in gather_bytes(payload, self.groups.world)]
+        for rank, answer in enumerate(by_rank):
+            if not isinstance(answer, list):  # an object: what a rank says that left its loop
                 raise PlanMismatch(
                     f"step on rank {rank}",
-                    got=f"a loop that left it, and {text.get('asks')}",
+                    got=f"a loop that left it, and {answer.get('asks')}",
                     wanted="a loop over all its micro-batches",
                 )
-        actions = tuple((rank, text) for rank, (_, text) in enumerate(told) if text)
+        actions = tuple((rank, action) for rank, (_, action) in enumerate(by_rank) if action)
         if failed and not actions:
             raise HeadraceError("step", got="a broken connection", wanted="ranks that all answer")
         if actions and not failed:
             self.way.leave(drop_attempt)
             self.way.end()
-        return sum(part for part, _ in told), Exhausted(actions=actions) if actions else None
+        exhausted = Exhausted(actions=actions) if actions else None
+        return sum(part for part, _ in by_rank), exhausted
 
 
 @dataclass(slots=True, kw_only=True)
@@ -182,11 +184,13 @@ class LeaveWorld:
         """Do nothing: the current world is used."""
 
     def possible(self, error: Exception, action: str) -> bool:
-        """Whether another rank asks to meet anew, perhaps only in a moment."""
+        """Whether another rank asks to meet anew, now or within the moment that this waits, and
+        nothing was written."""
         return self.recoverable() and self.rerendezvous.asked()
 
     def ask(self, action: str) -> bool:
-        """Ask by the shared status, if the groups are made and nothing was written."""
+        """Ask all ranks to meet anew, if the groups are made and nothing was written; returns
+        whether it did."""
         if self.recoverable() and self.prepared():
             self.rerendezvous.ask()
             return True
@@ -237,7 +241,7 @@ class LeaveGroups:
         return self.possible_here
 
     def leave(self, drop_attempt: Callable[[], None]) -> None:
-        """Leave all groups but the world."""
+        """Leave all groups but the world, then free the memory of the step."""
         self.groups.leave()
         drop_attempt()
 
@@ -248,9 +252,11 @@ class LeaveGroups:
 
     @property
     def _key(self) -> str:
+        """The key in the store under which a rank asks to leave the current attempt."""
         return f"headrace/loop/out of memory/{self._attempt}"
 
     def _is_asked(self) -> bool:
+        """Whether a rank has asked to leave the current attempt."""
         return bool(_store().check([self._key]))
 
 

@@ -47,7 +47,8 @@ class Robustness:
 def doubted(
     hardware: Hardware, implementation: Implementation
 ) -> dict[str, tuple[Hardware, Implementation]]:
-    """Hardware and kernels for each doubt, by its name."""
+    """The hardware and kernels under each doubt, by its name: attention, or links inside and across
+    nodes, slower or faster by the share DOUBT."""
     found: dict[str, tuple[Hardware, Implementation]] = {}
     attained = implementation.on_device(hardware.device)
     for factor in (1 - DOUBT, 1 + DOUBT):
@@ -98,14 +99,15 @@ def for_the_worst(
     """
     usual = planner.plan(request)
     plans = [usual.plan, *(other.plan(request).plan for other in doubts.values())]
-    worst = [max(_seconds(plan, other) for other in doubts.values()) for plan in plans]
-    best = min(range(len(plans)), key=worst.__getitem__)
+    worst_s = [max(_seconds(plan, other) for other in doubts.values()) for plan in plans]
+    best = min(range(len(plans)), key=worst_s.__getitem__)
     if best == 0:
         return usual
+    doubt = list(doubts)[best - 1]  # the usual plan is the first of plans
     timed = plans[best].replace(
         predicted_s=_seconds(plans[best], planner),
         lower_bound_s=usual.plan.lower_bound_s,
-        why=(f"best in the worst case: made for {list(doubts)[best - 1]}",),
+        why=(f"best in the worst case: made for {doubt}",),
     )
     return planner.expected(timed, request, planning_s=usual.planning_s)
 
@@ -116,4 +118,5 @@ def _seconds(plan: Plan, planner: StepPlanner) -> float:
 
 
 def _faster(link: Link, factor: float) -> Link:
+    """The link with ``factor`` times its bytes per second."""
     return replace(link, bytes_per_s=link.bytes_per_s * factor)

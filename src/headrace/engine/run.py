@@ -44,20 +44,21 @@ from headrace.units import bytes_text, count_text, counted, percent_text
 __all__ = ["RankRun"]
 
 _IN_FLIGHT = 1 / 16
-"""Fraction of the memory for pulls in flight, and for pushes; the memory margin of plans covers
-both."""
+"""Fraction of a rank's memory that pulls under way may take, and as much again for pushes; the
+memory margin of plans covers both."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RankRun:
-    """One rank's part of the run in ``folder``; ``record`` writes on the first rank only."""
+    """One rank's part of the run in ``folder``: ``planner`` plans its steps, ``writer`` writes its
+    checkpoints in the background, and ``record``, on the first rank only, its other files."""
 
     rank: Rank
     folder: Path
     record: RunRecord | None = None
     planner: RunPlanner = field(init=False)
     writer: BackgroundWriter = field(init=False, default_factory=BackgroundWriter)
-    _saved_step: int = field(init=False, default=0)
+    _saved_step: int = field(init=False, default=0)  # steps done at the last checkpoint
 
     @property
     def config(self) -> Config:
@@ -101,12 +102,10 @@ class RankRun:
             if profile is not None:  # measuring used the storage and reset its optimizer
                 checkpoint.load(path, self._shards())
             first = self._restore(path, saved)
-        # A sequence that does not fit is reported before the first step, not hours later.
+        # What would fail at the first checkpoint fails now, not hours later.
         checkpoint.require_json(self._state(first, rank.data.sampler.state()).to_json())
         self._announce(first)
-        rank.enters("planning for the longest sequence")
-        longest = int(rank.data.corpus.lengths.max())
-        self.planner.check(min(longest, self.config.data.context))
+        self._check_longest()
         self._tell_margin(costs)
         if isinstance(rank.data.sampler, PricedSampler):
             rank.data.sampler.price(self.planner.agreed_problem())
@@ -123,9 +122,17 @@ class RankRun:
             self._close()
         return True
 
+    def _check_longest(self) -> None:
+        """Raise InfeasiblePlan where the longest sequence of the corpus fits nowhere: before the
+        first step, not when it comes. Collective."""
+        self.rank.enters("planning for the longest sequence")
+        longest = int(self.rank.data.corpus.lengths.max())
+        self.planner.check(min(longest, self.config.data.context))
+
     def _costs(self, saved: SavedState | None) -> tuple[CostModel, Profile | None, Calibration]:
-        """The costs and the calibration of the saved run, so that it continues with the same plans;
-        measured again on another number of ranks."""
+        """The costs to begin with, the profile that they are fitted to, and what is known of them
+        from earlier runs. A ``saved`` run goes on with its costs, and no profile, so that its plans
+        stay the same; on another number of ranks they are measured as for a new one. Collective."""
         rank, margin = self.rank, self.config.planner.memory_margin
         if saved is not None:
             costs = saved.costs
@@ -140,7 +147,8 @@ class RankRun:
         return costs, profile, known
 
     def _tell_margin(self, begun: CostModel) -> None:
-        """Report the memory that plans leave free, when it was learned."""
+        """Tell the memory that plans leave free, where it was learned from earlier steps; ``begun``
+        are the costs that the run begins with."""
         margin, peaks = self.planner.margin, self.planner.calibration.peaks
         if self.config.planner.memory_margin is not None or not peaks.usual.count:
             return
@@ -152,7 +160,9 @@ class RankRun:
         )
 
     def _begin_record(self, first: int, fingerprint: str, profile: Profile | None) -> None:
-        """Open the files of the run; existing ones are continued."""
+        """Open the files of the run, on the first rank, to go on with step ``first``.
+        ``fingerprint`` is that of the costs, ``profile`` what they were fitted to, where it was
+        read or measured now."""
         rank, config = self.rank, self.config
         corpus, architecture = rank.data.corpus, rank.storage.architecture
         self.record = RunRecord(
@@ -185,7 +195,7 @@ class RankRun:
         self.record.begin(first, facts | {"architecture": architecture.to_json()})
 
     def _loop(self, first: int, steps: int, drawn: DrawnSteps) -> None:
-        """Train until ``steps`` updates are done, ``first`` of which an earlier run did; a signal
+        """Take the steps from ``first`` to ``steps - 1``, saving checkpoints between them; a signal
         ends it after the step under way, with a checkpoint."""
         engine, depth = self._engine(drawn), self.config.planner.ahead
         if depth:
@@ -206,15 +216,18 @@ class RankRun:
                 self._save_stopped(done, sampler)
 
     def _agreed(self, batch: Batch) -> Batch:
-        """A batch that was read, the same on every rank; collective where costs decide what it
-        holds, as processors may round seconds differently. Raises PlanMismatch on every rank."""
+        """Return ``batch``, once it is known to be the same on every rank. Ranks compare it, and
+        this is collective, only where costs decide what it holds, as processors may round seconds
+        differently. Raises PlanMismatch on every rank where it differs."""
         if self.config.data.iterations is not None:
             ids = f"samples {batch.lengths.ids}"
             agree("samples of the iteration", ids, self.rank.groups.world)
         return batch
 
     def _save_stopped(self, done: int, sampler: Mapping[str, Any]) -> None:
-        """Leave a checkpoint of the last step, as no other follows. Collective."""
+        """Save a checkpoint after ``done`` steps, as no other follows, unless that was done
+        already: then wait for one that is still being written. ``sampler`` is the sampler's state.
+        Collective."""
         if done > self._saved_step:
             self._save(done, sampler, wait=True)
         else:
@@ -262,15 +275,19 @@ class RankRun:
         )
 
     def _pass_on(self, step: Step, notices: tuple[str, ...]) -> None:
+        """Send a finished step and its warnings to the listener."""
         self.rank.listener.step(step, notices)
 
     def _coming(self, steps: int) -> Iterator[Lengths]:
-        """The lengths of the batches to come, from a second sampler."""
+        """The lengths of the next ``steps`` batches, from a copy of the sampler, which does not
+        move."""
         sampler = self.rank.data.sampler.copy()
         return (sampler.next_batch().lengths for _ in range(steps))
 
     def _save_sometimes(self, done: int, sampler: Mapping[str, Any]) -> None:
-        """Publish a checkpoint that all ranks have written, and begin one where it is due."""
+        """Publish a checkpoint that all ranks have written by now, and begin one where it is due
+        after ``done`` steps; ``sampler`` is the sampler's state. Collective where a checkpoint is
+        being written or due."""
         steps = self.config.run.steps
         if self.writer.busy:
             self.rank.enters("looking whether all ranks have written the checkpoint")
@@ -280,11 +297,13 @@ class RankRun:
             self._save(done, sampler, wait=done == steps)
 
     def _gather(self, payload: bytes) -> list[bytes]:
+        """The payload of every rank, in rank order. Collective."""
         return gather_bytes(payload, self.rank.groups.world)
 
     def _save(self, done: int, sampler: Mapping[str, Any], *, wait: bool) -> None:
-        """Write the checkpoint after ``done`` updates, in the background unless ``wait`` or
-        configured otherwise; a write still under way is finished first. Collective."""
+        """Write the checkpoint after ``done`` steps; a write still under way is finished first.
+        On devices, or where configured, it is written in the background unless ``wait``.
+        ``sampler`` is the sampler's state. Collective."""
         rank, background = self.rank, self.config.checkpoint.background
         rank.enters(f"writing checkpoint {done}")
         self._saved_step = done
@@ -305,7 +324,8 @@ class RankRun:
         )
 
     def _keep_calibration(self, folder: Path | None) -> None:
-        """Save the calibration, too, where a checkpoint in ``folder`` is complete."""
+        """Write what was learnt about costs where a checkpoint was completed in ``folder``; nothing
+        where it is None. On the first rank."""
         if folder is None or self.record is None:
             return
         try:
@@ -314,8 +334,8 @@ class RankRun:
             self.rank.say(f"what was learnt about costs is not kept ({error})")
 
     def _state(self, done: int, sampler: Mapping[str, Any]) -> SavedState:
-        """What a checkpoint says besides weights: counts, the sampler's and the planner's states,
-        and the configuration."""
+        """What a checkpoint after ``done`` steps holds besides tensors; ``sampler`` is the state of
+        the sampler there."""
         rank = self.rank
         return SavedState(
             step=done,
@@ -345,8 +365,8 @@ class RankRun:
         ]
 
     def _newest_state(self) -> tuple[Path | None, SavedState | None]:
-        """The newest whole checkpoint and its state, its tensors loaded; nothing when none was
-        saved yet. Collective."""
+        """Load the newest complete checkpoint into the storage; returns its folder and its state,
+        (None, None) where none was saved yet. Collective."""
         rank = self.rank
         rank.enters("reading the checkpoint")
         found = newest_whole(
@@ -362,8 +382,8 @@ class RankRun:
         return found
 
     def _load_state(self, path: Path) -> SavedState:
-        """The state of a checkpoint, its tensors loaded. Raises DamagedCheckpoint for one that is
-        damaged, CheckpointError for that of another model."""
+        """Load the tensors of a checkpoint into the storage and return its state. Raises
+        DamagedCheckpoint for one that is damaged, CheckpointError for that of another model."""
         wanted = self.rank.storage.architecture
         state = SavedState.read(path)
         if state.architecture != wanted:
@@ -377,7 +397,8 @@ class RankRun:
         return state
 
     def _restore(self, path: Path, saved: SavedState) -> int:
-        """Restore the order of the data and the planner; returns the step to go on from."""
+        """Restore the sampler, the planner and the count of updates from the state of the
+        checkpoint ``path``; returns the step to go on from."""
         rank = self.rank
         rank.storage.updates = saved.updates
         rank.data.sampler.restore(saved.sampler)
@@ -409,6 +430,7 @@ class RankRun:
         )
 
     def _close(self) -> None:
+        """End the processes that plan ahead, close the files, and tell the listener."""
         self.planner.close()
         if self.record is not None:
             self.record.close()

@@ -1,7 +1,7 @@
 """The planner of a run: costs in, plans out, measurements back, one for all ranks.
 
-It connects planning and execution: the trainer asks it for plans as
-:class:`headrace.engine.trainer.Planner` and knows nothing of how they are made.
+It connects planning and execution: the engine of a step asks it for plans as
+:class:`headrace.engine.step_engine.StepPlans` and knows nothing of how they are made.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from headrace.spec.step import Exhausted, Planned, PlanRequest, Step
 
 __all__ = ["RunPlanner", "Stopped"]
 
-_MEMORY = 0.9
-"""Weight of the old ratio in the running mean, at each step."""
+_OLD_WEIGHT = 0.9
+"""Weight of the old ratio in the running mean of measured over predicted seconds, at each step."""
 
 _PLAN, _REFUSED, _STOP = b"p", b"r", b"s"
 """First byte of a message of the first rank: a plan, a refusal, or the end of the run."""
@@ -39,20 +39,22 @@ _PLAN, _REFUSED, _STOP = b"p", b"r", b"s"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HandedOut:
-    """The request of the plan handed out last, and the process that made it, if one did."""
+    """The request of the step's plan that was handed out last, and the process that made it ahead;
+    None where the plan was made here or kept from before."""
 
     request: PlanRequest
     maker: Ahead | None
 
 
 def _alike(one: PlanRequest, other: PlanRequest) -> bool:
-    """Whether the plan of one request serves the other: ratios differ, and change no plan."""
+    """Whether the plan of one request serves the other: of the same batch with the same memory
+    margin. Ratios may differ, as they change no plan."""
     return (one.lengths, one.margin) == (other.lengths, other.margin)
 
 
 class Stopped(Exception):
-    """No step is planned any more, as the first rank was asked to stop: raised on every rank in the
-    place of the same plan."""
+    """No step is planned any more, as the first rank was asked to stop: raised on every rank that
+    asks for the plan of that step."""
 
 
 class RunPlanner:
@@ -116,17 +118,18 @@ class RunPlanner:
         )
         self._groups, self._drawn, self._drift, self._tell = groups, drawn, drift, tell
         self._first = groups is None or groups.rank == 0
-        self._observed = 0
+        self._observed = 0  # steps in the running mean
         self._step, self._done = 0, 0  # number of the next step to plan, steps observed
-        self._previous: Plan | None = None
-        self._ahead: Ahead | None = None
+        self._previous: Plan | None = None  # of the step before, where plans are smoothed
+        self._ahead: Ahead | None = None  # plans the batches of a data set, in their order
         self._announced: AnnouncedPlans | None = None  # of loops that are given batches
         self._handed: _HandedOut | None = None
-        self._warm = False
+        self._warm = False  # whether the first step of this process is over
         self._stop_asked: Callable[[], bool] = lambda: False
 
     def stop_when(self, asked: Callable[[], bool]) -> None:
-        """From now on no step is planned once the first rank is ``asked`` to stop."""
+        """Have :meth:`plan` raise Stopped on every rank from when ``asked`` is true on the
+        first."""
         self._stop_asked = asked
 
     @property
@@ -198,9 +201,9 @@ class RunPlanner:
         return self.steps.problem(float(margin))
 
     def plan_ahead(self, coming: Iterable[Lengths], *, depth: int) -> None:
-        """Have the plans of the batches to come made by a process of their own, at most ``depth``
-        ahead; on the first rank. Where plans are smoothed each waits for the one before: they are
-        made here."""
+        """Have the plans of the batches to come made by another process, at most ``depth`` ahead;
+        on the first rank. Not where plans are smoothed, as each follows from the one before: they
+        are made in this process when they are asked for."""
         if not self._first or self.steps.options.smoothing:
             return
         items = (self._request(lengths, step) for step, lengths in enumerate(coming, self._step))
@@ -213,13 +216,13 @@ class RunPlanner:
         )
 
     def announce(self, lengths: Lengths) -> None:
-        """Have the plans of a batch that comes later made by a process of their own: of its
-        forwards and of its step; on the first rank. A step's plan is made when it comes where plans
-        are smoothed, and both where none is to be made ahead. What changes a plan meanwhile, as
-        a raised memory margin, has it made anew."""
+        """Have the plans of a batch that comes later made by another process: of its forwards and
+        of its step; on the first rank. The step's plan is not made ahead where plans are smoothed,
+        and neither where ``options.ahead`` is 0. A plan is made anew when it is asked for if what
+        it follows from has changed by then, such as the memory margin."""
         if self._first:
-            asked = [self._forward_request(lengths), self._request(lengths)]
-            self._of_given().announce(asked)
+            requests = [self._forward_request(lengths), self._request(lengths)]
+            self._announced_plans().announce(requests)
 
     def close(self) -> None:
         """End the processes that plan ahead."""
@@ -230,22 +233,23 @@ class RunPlanner:
             self._ahead = None
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
-        """Take a finished step into the running mean. Plans made ahead are predicted with a ratio
-        that is no longer the last one."""
+        """Take the seconds of a finished step into ``ratio``, the running mean."""
         self._done = self._step
         if predicted_s <= 0 or measured_s <= 0:
             return
+        # The prediction was corrected by the ratio of when its plan was requested.
         seen = self._planned_ratio * measured_s / predicted_s
         self._observed += 1
-        weight = max(1 - _MEMORY, 1 / self._observed)
+        weight = max(1 - _OLD_WEIGHT, 1 / self._observed)
         self.ratio += weight * (seen - self.ratio)
 
     def learn(self, step: Step) -> tuple[str, ...]:
-        """Take the times and peaks of a finished step; returns warnings for the user, a
-        sentence each: drift, where it is watched, and a raised margin. Nothing on other ranks than
-        the first.
+        """Take the seconds of micro-batches and the peak bytes of a finished step into the
+        calibration, and raise the memory margin where a peak came too near to the memory. Returns
+        warnings for the user, a sentence each: of drift, where it is watched, and of a raised
+        margin. On the first rank only.
 
-        The first step of a process warms up and says nothing.
+        Nothing is learnt of the first step of a process, which warms up.
         """
         if not self._first:
             return ()
@@ -254,19 +258,19 @@ class RunPlanner:
             return ()
         predicted, measured = step.metrics["predicted_peak_bytes"], step.metrics["peak_bytes"]
         costs, known = self.costs, self.calibration
-        found = step.times.micro_batches if step.times is not None else {}
-        residuals = micro_batch_residuals(step.plan, step.micro_batch_s, found, costs)
+        measured_s = step.times.micro_batches if step.times is not None else {}
+        residuals = micro_batch_residuals(step.plan, step.micro_batch_s, measured_s, costs)
         known.observe(residuals)
         known.peaks = known.peaks.after(predicted, measured, costs.cluster.memory_bytes)
-        told = self._margin.raise_after_step(step.number, predicted, measured)
+        warnings = self._margin.raise_after_step(step.number, predicted, measured)
         if self._drift is not None:
-            return (*self._drift.observe(step.number, residuals, self._planned_ratio), *told)
-        return told
+            return (*self._drift.observe(step.number, residuals, self._planned_ratio), *warnings)
+        return warnings
 
     def compared(self, step: Step) -> Step:
-        """The step just finished, beside the best static plan of its batch. As it is on other ranks
-        than the first, where no comparison is asked for, and where the process that plans ahead has
-        not come to it yet: nobody waits for it."""
+        """The step just finished, with the best static plan of its batch beside it. Returned as it
+        is on other ranks than the first, where no comparison is asked for, and where the process
+        that plans ahead has not made that plan yet: it is not waited for."""
         handed = self._handed
         if not self._first or not self.steps.options.compare or handed is None:
             return step
@@ -279,8 +283,8 @@ class RunPlanner:
         return step if best is None else step.compared_with(best)
 
     def state(self) -> dict[str, Any]:
-        """Costs, correction, seed and what was learnt: what a resumed run needs to plan alike.
-        Nothing on other ranks than the first."""
+        """What a resumed run needs to plan alike, as JSON: costs, correction, seed and what was
+        learnt. Empty on other ranks than the first."""
         if not self._first:
             return {}
         before = {"before": self._previous.to_json()} if self._previous is not None else {}
@@ -309,59 +313,62 @@ class RunPlanner:
 
     @property
     def _planned_ratio(self) -> float:
-        """The ratio that corrected the seconds of the last plan."""
+        """The ratio by which the predicted seconds of the last step's plan were corrected."""
         ratio = self._handed.request.ratio if self._handed is not None else None
         return 1.0 if ratio is None else ratio
 
     def _plan(self, lengths: Lengths) -> Planned:
-        """The plan of the next step, on the first rank."""
+        """The plan of the next step, on the first rank: the one made ahead where it serves, else
+        the one announced or kept, else one made now."""
         request = self._request(lengths)
         maker = self._ahead
-        found = next(maker, None) if maker is not None else None
-        made = found.request if found is not None else None
-        if found is not None and made is not None and _alike(made, request):
-            return self._handed_out(found, made, maker)
+        planned = next(maker, None) if maker is not None else None
+        made_for = planned.request if planned is not None else None
+        if planned is not None and made_for is not None and _alike(made_for, request):
+            return self._handed_out(planned, made_for, maker)
         announced = self._announced
         if announced is None or not announced.serves(request):
             return self._handed_out(self.steps.plan(request), request, None)
         known = announced.take(request)
         if known is not None:
-            found, maker = known
-            return self._handed_out(found, found.request or request, maker)
-        found = self.steps.plan(request)
-        announced.keep(request, found)
-        return self._handed_out(found, request, None)
+            planned, maker = known
+            return self._handed_out(planned, planned.request or request, maker)
+        planned = self.steps.plan(request)
+        announced.keep(request, planned)
+        return self._handed_out(planned, request, None)
 
-    def _of_given(self) -> AnnouncedPlans:
-        """Plans of batches that are given, which are often asked for more than once."""
+    def _announced_plans(self) -> AnnouncedPlans:
+        """The plans of batches that a loop gives, kept as they are often asked for more than once;
+        made at the first call."""
         if self._announced is None:
             self._announced = AnnouncedPlans(steps=self.steps, tell=self._tell)
         return self._announced
 
     def _plan_forward(self, lengths: Lengths) -> Planned:
-        """The plan of forwards, on the first rank."""
-        request, announced = self._forward_request(lengths), self._of_given()
+        """The plan of forwards, on the first rank: the one announced or kept, else one made now."""
+        request, announced = self._forward_request(lengths), self._announced_plans()
         known = announced.take(request)
         if known is not None:
             return known[0]
-        found = self.steps.plan(request)
-        announced.keep(request, found)
-        return found
+        planned = self.steps.plan(request)
+        announced.keep(request, planned)
+        return planned
 
     def _replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
-        """A thriftier plan of the same batch, on the first rank."""
+        """A thriftier plan of the same batch, on the first rank. The peaks of the failed attempt
+        are learnt: ranks that ran out took all of their memory."""
         costs = self.costs
         memory, predicted = costs.cluster.memory_bytes, peak_bytes(failed, costs)
         measured = [memory if r in exhausted.ranks else p for r, p in enumerate(predicted)]
         self.calibration.peaks = self.calibration.peaks.after(predicted, measured, memory)
         self._step -= 1  # the same step
         request = self._request(lengths)
-        found = self._margin.plan_after_failure(
+        planned = self._margin.plan_after_failure(
             max(predicted[r] for r in exhausted.ranks),
             exhausted,
             lambda margin: self.steps.plan(replace(request, margin=margin)),
         )
-        return self._handed_out(found, found.request or request, None)
+        return self._handed_out(planned, planned.request or request, None)
 
     def _replan_forward(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
         """A thriftier plan of the same forwards, on the first rank."""
@@ -401,39 +408,44 @@ class RunPlanner:
             drawn=number in self._drawn,
         )
 
-    def _handed_out(self, found: Planned, request: PlanRequest, maker: Ahead | None) -> Planned:
-        """Remember a plan that is about to be returned, and advance to the next step."""
+    def _handed_out(self, planned: Planned, request: PlanRequest, maker: Ahead | None) -> Planned:
+        """Return ``planned``, the plan of a step, after noting its request and the process that
+        made it, and advance to the next step."""
         self._handed = _HandedOut(request=request, maker=maker)
         self._step += 1
         if self.steps.options.smoothing:
-            self._previous = found.plan
-        return found
+            self._previous = planned.plan
+        return planned
 
     def _decide_on_first(self, decide: Callable[[], Planned], *, stop: bool = False) -> Planned:
-        """Call ``decide`` on the first rank and give its result to every rank, unless the run is to
-        ``stop``. Collective."""
+        """Call ``decide`` on the first rank and send the plan to every rank; on others than the
+        first it comes without expectations. Collective. Raises InfeasiblePlan on every rank where
+        ``decide`` does, and Stopped on every rank, without a call, where the first is to
+        ``stop``."""
         planned, payload = None, _STOP
         if self._first and not stop:
             try:
                 planned = decide()
-                payload = _PLAN + (planned.plan.to_bytes() if self._many else b"")
+                payload = _PLAN + (planned.plan.to_bytes() if self._is_shared else b"")
             except InfeasiblePlan as error:
                 payload = _REFUSED + str(error).encode()
-        said = self._from_first(payload)
+        received = self._from_first(payload)
         if planned is not None:
             return planned
-        return Planned(plan=Plan.from_bytes(said), predicted=None, peak_bytes=(), planning_s=0.0)
+        plan = Plan.from_bytes(received)
+        return Planned(plan=plan, predicted=None, peak_bytes=(), planning_s=0.0)
 
     @property
-    def _many(self) -> bool:
+    def _is_shared(self) -> bool:
         """Whether there are other ranks to send plans to."""
         return self._groups is not None and self._groups.ranks > 1
 
     def _from_first(self, payload: bytes) -> bytes:
-        """The ``payload`` of the first rank, on every rank. Collective."""
+        """The ``payload`` of the first rank without its first byte, on every rank. Collective.
+        Raises InfeasiblePlan or Stopped where that byte says so."""
         world = self._groups.world if self._groups is not None and self._groups.ranks > 1 else None
-        said = from_first(payload, world)
-        kind, rest = said[:1], said[1:]
+        message = from_first(payload, world)
+        kind, rest = message[:1], message[1:]
         if kind == _REFUSED:
             raise InfeasiblePlan(rest.decode())
         if kind == _STOP:

@@ -37,9 +37,10 @@ __all__ = [
 ]
 
 _COLUMNS = ("length", "lengths", "num_tokens")
+"""Columns of a data set that are taken for the lengths of its items, the first that it has."""
 
 _LOOKED_AT = 8
-"""Samples that ranks compare before the first step."""
+"""Number of samples whose contents ranks compare before the first step."""
 
 
 def fingerprint_of(samples: Sequence[Item]) -> str:
@@ -55,8 +56,15 @@ def fingerprint_of(samples: Sequence[Item]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Samples:
-    """A map-style data set whose items have ``lengths`` [n] tokens; what a sampler asks of a
-    corpus, and :meth:`read`."""
+    """A map-style data set, in the form in which a sampler takes a corpus, and with :meth:`read`.
+
+    Attributes:
+        dataset: Gives an item for each index.
+        lengths: The tokens of each item [n].
+        reader: Makes samples, tensors by their names, of items.
+        name: The name of its class.
+        fingerprint: A hash of the lengths.
+    """
 
     dataset: Any
     lengths: NDArray[np.int64]
@@ -66,8 +74,8 @@ class Samples:
 
     @classmethod
     def of(cls, dataset: Any, lengths: LengthSource, reader: SampleReader) -> Samples:
-        """Look at a data set. Raises DataError for one without items or with lengths that cannot
-        be its own."""
+        """Find out the lengths of a data set. Raises DataError for one without items, for another
+        number of lengths, and for a length below 1."""
         count = len(dataset)
         found = np.asarray(_lengths(dataset, lengths, reader), dtype=np.int64).reshape(-1)
         if not count or len(found) != count:
@@ -104,27 +112,29 @@ class Samples:
         return int(self.lengths.sum())
 
     def contents(self) -> str:
-        """A hash of some samples, which ranks must read alike."""
-        few = sorted({int(at) for at in np.linspace(0, len(self.lengths) - 1, _LOOKED_AT)})
-        return fingerprint_of([self.read(at) for at in few])
+        """A hash of a few samples at equal distances, which must be the same on all ranks."""
+        spread = np.linspace(0, len(self.lengths) - 1, _LOOKED_AT)
+        indices = sorted({int(at) for at in spread})
+        return fingerprint_of([self.read(at) for at in indices])
 
     def read(self, index: int) -> Item:
-        """One sample. Raises DataError when it is not as long as was said."""
+        """Read one sample. Raises DataError where its tokens are not as many as ``lengths`` say."""
         item = self.reader.read(self.dataset[index], f"item {index}")
-        have, told = self.reader.length(item), int(self.lengths[index])
-        if have != told:
+        count, expected = self.reader.length(item), int(self.lengths[index])
+        if count != expected:
             raise DataError(
                 f"item {index} of {self.name}",
-                got=f"{have} tokens",
-                wanted=f"{told}, as its length says",
+                got=f"{count} tokens",
+                wanted=f"{expected}, as its length says",
                 hint="lengths count the tokens of an item without padding",
             )
         return item
 
 
 def _lengths(dataset: Any, lengths: LengthSource, reader: SampleReader) -> Any:
-    """The number of tokens of every sample: from a column, a function, the values given, or by
-    reading each sample."""
+    """The number of tokens of every sample [n]: ``lengths`` itself, or from the column or by the
+    function that it names. For None from a column whose name is known, else by reading all samples.
+    Raises DataError for a column that the data set lacks."""
     if lengths is None:
         names = getattr(dataset, "column_names", None) or ()
         lengths = next((name for name in _COLUMNS if name in names), None)
@@ -143,24 +153,31 @@ def _lengths(dataset: Any, lengths: LengthSource, reader: SampleReader) -> Any:
 
 
 def _nothing(_: int) -> Item:
-    """What goes with a sample alone."""
+    """No fields: nothing goes beside a sample."""
     return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoopBatch:
-    """The samples of one optimizer step. ``read(i)`` gives the i-th; ``state_after`` is where the
-    order stands once they are trained, ``epoch`` the pass that they belong to.
+    """The samples of one optimizer step.
 
-    Where samples are kept ``together`` the planner sees some of them as one: then ``read(i)`` gives
-    the i-th of these, of the samples ``together[i]``, and ``counts`` are the tokens of all samples.
-    Unless ``learned``, no token needs a label. ``like`` gives a sample with the fields of all,
-    where batches may have others than the sample that the model was measured with. ``beside(i)`` is
-    what goes with the i-th of all samples.
-
-    Where each rank has its own samples, ``starts`` are the number of the first of each rank, then
-    that of all samples; ``bring`` has those here that this rank works on in a plan, which are all
-    that may be read. Collective.
+    Attributes:
+        lengths: The tokens of the sequences that the planner sees: the samples, or where some are
+            kept ``together``, each of these groups as one sequence.
+        epoch: The pass over the data that they belong to.
+        read: Gives the i-th sequence that the planner sees, as tensors by their names.
+        state_after: The state of the order once they are trained, as JSON.
+        together: The numbers of the samples in each sequence that the planner sees; None where
+            each sample is one.
+        counts: The tokens of each sample, where some are kept ``together``.
+        learned: Whether tokens need labels.
+        like: Gives a sample with the fields of all, where batches may have other fields than the
+            sample that the model was measured with.
+        beside: Gives the fields that go beside the i-th sample, which the model does not take.
+        starts: Where each rank has its own samples, the number of the first sample of each rank,
+            then the number of samples [ranks + 1].
+        bring: Where each rank has its own samples, fetches those that this rank works on in a plan;
+            no others may be read. Collective.
     """
 
     lengths: Lengths
@@ -213,12 +230,13 @@ class SampleOrder(Protocol):
         ...
 
     def coming(self, epochs: int | None) -> Iterator[Lengths] | None:
-        """The lengths of all batches that follow, of the first ``epochs`` where that is a number,
-        without taking them; None where nobody knows."""
+        """The lengths of the batches that follow, without taking them: of the first ``epochs``
+        passes over the data, endless where that is None. None where they are not known before the
+        data is read."""
         ...
 
     def first(self) -> Item:
-        """A sample of the data set, from which names and shapes are known."""
+        """A sample of the data set that shows the names and shapes of fields; it is not taken."""
         ...
 
     def facts(self) -> dict[str, Any]:
@@ -234,7 +252,7 @@ class SampleOrder(Protocol):
         ...
 
     def close(self) -> None:
-        """End what reads samples beside the loop."""
+        """End the processes that read samples ahead."""
         ...
 
 
@@ -252,6 +270,7 @@ class DrawnOrder:
     processes where there are any."""
 
     def __init__(self, samples: Samples, sampler: BatchSampler, *, workers: int = 0) -> None:
+        """An order of ``samples`` in the batches that ``sampler`` draws of them."""
         self.samples = samples
         self._sampler, self._workers = sampler, workers
         self._ahead: ReadAhead | None = None
@@ -273,7 +292,7 @@ class DrawnOrder:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the lengths, and of some samples."""
+        """A hash of some samples, and one of the lengths."""
         return f"{self.samples.contents()[:12]} {self.samples.fingerprint}"
 
     def next_batch(self) -> LoopBatch:
@@ -281,21 +300,22 @@ class DrawnOrder:
         if self._workers and self._ahead is None:
             self._ahead = self._reading_ahead()  # from where the sampler stands, so before it moves
         batch = self._sampler.next_batch()
-        items = [sample.document for sample in batch.samples]
-        ready = None if self._ahead is None else self._ahead.take(len(items))
+        indices = [sample.document for sample in batch.samples]
+        ready = None if self._ahead is None else self._ahead.take(len(indices))
 
         def read(i: int) -> Item:
-            found = self.samples.read(items[i]) if ready is None else ready[i]
+            """The i-th sample of the batch; raises what a worker that read it ahead failed with."""
+            found = self.samples.read(indices[i]) if ready is None else ready[i]
             if isinstance(found, dict):
                 return found
-            raise found.error()  # a worker could not read it
+            raise found.error()
 
         return LoopBatch(
             lengths=batch.lengths, epoch=batch.epoch, state_after=batch.state_after, read=read
         )
 
     def _reading_ahead(self) -> ReadAhead:
-        """Processes that read the samples of coming batches."""
+        """Start the processes that read the samples of coming batches."""
         from headrace.engine.read_ahead import ReadAhead
 
         each = self._sampler.per_batch
@@ -330,17 +350,17 @@ class DrawnOrder:
 
 
 class StreamOrder:
-    """Batches of an iterable data set, in the order in which it gives its items; it is begun anew
-    for every epoch, and must then give the same on all ranks."""
+    """Batches of an iterable data set, in the order in which it gives its items. The data set is
+    iterated over anew for every epoch, and must give the same items on all ranks."""
 
     def __init__(self, dataset: Iterable[Any], reader: SampleReader, *, batch_tokens: int) -> None:
         """An order that reads samples one after the other into batches of at most ``batch_tokens``
         tokens."""
         self._dataset, self._reader = dataset, reader
         self._budget = batch_tokens
-        self._position = {"epoch": 0, "items": 0}
+        self._position = {"epoch": 0, "items": 0}  # items that were taken in the epoch
         self._items: Iterator[Any] = iter(dataset)
-        self._held: Item | None = None
+        self._next: Item | None = None  # the item that was read and not taken yet
 
     @property
     def epoch(self) -> int:
@@ -359,23 +379,24 @@ class StreamOrder:
 
     @property
     def fingerprint(self) -> str:
-        """A text that shows the beginning of the first item."""
+        """A text with the beginning of the next item: 64 values of each field."""
         shown = {name: x.flatten()[:64].tolist() for name, x in sorted(self.first().items())}
         return f"{self._reader.length(self.first())} tokens {shown}"
 
     def next_batch(self) -> LoopBatch:
-        """The items that follow, as many as the budget holds, one at least."""
-        self._look()
+        """Take the items that follow, as many as the budget of tokens holds, one at least; a batch
+        ends at the end of the epoch."""
+        self._read_next()
         epoch, items, total = self.epoch, list[Item](), 0
-        while (item := self._held) is not None:
+        while (item := self._next) is not None:
             count = self._reader.length(item)
             if items and total + count > self._budget:
                 break
             items.append(item)
-            total, self._held = total + count, None
+            total, self._next = total + count, None
             self._position["items"] += 1
-            self._held = self._read()
-        if self._held is None:
+            self._next = self._read()
+        if self._next is None:
             self._position = {"epoch": epoch + 1, "items": 0}
             self._items = iter(self._dataset)
         return LoopBatch(
@@ -394,9 +415,9 @@ class StreamOrder:
 
     def first(self) -> Item:
         """The item that comes next, which is not consumed."""
-        self._look()
-        assert self._held is not None, "looked"
-        return self._held
+        self._read_next()
+        assert self._next is not None, "read"
+        return self._next
 
     def state(self) -> dict[str, Any]:
         """The epoch, and how many of its items were consumed."""
@@ -411,9 +432,10 @@ class StreamOrder:
             "epoch": int(position["epoch"] or 0),
             "items": int(position["items"] or 0),
         }
-        self._items, self._held = iter(self._dataset), None
+        self._items, self._next = iter(self._dataset), None
+        end = object()
         for at in range(self._position["items"]):
-            if next(self._items, self) is self:
+            if next(self._items, end) is end:
                 raise DataError(
                     "stream of samples",
                     got=f"{at} items",
@@ -422,13 +444,14 @@ class StreamOrder:
                 )
 
     def close(self) -> None:
-        """Do nothing: who made the stream ends it."""
+        """Do nothing: no process reads ahead."""
 
-    def _look(self) -> None:
-        """Read the next item and hold it, unless one is held."""
-        if self._held is None:
-            self._held = self._read()
-        if self._held is None:
+    def _read_next(self) -> None:
+        """Read the next item of the epoch without taking it, unless that was done already. Raises
+        DataError where the data set gives no more items."""
+        if self._next is None:
+            self._next = self._read()
+        if self._next is None:
             raise DataError(
                 "stream of samples",
                 got="no item",

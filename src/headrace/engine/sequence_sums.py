@@ -32,17 +32,19 @@ __all__ = ["SequenceSums"]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SequenceSums:
-    """The sequences of a micro-batch as this rank adds them up.
+    """Adds up values of tokens by the sequences of a micro-batch, of which this rank has some
+    tokens.
 
     Attributes:
         lengths: Tokens of the sequences, in the order of the row; none in an idle turn.
-        shares: What each sequence counts on this rank; 0 where a trial leaves it out.
-        placed: Where the tokens of the row are.
+        shares: The share of each sequence on this rank; 0 where a trial of the loss leaves it out.
+        placed: The placement of the tokens of the row; of a model of several axes another value.
         group: The ranks of the micro-batch; None for one rank.
         dtype: The type of the shares.
         device: Where the shares are.
         used: Whether sums were asked for.
-        leaks: The gradients that reached sequences whose share is 0, [] each.
+        leaks: The largest absolute gradient, [], of each backward that reached sequences whose
+            share is 0: a loss that leaves them out gives 0.
     """
 
     lengths: Sequence[int]
@@ -55,7 +57,7 @@ class SequenceSums:
     leaks: list[torch.Tensor] = field(default_factory=list, init=False)
 
     def share(self) -> torch.Tensor:
-        """The shares [k]. Raises ModelError for a model of several axes."""
+        """The shares [k] as a tensor. Raises ModelError for a model of several axes."""
         self._require_tokens()
         return torch.tensor(self.shares, dtype=self.dtype, device=self.device)
 
@@ -64,7 +66,7 @@ class SequenceSums:
         precision at least. Collective among the ranks of the micro-batch. Raises ModelError for
         values of other tokens."""
         self.used = True
-        if not self.lengths:  # a turn without work: its graph is kept
+        if not self.lengths:  # an idle turn: its backward still has to reach the model
             return values.flatten()[:0]
         index = self.local_index()
         shape = list(values.shape)
@@ -75,14 +77,17 @@ class SequenceSums:
                 wanted=f"[1, {len(index)}], a value of each local token",
             )
         stops = np.cumsum(self.lengths)
+        # The number of the sequence of each local token [s_r].
         owners = torch.from_numpy(np.searchsorted(stops, index, side="right")).to(values.device)
         flat = values.flatten()
         wide = flat.float() if flat.element_size() < 4 else flat
-        own = wide.new_zeros(len(self.lengths)).index_add(0, owners, wide)
-        whole: torch.Tensor = own if self.group is None else _Sum.apply(own, self.group)
-        if whole.requires_grad and 0.0 in self.shares:
-            whole.register_hook(self._look)
-        return whole
+        local_sums = wide.new_zeros(len(self.lengths)).index_add(0, owners, wide)
+        sums: torch.Tensor = (
+            local_sums if self.group is None else _Sum.apply(local_sums, self.group)
+        )
+        if sums.requires_grad and 0.0 in self.shares:
+            sums.register_hook(self._note_leak)
+        return sums
 
     def local_index(self) -> np.ndarray:
         """[s_r] int64: where the local tokens are in the row. Raises ModelError for a model of
@@ -101,14 +106,16 @@ class SequenceSums:
             )
         return self.placed
 
-    def _look(self, gradient: torch.Tensor) -> None:
-        """Note the largest gradient of a sequence that counts nothing."""
-        without = self.share() == 0
-        self.leaks.append(gradient[without].abs().max())
+    def _note_leak(self, gradient: torch.Tensor) -> None:
+        """Append to ``leaks`` the largest absolute value of the ``gradient`` [k] of the sums among
+        sequences whose share is 0."""
+        left_out = self.share() == 0
+        self.leaks.append(gradient[left_out].abs().max())
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over a group, and that of gradients."""
+    """The sum of a tensor [k] over a group, the same on all ranks; the gradient is the sum of the
+    gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

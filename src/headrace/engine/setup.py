@@ -102,10 +102,10 @@ def open_sampler(
 
 
 def _sampler(config: Config, corpus: Corpus) -> BatchSampler:
-    """What draws the batches of a corpus as a configuration says."""
+    """The sampler that draws the batches of a corpus as a configuration says."""
     options, seed = config.data, config.run.seed
     if options.iterations is not None:
-        # What it draws with is large.
+        # Here, as it imports much that other runs do not need.
         from headrace.engine.iteration_sampler import IterationSampler
 
         return IterationSampler(
@@ -150,7 +150,8 @@ def roofline_of(
 
 
 def assumed_by(config: Config, costs: CostModel, *, precision: str | None = None) -> Assumed:
-    """What predictions with some costs of a configuration are of."""
+    """What predictions with these costs assume: devices, kernels, precision, optimizer and memory.
+    ``precision`` takes the place of the type that the configuration plans with."""
     options, cluster = config.devices, costs.cluster
     precision = precision or options.planned_dtype
     hardware, kernels, peak = cluster.device, "measured", None
@@ -174,13 +175,14 @@ def assumed_by(config: Config, costs: CostModel, *, precision: str | None = None
 
 
 def native_or_why(config: Config) -> str:
-    """The reason why the model of a configuration is not native; empty where it is."""
+    """The reason, in words, why the model of a configuration is not native; empty where it is, and
+    where it is an unsupported variant of a native type, which raises an error when it is opened."""
     if config.model.from_ is None:
         return ""
     try:
         _folder_architecture(config)
     except SpecError as error:
-        # Of a native type the error is raised where the model is made: a variant is refused.
+        # Other errors than of the type are of a variant of a native one.
         return str(error) if error.what == "model_type" else ""
     return ""
 
@@ -203,8 +205,9 @@ def _folder_architecture(config: Config) -> Architecture | None:
 def _architecture(
     config: Config, folder: Architecture | None, vocabulary: int, mask_id: int | None
 ) -> Architecture:
-    """The architecture of the configuration, or that of a model's ``folder`` with this vocabulary,
-    context and id of the mask token."""
+    """The architecture of the configuration's own shape, or ``folder``, that of a model's folder,
+    fitted to the configuration: to its context, the size of its vocabulary, and the id of the mask
+    token of its tokenizer."""
     model, context = config.model, config.data.context
     if folder is None:
         return model.architecture(vocabulary, context, mask_id)

@@ -275,7 +275,8 @@ class RunningStep(Generic[Batch, Handed]):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the step that have a loss, of all ranks, from its first micro-batch on."""
+        """Tokens of the step that have a loss, of all ranks; known from its first micro-batch
+        on."""
         return self._targets if self.done else self.engine.runner.targets
 
     def run(self) -> None:
@@ -348,8 +349,11 @@ class RunningStep(Generic[Batch, Handed]):
                 self.stage = "left"
 
     def _train(self) -> Iterator[Handed]:
-        """The micro-batches of the step, then the update and what is learnt of it."""
+        """Yield the micro-batches of the step, then update the weights and learn from the step;
+        sets ``loss``, ``gradient_norm`` and ``seconds``. Raises HeadraceError on all ranks where
+        the loss or the norm is not finite."""
         engine, runner = self.engine, self.engine.runner
+        # What else this process holds is no part of the peak that plans predict.
         other_bytes = reset_peak_bytes(engine.device) - runner.bytes_now()
         start_s = time.perf_counter()
         loss = yield from self.attempts()
@@ -372,8 +376,12 @@ class RunningStep(Generic[Batch, Handed]):
     def attempts(self) -> Generator[Handed, None, float]:
         """Run the plan, and thriftier ones while memory runs out, without an update.
 
+        Yields:
+            The micro-batches of each attempt, for a loop that calls the model.
+
         Returns:
-            The sum of all ranks' losses as far as the end of an attempt knows it.
+            The sum of all ranks' losses, where ranks meet at the end of every attempt; else what
+            this rank knows of it.
         """
         engine, runner, recovery = self.engine, self.engine.runner, self.engine.recovery
         while True:
@@ -389,15 +397,15 @@ class RunningStep(Generic[Batch, Handed]):
             if exhausted is None:
                 return loss
             planner = engine.planner
-            again = planner.replan_forward if self.forward else planner.replan
-            self.planned = again(self.batch.lengths, self.plan, exhausted)
+            replan = planner.replan_forward if self.forward else planner.replan
+            self.planned = replan(self.batch.lengths, self.plan, exhausted)
             self.retries += 1
             strategy = self.plan.strategy
             engine.tell(f"{exhausted} of step {self.number}: taken again as {strategy}")
 
     def _finish(self, mine: RankTimes) -> None:
-        """Send the times of the step to the first rank, which learns from them and records the
-        step."""
+        """Send what this rank measured of the step to the first rank, which learns from it and
+        records the step; then mark the step as done. Collective."""
         engine, number, plan = self.engine, self.number, self.plan
         times, measured = told_to_first(mine, engine.groups, drawn=number in engine.drawn)
         step_s = None if times is None else times.step_s
@@ -443,17 +451,13 @@ def told_to_first(
         drawn: Whether the rows of all ranks are gathered too.
 
     Returns:
-        The times of all ranks, and their rows where the step is drawn; None on other ranks.
+        The times of all ranks, and their rows as a timeline, None where the step is not drawn; two
+        None on other ranks.
     """
     times = gather_to_first(mine.to_bytes(), groups.world)
-    rows = gather_to_first(packed_rows(mine.rows), groups.world) if drawn else None
-    measured = (
-        None
-        if rows is None
-        else Timeline(
-            source="measured",
-            devices=groups.ranks,
-            rows=tuple(row for rank, told in enumerate(rows) for row in rows_of_packed(told, rank)),
-        )
-    )
+    packed = gather_to_first(packed_rows(mine.rows), groups.world) if drawn else None
+    measured = None
+    if packed is not None:
+        rows = tuple(row for rank, one in enumerate(packed) for row in rows_of_packed(one, rank))
+        measured = Timeline(source="measured", devices=groups.ranks, rows=rows)
     return None if times is None else StepTimes.of(times), measured

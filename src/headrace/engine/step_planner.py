@@ -69,13 +69,14 @@ class StepPlanner:
             InfeasiblePlan: When nothing fits, saying by how much and what would help.
         """
         if request.forward:
-            # Where forwards are not known to fit, a step's plan does.
+            # Where no plan of forwards alone is known to fit, that of a step serves.
             with suppress(InfeasiblePlan):
                 return self._plan(request)
             request = replace(request, forward=False)
         return self._plan(request)
 
     def _plan(self, request: PlanRequest) -> Planned:
+        """The plan of exactly what is requested. Raises InfeasiblePlan when nothing fits."""
         # A loop need not load planners of others before its first plan.
         from headrace.planners import PLANNERS
 
@@ -95,7 +96,9 @@ class StepPlanner:
         return self.expected(made, request, planning_s=time.perf_counter() - start)
 
     def expected(self, made: Plan, request: PlanRequest, *, planning_s: float = 0.0) -> Planned:
-        """A plan of a step with what it is expected to take, whoever made it."""
+        """What a plan, whoever made it, is expected to take: seconds of its micro-batches, peak
+        bytes of the ranks, and where the request says drawn the timeline. ``planning_s`` are the
+        seconds that making it took."""
         costs = self._problem_of(request).model
         return Planned(
             request=request,
@@ -126,16 +129,14 @@ class StepPlanner:
     def require(self, longest: int, margin: float | None = None, *, forward: bool = False) -> None:
         """Raise InfeasiblePlan when a sequence of ``longest`` tokens fits nowhere with a memory
         margin, or not every strategy where they take turns; ``forward`` asks of forwards alone."""
-        turns, lengths = len(self.options.strategies) if self.options.rotate else 1, (longest,)
-        for step in range(max(1, turns)):
-            self.plan(
-                PlanRequest(
-                    lengths=Lengths(tokens=lengths), step=step, margin=margin, forward=forward
-                )
-            )
+        lengths = Lengths(tokens=(longest,))
+        turns = len(self.options.strategies) if self.options.rotate else 1
+        for step in range(max(1, turns)):  # each strategy has its turn once
+            self.plan(PlanRequest(lengths=lengths, step=step, margin=margin, forward=forward))
 
     def fits(self, longest: int, margin: float, *, forward: bool = False) -> bool:
-        """Whether a sequence of ``longest`` tokens fits with a memory margin."""
+        """Whether a sequence of ``longest`` tokens fits with a memory margin; :meth:`require` as a
+        question."""
         try:
             self.require(longest, margin, forward=forward)
         except InfeasiblePlan:
@@ -144,7 +145,7 @@ class StepPlanner:
 
     def problem(self, margin: float | None = None, *, forward: bool = False) -> Problem:
         """The problem that plans of steps, or of forwards alone, solve with a memory margin, that
-        of the costs when left out."""
+        of the costs when left out. The last few problems are kept."""
         margin = self.costs.memory_margin if margin is None else margin
         found = self._problems.get((margin, forward))
         if found is None:
@@ -158,19 +159,25 @@ class StepPlanner:
         return found
 
     def _problem_of(self, request: PlanRequest) -> Problem:
+        """The problem of a request: with its memory margin, and with all seconds multiplied by its
+        ratio."""
         problem = self.problem(request.margin, forward=request.forward)
         return problem if request.ratio is None else problem.rescaled(request.ratio)
 
 
 def _timeline(made: Plan, costs: CostModel) -> Timeline:
+    """What the clocks of all ranks are expected to show of a plan."""
     return simulate(compile_plan(made, costs.shape.bucket_count), made, costs)
 
 
 Found = TypeVar("Found")
 
-# Fractions of the predicted peak of the plan that ran out of memory, tried in this order.
 _THRIFTIER = (0.9, 0.97, 0.995)
-_FINER = 0.05  # by which a margin is lowered until the longest sequence fits
+"""Fractions of the predicted peak bytes of a plan that ran out of memory which the plan in its
+place may take, tried in this order."""
+
+_MARGIN_STEP = 0.05
+"""By so much a margin is lowered, time and again, until the longest sequence fits."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -185,74 +192,79 @@ class MemoryMargin:
         planner: Says what fits.
         value: The fraction of a rank's memory that plans leave free.
         forward: Whether it is that of forwards alone.
+        longest: Tokens of the longest sequence of the run, which must go on to fit.
     """
 
     planner: StepPlanner
     value: float
     forward: bool = False
     longest: int = 1
-    _refused: float = 0.0
+    _refused: float = 0.0  # the highest margin wanted that the longest sequence did not allow
 
     @property
     def _is_configured(self) -> bool:
+        """Whether the configuration gives the margin."""
         return self.planner.options.memory_margin is not None
 
     def require(self, longest: int) -> None:
-        """Raise InfeasiblePlan when a sequence of ``longest`` tokens will fit nowhere; a learnt
-        margin is lowered first, to the least that a run without any experience begins with."""
+        """Note the longest sequence of the run, in tokens, and raise InfeasiblePlan when it fits
+        nowhere. A margin that was learnt is lowered first as far as needed, but not below the one
+        that a run without any experience begins with."""
         self.longest = max(1, longest)
         usual = memory_margin_of(self.planner.costs.cluster.device)
         while not self._is_configured and self.value > usual:
             if self.planner.fits(longest, self.value):
                 return
-            self.value = max(usual, self.value - _FINER)
+            self.value = max(usual, self.value - _MARGIN_STEP)
         self.planner.require(longest, self.value)
 
     def plan_after_failure(
         self, peak_bytes: int, failure: object, plan: Callable[[float], Found]
     ) -> Found:
-        """What ``plan`` finds, given a margin, for a batch whose plan ran out of memory: expected
-        to take a tenth less than that one's ``peak_bytes``, or as much less as can be had. Later
-        batches leave as much free as far as the longest sequence of the run allows.
+        """Plan a batch again whose plan ran out of memory on a rank with predicted ``peak_bytes``.
 
-        Raises InfeasiblePlan, naming the ``failure``, when the plan that failed was the thriftiest.
+        Returns what ``plan`` gives for a margin: the first of plans that take at most 90, 97 and
+        99.5 % of these bytes which exists. Raises the margin to that one, as far as the longest
+        sequence of the run allows, so that later batches leave as much free. Raises InfeasiblePlan,
+        naming the ``failure``, where there is no such plan.
         """
         old, memory = self.value, self.planner.costs.cluster.memory_bytes
-        none = ""
+        refusal = ""
         for thriftier in _THRIFTIER:
             margin = max(old, 1 - thriftier * peak_bytes / memory)
             try:
                 found = plan(margin)
             except InfeasiblePlan as error:
-                none = str(error)
+                refusal = str(error)
                 continue
             self.value = self._fitting(old, margin)
             return found
         raise InfeasiblePlan(
             f"memory of {bytes_text(memory)}",
             got=failure,
-            wanted=f"enough for a plan that takes less than {bytes_text(peak_bytes)} ({none})",
+            wanted=f"enough for a plan that takes less than {bytes_text(peak_bytes)} ({refusal})",
             hint="other processes take it, or devices.memory is more than there is",
         )
 
     def _fitting(self, old: float, margin: float) -> float:
         """``margin``, lowered until the longest sequence fits, but not below ``old``."""
         while margin > old and not self.planner.fits(self.longest, margin, forward=self.forward):
-            margin = max(old, margin - _FINER)
+            margin = max(old, margin - _MARGIN_STEP)
         return margin
 
     def raise_after_step(
         self, step: int, predicted: Sequence[int], measured: Sequence[int]
     ) -> tuple[str, ...]:
-        """Leave more memory free after a peak that came too near, as far as the longest sequence
-        allows; returns warnings for the user. Peaks are bytes of every rank."""
+        """Raise the margin after a step in which a peak came too near to the memory, as far as the
+        longest sequence allows; returns a warning for the user where it was raised. ``predicted``
+        and ``measured`` are the peak bytes of every rank."""
         old, memory = self.value, self.planner.costs.cluster.memory_bytes
         wanted = raised_margin(old, predicted, measured, memory)
         if self._is_configured or wanted <= max(old, self._refused):
             return ()
         margin = self._fitting(old, wanted)
         if margin < wanted:
-            self._refused = wanted
+            self._refused = wanted  # so that it is not tried again after every step
         if margin == old:
             return ()
         self.value = margin

@@ -15,11 +15,12 @@ import torch
 __all__ = ["SyntheticClips"]
 
 _TIMES = 1000
+"""Number of times of the noise: at 0 a clip is without noise, near the last one nothing else."""
 
 
 class SyntheticClips:
-    """A data set of ``count`` clips; ``shapes`` (frames, patches) are drawn by weight. ``lengths``
-    are places."""
+    """A data set of synthetic clips. ``shapes`` [clips, 2] are the frames and the patches of a
+    frame of each clip, ``lengths`` [clips] its places, which are frames times patches."""
 
     def __init__(
         self,
@@ -31,7 +32,7 @@ class SyntheticClips:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """Draw the shape of each of ``count`` clips: ``shapes`` has the weight of each pair
-        (patches, frames)."""
+        (frames, patches). Values have so many ``channels`` and are of type ``dtype``."""
         weights = np.array(list(shapes.values()), dtype=np.float64)
         drawn = np.random.default_rng(seed).choice(
             len(weights), size=count, p=weights / weights.sum()
@@ -44,7 +45,9 @@ class SyntheticClips:
         return len(self.shapes)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Clip ``index``: x and labels [t, s, c], the time of the noise, places of both axes."""
+        """Clip ``index`` as fields by their names: the noisy clip ``x`` and the noise in it,
+        ``labels``, both [t, s, c]; the time of the noise, ``timestep`` []; and the position ids of
+        both axes, ``frames`` [t] and ``patches`` [s]."""
         frames, patches = (int(n) for n in self.shapes[index])
         draw = torch.Generator().manual_seed(self._seed * 1_000_003 + index)
         wave = torch.rand(3, self._channels, generator=draw, dtype=torch.float64)

@@ -40,6 +40,7 @@ Factory = Callable[[], Any]
 """Makes the model of a rank, a torch.nn.Module, the same on every rank."""
 
 _INTERRUPTED = 130
+"""The exit code of a program that Ctrl-C ended."""
 
 
 def train(
@@ -161,12 +162,14 @@ def profile(config: Config, *, fresh: bool = False) -> CostModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Profiling:
-    """Measures on a rank; returns the costs."""
+    """Measures costs on a rank, called with its world and a listener; ``fresh`` measures again what
+    is in the cache. A value of a module, as ranks may be new processes."""
 
     config: Config
     fresh: bool
 
     def __call__(self, world: World, listener: Listener) -> CostModel:
+        """Measure as one rank; returns the costs. Collective."""
         return measured_costs(open_rank(world, self.config, listener), fresh=self.fresh)[0]
 
 
@@ -201,7 +204,8 @@ def on_ranks(config: Config, body: Callable[[World, Listener], Found], listener:
 
 
 def _raise_stopped(code: int) -> None:
-    """Raise what a signal that ends a job does: it ends the whole program."""
+    """Raise KeyboardInterrupt or SystemExit where ``code``, the exit code of ranks, says that a
+    signal ended them: it ends the calling program too."""
     if code == _INTERRUPTED:
         raise KeyboardInterrupt
     if code - 128 in stopping():
@@ -210,15 +214,16 @@ def _raise_stopped(code: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sending:
-    """Runs ``body`` on a rank, which sends through its own of ``write_fds``: open pipes, one for
-    each rank."""
+    """Runs ``body`` on a rank that is a process of its own, and sends what it tells, its errors and
+    its result through a pipe. ``write_fds`` are the file descriptors of these pipes, one for each
+    rank."""
 
     body: Callable[[World, Listener], Any]
     write_fds: tuple[int, ...]
 
     def __call__(self, world: World) -> int:
         """Run the body on this rank with a listener that sends to the parent process; the first
-        rank sends the result too."""
+        rank sends the result too. Returns the exit code."""
         sender = Connection(self.write_fds[world.rank], readable=False)
         with _errors_sent(sender):
             found = self.body(world, _Sender(sender))
@@ -230,11 +235,12 @@ class _Sending:
 def _in_this_process(
     config: Config, body: Callable[[World, Listener], Found], listener: Listener
 ) -> Found:
-    """The result of ``body`` on this rank, when this process is the only rank or torchrun started
-    it."""
+    """Run ``body`` in this process, which is the only rank or one that torchrun started; returns
+    its result."""
     found: list[Found] = []
 
     def main(world: World) -> int:
+        """Run the body as this rank and keep its result; returns the exit code."""
         found.append(body(world, listener))
         return 0
 
@@ -246,7 +252,8 @@ def _in_this_process(
 
 
 def _in_order(main: Callable[[World], int], world: World) -> int:
-    """Run ``main`` as the only rank, whose steps a signal ends in order: 128 and its number."""
+    """Run ``main`` as the only rank, where a signal that ends a job stops the run after the step
+    under way. Returns the exit code of ``main``, or 128 and the number of the signal."""
     with told_first(world.watcher.stop_lone):
         code = main(world)
     number = world.watcher.stopped_by()
@@ -254,9 +261,11 @@ def _in_order(main: Callable[[World], int], world: World) -> int:
 
 
 class _Sender(Listener):
-    """A listener on a rank that forwards messages to the process that started the rank."""
+    """A listener on a rank that sends every call, as its name and arguments, to the process that
+    started the rank."""
 
     def __init__(self, connection: Connection) -> None:
+        """Send to ``connection``, the writing end of the rank's pipe."""
         super().__init__()
         self._send = connection.send
 
@@ -278,14 +287,18 @@ class _Sender(Listener):
 
 @contextmanager
 def _errors_sent(sender: Connection) -> Iterator[None]:
-    """Context that sends errors for the user, and raises them here too, as other ranks have to be
-    notified."""
+    """Context that sends errors of this library to the parent process, and raises them here too, so
+    that the rank fails and the others are told."""
     try:
         yield
     except HeadraceError as error:
-        parts = {"got": error.got, "wanted": error.wanted}
-        texts = {name: None if part is None else str(part) for name, part in parts.items()}
-        sender.send(("error", (type(error), error.what, {**texts, "hint": error.hint})))
+        # As texts, since not every value can be pickled.
+        texts = {
+            "got": None if error.got is None else str(error.got),
+            "wanted": None if error.wanted is None else str(error.wanted),
+            "hint": error.hint,
+        }
+        sender.send(("error", (type(error), error.what, texts)))
         raise
 
 
@@ -317,9 +330,9 @@ class _PipeReader:
         if name == "found":
             self.found = list(arguments)
         elif name == "error":
-            kind, what, parts = arguments
-            error = kind.__new__(kind)
-            HeadraceError.__init__(error, what, **parts)
+            kind, what, texts = arguments
+            error = kind.__new__(kind)  # subclasses may take other arguments
+            HeadraceError.__init__(error, what, **texts)
             self.error = self.error or error
         else:
             getattr(self._listener, name)(*arguments)

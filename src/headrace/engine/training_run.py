@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["TrainingRun", "choose_folder", "lock_wait_s", "locked"]
 
 _LOCK_S = 2.0
+"""Seconds to wait for the lock of a folder whose run is just ending."""
+
 _DEAD_LOCK_S = 120.0
+"""Seconds to wait for it when a job is started again after a machine died."""
 
 _LEAST_BYTES = 1 << 16
 """Free bytes that a run needs to start: with less it could not write its record."""
@@ -153,8 +156,9 @@ def _newest(config: JobConfig) -> Path:
 
 
 def lock_wait_s(attempt: int) -> float:
-    """Seconds to wait for the lock of a run's folder: a shared file system keeps that of a machine
-    that died for a while."""
+    """Seconds to wait for the lock of a run's folder in the ``attempt`` of a job, counted from 0:
+    more when it was restarted, as a shared file system keeps the lock of a machine that died for a
+    while."""
     return _DEAD_LOCK_S if attempt else _LOCK_S
 
 
@@ -190,7 +194,8 @@ def locked(folder: Path, *, wait_s: float) -> Iterator[None]:
 
 
 def _lock(number: int) -> bool:
-    """Whether this process got the lock of the file."""
+    """Take the lock of the open file with this descriptor for this process, without waiting;
+    returns whether no other process has it."""
     try:
         fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,17 +27,25 @@ __all__ = ["shape_of", "train_clips"]
 
 
 def shape_of(config: ClipsConfig) -> Shape2D:
-    """The model's sizes. Raises SpecError for those that contradict each other."""
+    """The model's sizes: those of its preset, if it has one, where the configuration gives no
+    others. Raises SpecError for sizes that contradict each other."""
     names = ("layers", "hidden", "heads", "channels")
-    given = {n: v for n in names if (v := getattr(config.model, n)) is not None}
-    base = SHAPES_2D.get(config.model.preset or "")
-    return Shape2D(**({n: getattr(base, n) for n in names} if base else {}) | given)
+    sizes: dict[str, Any] = {}
+    preset = SHAPES_2D.get(config.model.preset or "")
+    if preset:
+        sizes = {name: getattr(preset, name) for name in names}
+    for name in names:
+        given = getattr(config.model, name)
+        if given is not None:
+            sizes[name] = given
+    return Shape2D(**sizes)
 
 
 def train_clips(
     world: World, config: ClipsConfig, folder: Path, listener: Listener, *, resume: bool
 ) -> None:
-    """Train as one rank, in the first rank's ``folder``. Collective."""
+    """Train the Transformer-2D of a configuration on synthetic clips as one rank, in the first
+    rank's ``folder``. Collective."""
     groups, first = Groups(device=world.device), world.rank == 0
     shared = Path(gather_bytes(str(folder).encode(), groups.world)[0].decode())
     wait_s = lock_wait_s(world.attempt)
@@ -46,6 +55,7 @@ def train_clips(
         model, channels = run.model, shape_of(config).channels
 
         def loss(micro: LoopMicroBatch) -> torch.Tensor:
+            """This rank's part of the mean squared error of the noise that the model finds, []."""
             error = model(**micro.inputs) - micro.labels
             return error.square().sum() / (micro.targets * channels)
 
@@ -53,7 +63,8 @@ def train_clips(
 
 
 def _attach(world: World, config: ClipsConfig, folder: Path, listener: Listener) -> Attached:
-    """The Transformer-2D of the configuration attached to plans over synthetic clips."""
+    """Make the Transformer-2D, its optimizer and the synthetic clips of a configuration, and attach
+    them to plans. The first rank tells what is trained. Collective."""
     dtype = torch.float64 if config.devices.dtype == "float64" else torch.float32
     shape, data, o = shape_of(config), config.data, config.optimizer
     torch.manual_seed(config.run.seed)
