@@ -51,7 +51,7 @@ def run() -> None:
 
 
 def _tell(error: HeadraceError) -> None:
-    """Say what is wrong, once and not on every rank."""
+    """Print what is wrong to stderr, on the rank that speaks for all."""
     if speaks_here():
         text = str(error).replace("[", r"\[")
         errors.print(f"[bold red]error:[/] {text}", soft_wrap=True)

@@ -35,7 +35,8 @@ Changes = Annotated[
 
 
 def _whole(type_: object, tokens: Sequence[Token]) -> int:
-    """A whole number; cyclopts itself would make 1 of 1.5."""
+    """The whole number that a flag's only token says; raises ValueError for others. cyclopts itself
+    would make 1 of 1.5."""
     (token,) = tokens
     if len(token.value) > 30 or not token.value.strip().removeprefix("-").isdecimal():
         raise ValueError(f"got {shortened(token.value)}, wanted a whole number")

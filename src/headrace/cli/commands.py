@@ -76,11 +76,13 @@ def train(
     from headrace.config.kinds import read_any
 
     read = read_any(config, overrides(changes, {"devices.ranks": ranks, "run.steps": steps}))
-    flags = {"--ranks": ranks, "--steps": steps, "--model": model}
-    said = [part for flag, value in flags.items() if value is not None for part in (flag, value)]
-    said += [part for change in changes for part in ("--set", change)]
-    again = shlex.join(["headrace", "train", str(config), *map(str, said)])
-    return run(read, model=model, out=out, resume=resume, again=again)
+    command = ["headrace", "train", str(config)]
+    for flag, value in {"--ranks": ranks, "--steps": steps, "--model": model}.items():
+        if value is not None:
+            command += [flag, str(value)]
+    for change in changes:
+        command += ["--set", change]
+    return run(read, model=model, out=out, resume=resume, again=shlex.join(command))
 
 
 @app.command
@@ -114,7 +116,7 @@ def plan(config: Path | None = None, *, flags: PlanFlags = _PLAN) -> int:
     if config is None:
         from headrace.cli.plan_files import PlanFiles, plan_files
 
-        _only(
+        _refuse(
             "a CONFIG",
             ranks=flags.ranks,
             hardware=flags.hardware,
@@ -135,14 +137,15 @@ def plan(config: Path | None = None, *, flags: PlanFlags = _PLAN) -> int:
                 as_json=flags.json,
             )
         )
-    alone = "no configuration beside it"
-    _only(alone, "with one, --ranks says how many", devices=flags.devices)
-    _only(alone, "with one, groups are free", semantics=flags.semantics)
+    wanted = "no configuration beside it"
+    _refuse(wanted, "with one, --ranks says how many", devices=flags.devices)
+    _refuse(wanted, "with one, groups are free", semantics=flags.semantics)
     return run(config, flags)
 
 
-def _only(wanted: str, hint: str | None = None, /, **flags: object) -> None:
-    """Raise ConfigError for a flag that is given and would not be obeyed."""
+def _refuse(wanted: str, hint: str | None = None, /, **flags: object) -> None:
+    """Raise ConfigError, which says ``wanted`` and ``hint``, for the first of ``flags`` that is
+    given (not None): it would not be obeyed."""
     from headrace.errors import ConfigError
 
     for name, value in flags.items():
@@ -257,12 +260,12 @@ def report(run: Path, *, out: Path | None = None, text: Switch = False) -> int:
     from headrace.cli.display import tell
     from headrace.engine.training_run import TrainingRun
 
-    found = TrainingRun(run)
+    training_run = TrainingRun(run)
     if text:
-        print(found.summary())
+        print(training_run.summary())
         return 0
     tell(f"writing the report of {run}")
-    print(found.report(out))
+    print(training_run.report(out))
     return 0
 
 

@@ -45,9 +45,9 @@ def step_line(metrics: Mapping[str, Any], steps: int, eta_s: float | None = None
 
 
 class Terminal(Listener):
-    """Shows a run to whoever started it: on a terminal one live line, the last step's, with a bar;
-    elsewhere a line every few seconds. On a terminal lines stay of a step every minute; everywhere
-    of the first step and the last."""
+    """Shows a run to whoever started it: on a terminal one live line, the last step's, with a bar,
+    and every minute a line that stays; elsewhere a line every few seconds. The first and the last
+    step have a line everywhere."""
 
     def __init__(self, *, every_s: float = 5.0, stays_s: float = 60.0) -> None:
         """Without a terminal a line comes at most every ``every_s`` seconds; on one a line stays
@@ -55,14 +55,14 @@ class Terminal(Listener):
         super().__init__()
         self._every_s, self._stays_s = every_s, stays_s
         self._first = self._steps = 0
-        self._started = self._said = time.perf_counter()
+        self._started = self._last_line = time.perf_counter()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
     def begin(self, first: int, steps: int) -> None:
         """Show the bar, where there is a terminal."""
         self._first, self._steps = first, steps
-        self._started = self._said = time.perf_counter()
+        self._started = self._last_line = time.perf_counter()
         console = Console(stderr=True)
         if console.is_terminal:
             one_line = Column(ratio=1, no_wrap=True, overflow="ellipsis")
@@ -81,14 +81,15 @@ class Terminal(Listener):
         """Show a finished step, and its notices at once."""
         now, metrics = time.perf_counter(), step.metrics
         done = metrics["step"] + 1
-        eta = (now - self._started) / max(1, done - self._first) * (self._steps - done)
+        seconds_per_step = (now - self._started) / max(1, done - self._first)
+        eta_s = seconds_per_step * (self._steps - done)
         if self._bar is not None and self._task is not None:
             self._bar.update(
                 self._task, completed=done, description=step_line(metrics, self._steps)
             )
-        if now - self._said >= self._every_s or done in (self._first + 1, self._steps):
-            self._said = now
-            self.tell(step_line(metrics, self._steps, eta))
+        if now - self._last_line >= self._every_s or done in (self._first + 1, self._steps):
+            self._last_line = now
+            self.tell(step_line(metrics, self._steps, eta_s))
         for notice in notices:
             self.tell(notice)
 

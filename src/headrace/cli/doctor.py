@@ -75,6 +75,7 @@ def examine() -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
+    """The installed version of a package; None where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -84,25 +85,25 @@ def _version(name: str) -> str | None:
 def _machine() -> dict[str, Any]:
     """Cores, and bytes of memory, shared memory and disk, of this machine; None for what it does
     not tell."""
-    memory: dict[str, int] = {}
+    meminfo_bytes: dict[str, int] = {}
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             key, _, value = line.partition(":")
-            memory[key] = int(value.split()[0]) * 1024
+            meminfo_bytes[key] = int(value.split()[0]) * 1024
     except (OSError, ValueError, IndexError):
-        memory = {}
-    shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+        meminfo_bytes = {}
+    shared_memory = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
-        "memory_bytes": memory.get("MemTotal"),
-        "free_memory_bytes": memory.get("MemAvailable"),
-        "shared_memory_bytes": shared.total if shared else None,
+        "memory_bytes": meminfo_bytes.get("MemTotal"),
+        "free_memory_bytes": meminfo_bytes.get("MemAvailable"),
+        "shared_memory_bytes": shared_memory.total if shared_memory else None,
         "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
     }
 
 
 def _devices() -> list[dict[str, Any]]:
-    """Name and bytes of memory of every GPU."""
+    """``name`` and ``memory_bytes`` of every GPU."""
     import torch
 
     return [
@@ -127,64 +128,75 @@ def _links() -> dict[str, Any]:
 
 
 def _measure_gloo() -> dict[str, Any]:
+    """Whether two gloo ranks of this machine can talk, and how fast; see
+    :func:`_time_exchanges`."""
     with tempfile.TemporaryDirectory() as folder:
         return _time_exchanges(Path(folder) / "seconds.json")
 
 
 def _time_exchanges(path: Path) -> dict[str, Any]:
-    """What two ranks measured, who write it to a file."""
+    """Start two gloo ranks, which write the seconds of their exchanges to the file ``path``.
+
+    Returns whether that worked, seconds from start to end, latency in seconds and bytes per second;
+    the exit code alone where they measured nothing.
+    """
     import torch
     import torch.distributed as dist
 
     from headrace.comm.launch import World, start
 
     def exchange(world: World) -> int:
-        """Time an all-to-all of a few bytes and one of 32 MiB between the ranks, in seconds
-        each."""
+        """Time an all-to-all of a few bytes and one of 32 MiB between the ranks; the first rank
+        writes the seconds of each."""
         small, large = torch.zeros(2), torch.zeros(8 * 2**20)
         out_small, out_large = torch.empty_like(small), torch.empty_like(large)
-        times = []
+        times_s = []
         for out, value, repeats in ((out_small, small, 50), (out_large, large, 4)):
             dist.all_to_all_single(out, value)
             begin = time.perf_counter()
             for _ in range(repeats):
                 dist.all_to_all_single(out, value)
-            times.append((time.perf_counter() - begin) / repeats)
+            times_s.append((time.perf_counter() - begin) / repeats)
         if world.rank == 0:
-            path.write_text(json.dumps(times))
+            path.write_text(json.dumps(times_s))
         return 0
 
     begin = time.perf_counter()
     code = start(exchange, ranks=2)
-    seconds = time.perf_counter() - begin
+    ready_s = time.perf_counter() - begin
     try:
-        latency, transfer = json.loads(path.read_text())
+        latency_s, transfer_s = json.loads(path.read_text())
     except (OSError, ValueError):
         return {"gloo_works": False, "gloo_exit_code": code}
+    # Half of the 8 Mi elements of 4 bytes leave a rank.
+    sent_bytes = 4 * 4 * 2**20
     return {
         "gloo_works": code == 0,
-        "ranks_ready_s": seconds,
-        "gloo_latency_s": latency,
-        "gloo_bytes_per_s": 4 * 4 * 2**20 / transfer,
+        "ranks_ready_s": ready_s,
+        "gloo_latency_s": latency_s,
+        "gloo_bytes_per_s": sent_bytes / transfer_s,
     }
 
 
 def _works(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Which parts of headrace work here: for each ``ok`` and, in ``why``, the reason."""
+    """Which parts of headrace work here, by what was ``found``: for each ``ok`` and, in ``why``,
+    the reason."""
     versions, links = found["versions"], found["links"]
 
     def row(ok: bool, why: str) -> dict[str, Any]:
         return {"ok": ok, "why": why}
 
     def needs(names: tuple[str, ...], extra: str) -> dict[str, Any]:
+        """The row of what works when all packages of ``names`` are installed, which ``extra``
+        brings."""
         absent = [name for name in names if not versions.get(name)]
         hint = f"needs {', '.join(absent)}: pip install 'headrace[{extra}]'"
         return row(not absent, hint if absent else "installed")
 
     train = needs(("torch", "safetensors"), "train")
     if train["ok"]:
-        ok = bool(links.get("gloo_works"))
-        train = row(ok, "two gloo ranks talked" if ok else "gloo ranks could not talk")
+        talked = bool(links.get("gloo_works"))
+        train = row(talked, "two gloo ranks talked" if talked else "gloo ranks could not talk")
     gpus = found["devices"]
     new_enough = sys.version_info >= (3, 11)
     return {
@@ -202,6 +214,7 @@ def _works(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _gpu_reason(count: int, *, nccl: bool) -> str:
+    """Why ``count`` GPUs can or cannot be trained on, in words."""
     if not count:
         return "no CUDA device, or torch without it"
     return f"{count} devices, NCCL {'present' if nccl else 'absent from this torch'}"
@@ -212,15 +225,14 @@ def _print(found: dict[str, Any]) -> None:
     out = Console(highlight=False)
     machine, links = found["machine"], found["links"]
     out.print(f"headrace {found['headrace']}  Python {found['python']}  {found['system']}")
+    sizes = {
+        "memory": machine["memory_bytes"],
+        "free": machine["free_memory_bytes"],
+        "/dev/shm": machine["shared_memory_bytes"],
+        "disk free": machine["free_disk_bytes"],
+    }
     memory = " ".join(
-        f"{name} {bytes_text(machine[key])}"
-        for name, key in (
-            ("memory", "memory_bytes"),
-            ("free", "free_memory_bytes"),
-            ("/dev/shm", "shared_memory_bytes"),
-            ("disk free", "free_disk_bytes"),
-        )
-        if machine[key] is not None
+        f"{name} {bytes_text(size)}" for name, size in sizes.items() if size is not None
     )
     out.print(f"{machine['cores']} cores  {memory}")
     for device in found["devices"]:
@@ -234,11 +246,11 @@ def _print(found: dict[str, Any]) -> None:
     for name in ("to", "works", "because"):
         table.add_column(name)
     for what, row in found["works"].items():
-        table.add_row(
-            what, "[green]yes[/]" if row["ok"] else "[red]no[/]", row["why"].replace("[", r"\[")
-        )
+        works = "[green]yes[/]" if row["ok"] else "[red]no[/]"
+        table.add_row(what, works, row["why"].replace("[", r"\["))
     out.print(table)
-    installed = ", ".join(f"{n} {v}" for n, v in found["versions"].items() if v)
-    absent = ", ".join(n for n, v in found["versions"].items() if not v)
+    versions = found["versions"]
+    installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    absent = ", ".join(name for name, version in versions.items() if not version)
     out.print(f"installed: {installed}", soft_wrap=True)
     out.print(f"absent: {absent or 'nothing'}", soft_wrap=True)

@@ -22,7 +22,8 @@ def require_picture(path: Path) -> None:
 
 
 def draw_picture(bars: PlanBars, name: str, path: Path) -> None:
-    """Write the picture of the plan of ``name``, the longest of those that were made."""
+    """Write the picture of a plan to ``path``: that of ``name``, a batch or an iteration, which
+    takes longest of those that were planned."""
     from headrace.report.plan_picture import write_plan_picture
 
     write_plan_picture(bars, name, path)

@@ -62,8 +62,8 @@ _TINY = {
 }
 """Settings of a tiny model, of those that its type has."""
 
-_KEYS = (3, 2, 6)
-"""Heads of keys and values to try: 3 of 6 fit most types, some want a pair or all."""
+_KV_HEADS = (3, 2, 6)
+"""Numbers of heads of keys and values to try: 3 of 6 fit most types, some want a pair or all."""
 
 _NEEDED = {"head_dim", "num_key_value_heads", "vocab_size"}
 """Settings that a tiny model is given where its type has none."""
@@ -85,8 +85,9 @@ def foreign_model(name: str, seed: int) -> torch.nn.Module:
 
 
 def _model_named(name: str) -> torch.nn.Module:
-    """The model of a name: made by ``module:function``, read from a local folder of transformers,
-    or a tiny one of a type of transformers."""
+    """The model that :func:`foreign_model` is asked for, in its own type: made by
+    ``MODULE:FACTORY``, read from a local folder of transformers without its dropout, or a tiny one
+    of a type of transformers."""
     if ":" in name:
         model = made(name)
         if not isinstance(model, torch.nn.Module):
@@ -99,7 +100,7 @@ def _model_named(name: str) -> torch.nn.Module:
     transformers.logging.set_verbosity_error()
     if Path(name).is_dir():
         config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
-        _drop_nothing(config)
+        _turn_dropout_off(config)
         return transformers.AutoModelForCausalLM.from_pretrained(  # type: ignore[no-any-return]
             name, config=config, local_files_only=True, **_PLAIN
         )
@@ -120,7 +121,10 @@ def made(name: str) -> Any:
 
 
 def _tiny(kind: str, transformers: Any) -> torch.nn.Module:
-    """Raises ConfigError for a type of which no small model can be made."""
+    """A tiny model of a type of transformers, for causal language, else for masked language.
+
+    Raises ConfigError for a type that is unknown, or of which no such model can be made.
+    """
     known = transformers.CONFIG_MAPPING
     if kind not in known:
         raise ConfigError(
@@ -131,10 +135,10 @@ def _tiny(kind: str, transformers: Any) -> torch.nn.Module:
         )
     autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM)
     failed: Exception | None = None
-    for keys in _KEYS:
+    for kv_heads in _KV_HEADS:
         try:
             config = transformers.AutoConfig.for_model(kind)
-            _shrink(config, keys)
+            _shrink(config, kv_heads)
             auto = next((a for a in autos if type(config) in a._model_mapping), None)  # noqa: SLF001
             if auto is None:
                 break
@@ -153,52 +157,57 @@ def _tiny(kind: str, transformers: Any) -> torch.nn.Module:
     )
 
 
-def _shrink(config: Any, keys: int) -> None:
+def _shrink(config: Any, kv_heads: int) -> None:
     """Make a configuration, and those in it, that of a tiny model with every kind of layer and
-    ``keys`` heads of keys and values."""
-    chosen = _layers_of_each_kind(config)
-    tiny = {**_TINY, "num_hidden_layers": len(chosen), "num_key_value_heads": keys}
+    ``kv_heads`` heads of keys and values, without dropout."""
+    kept_layers = _layers_of_each_kind(config)
+    tiny = {**_TINY, "num_hidden_layers": len(kept_layers), "num_key_value_heads": kv_heads}
     if getattr(config, "first_k_dense_replace", 0):
         tiny["first_k_dense_replace"] = 1
     for key, value in list(vars(config).items()):
         if _is_list_of_layers(config, value):
-            _set(config, key, [value[i] for i in chosen])
+            _set(config, key, [value[layer] for layer in kept_layers])
     for key in dir(config):
         try:
             value = getattr(config, key, None) if not key.startswith("_") else None
-        except Exception:
+        except Exception:  # of a property of transformers: of any type
             continue
         if key in tiny and (type(value) is int or (value is None and key in _NEEDED)):
             _set(config, key, tiny[key])
         elif key in config.sub_configs and value is not None:
-            _shrink(value, keys)
-    _drop_nothing(config)
+            _shrink(value, kv_heads)
+    _turn_dropout_off(config)
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict) and rope.get("original_max_position_embeddings"):
         rope["original_max_position_embeddings"] = _TINY["original_max_position_embeddings"]
     config.pad_token_id, config.bos_token_id, config.eos_token_id = 0, 1, 2
 
 
-def _drop_nothing(config: Any) -> None:
+def _turn_dropout_off(config: Any) -> None:
+    """Set all probabilities of dropout in a configuration to 0."""
     for key, value in list(vars(config).items()):
         if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
             _set(config, key, 0.0)
 
 
 def _set(config: Any, key: str, value: Any) -> None:
+    """Set a key of a configuration, where it can be set."""
     with suppress(AttributeError, NotImplementedError):  # a property that follows from others
         setattr(config, key, value)
 
 
 def _is_list_of_layers(config: Any, value: Any) -> bool:
+    """Whether a value of a configuration is a list with an item for each of its layers."""
     layers = getattr(config, "num_hidden_layers", None) or 0
     return isinstance(value, (list, tuple)) and len(value) == layers > 1
 
 
 def _layers_of_each_kind(config: Any) -> list[int]:
-    """The first layer of each kind of a configuration, at least two layers. What a layer is, lists
-    with a value for each layer say."""
+    """The indices of the layers to keep: the first of each kind, at least two. Layers are of one
+    kind when all lists with an item for each layer have equal items for them."""
     lists = [value for value in vars(config).values() if _is_list_of_layers(config, value)]
-    kinds = [repr([value[i] for value in lists]) for i in range(len(lists[0]))] if lists else []
+    if not lists:
+        return [0, 1]
+    kinds = [repr([items[layer] for items in lists]) for layer in range(len(lists[0]))]
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     return first if len(first) > 1 else [0, 1]

@@ -43,7 +43,8 @@ def _require_folder(out: Path) -> None:
 
 
 def _scripts() -> dict[str, Path]:
-    """The scripts by paper, of the clone that this package is in, or the current folder."""
+    """The script of each paper by its name, in the clone that this package is in, or the current
+    folder; raises ConfigError where there are none."""
     clone = Path(headrace.__file__).resolve().parents[2]
     for folder in (clone / "benchmarks", Path.cwd() / "benchmarks"):
         found = {file.stem.removeprefix(_PREFIX): file for file in folder.glob(f"{_PREFIX}*.py")}

@@ -31,7 +31,7 @@ Iterations = Sequence[Sequence[int]]
 Costs = TypeVar("Costs")
 
 _MOST_DEVICES = 1_000_000
-_DIGITS = 300  # of a whole number: a float holds its size
+_MOST_DIGITS = 300  # of a whole number: a float holds its size
 _LEAST_S, _MOST_S = 1e-30, 1e30  # sums and ratios of such seconds are numbers
 
 
@@ -63,14 +63,14 @@ def plan_files(options: PlanFiles) -> int:
         raise ConfigError("--seed", got=options.seed, wanted=">= 0")
     if options.picture is not None:
         require_picture(options.picture)
-    value = _read(options.costs)
-    kind = _kind(value, options.costs)
+    costs_json = _read(options.costs)
+    kind = _kind(costs_json, options.costs)
     iterations = read_iterations(Path(options.lengths))
     costs: PipelineCosts | GroupCosts
     if kind == "groups":
-        costs = _costs(GroupCosts.from_json, value, options.costs)
+        costs = _costs(GroupCosts.from_json, costs_json, options.costs)
     else:
-        costs = _costs(PipelineCosts.from_json, value, options.costs)
+        costs = _costs(PipelineCosts.from_json, costs_json, options.costs)
         if options.semantics not in (None, "free"):
             raise ConfigError(
                 "--semantics",
@@ -90,12 +90,12 @@ def read_iterations(path: Path) -> list[list[int]]:
     something that is no length.
     """
     value = _read(path)
-    found = value.get("iterations") if isinstance(value, dict) else None
-    if not isinstance(found, list) or not found:
+    iterations = value.get("iterations") if isinstance(value, dict) else None
+    if not isinstance(iterations, list) or not iterations:
         raise DataError(
             f"lengths {path}", got=repr(value)[:40], wanted='{"iterations": [[tokens, ...], ...]}'
         )
-    for i, lengths in enumerate(found):
+    for i, lengths in enumerate(iterations):
         if not isinstance(lengths, list) or not lengths:
             raise DataError(
                 f"lengths {path}, iteration {i}",
@@ -109,7 +109,7 @@ def read_iterations(path: Path) -> list[list[int]]:
                     got=repr(length)[:40],
                     wanted="a whole number >= 1",
                 )
-    return found
+    return iterations
 
 
 def _read(path: Path) -> Any:
@@ -123,13 +123,15 @@ def _read(path: Path) -> Any:
 
 
 def _whole(text: str) -> int:
-    if len(text) > _DIGITS:
+    """A whole number of a JSON file; raises ValueError for one that is too large for a float."""
+    if len(text) > _MOST_DIGITS:
         raise ValueError(f"a number of {len(text)} digits")
     return int(text)
 
 
 def _kind(value: Any, path: Path) -> str:
-    """The kind of published costs, ``pipelines`` or ``groups``; raises CostError for others."""
+    """The kind of published costs, ``pipelines`` or ``groups``, of the ``value`` of the file
+    ``path``; raises CostError for others."""
     kind = value.get("kind") if isinstance(value, dict) else None
     if kind not in ("pipelines", "groups"):
         hint = "costs written by headrace profile need a CONFIG: headrace plan CONFIG --costs FILE"
@@ -140,7 +142,8 @@ def _kind(value: Any, path: Path) -> str:
 
 
 def _costs(make: Callable[[Any], Costs], value: Any, path: Path) -> Costs:
-    """The costs of a file's value; errors name the file."""
+    """The costs that ``make`` makes of the ``value`` of the file ``path``; raises CostError, which
+    names the file, for malformed ones."""
     try:
         return make(value)
     except CostError as error:
@@ -152,7 +155,8 @@ def _costs(make: Callable[[Any], Costs], value: Any, path: Path) -> Costs:
 
 
 def _require_range(what: str, seconds: float, tokens: int) -> None:
-    """Raise CostError for seconds whose sums or ratios would be no numbers."""
+    """Raise CostError, of the costs ``what``, where ``tokens`` take so many ``seconds`` that sums
+    or ratios would overflow."""
     if seconds and not _LEAST_S <= seconds <= _MOST_S:
         raise CostError(
             what, got=f"{seconds:.3g} s for {tokens:,} tokens", wanted=f"{_LEAST_S} to {_MOST_S} s"
@@ -160,7 +164,7 @@ def _require_range(what: str, seconds: float, tokens: int) -> None:
 
 
 def _semantics(given: str | None) -> Semantics:
-    """The semantics that a flag names, the first for None; raises ConfigError for another word."""
+    """The semantics that a flag names, ``free`` for None; raises ConfigError for another word."""
     for word in get_args(Semantics):
         if given in (word, None):
             return word
@@ -176,20 +180,20 @@ def _plan(options: PlanFiles, problem: Problem, iterations: Iterations) -> int:
     """Plan all iterations of a file and print them, as JSON or as a table; returns the exit
     code."""
     planner = OWN if options.planner is None else options.planner
-    found = plan_iterations(problem, iterations, planner=planner, seed=options.seed)
+    planned = plan_iterations(problem, iterations, planner=planner, seed=options.seed)
     if options.picture is not None:
-        worst = max(range(len(found)), key=lambda i: found[i].plan.predicted_s)
-        made = found[worst].plan
-        if found[worst].phases:
+        longest = max(range(len(planned)), key=lambda i: planned[i].plan.predicted_s)
+        plan = planned[longest].plan
+        if planned[longest].phases:
             raise ConfigError(
                 "--picture",
-                got=f"iteration {worst} with strategies in turn",
+                got=f"iteration {longest} with strategies in turn",
                 wanted="a plan of one strategy",
             )
-        bars = bars_of_plan(made, published_timeline(made, problem.published))
-        draw_picture(bars, f"iteration {worst}", options.picture)
+        bars = bars_of_plan(plan, published_timeline(plan, problem.published))
+        draw_picture(bars, f"iteration {longest}", options.picture)
     if options.as_json:
-        print(json.dumps(plans_to_json(problem, found, planner=planner, seed=options.seed)))
+        print(json.dumps(plans_to_json(problem, planned, planner=planner, seed=options.seed)))
         return 0
     rows = [
         (
@@ -200,15 +204,16 @@ def _plan(options: PlanFiles, problem: Problem, iterations: Iterations) -> int:
             one.planning_s,
             one.plan.why,
         )
-        for one in found
+        for one in planned
     ]
-    how = "" if isinstance(problem.published, PipelineCosts) else f", {problem.semantics}"
-    _print(f"{problem.devices} devices{how}, planner {planner}", rows)
+    semantics = "" if isinstance(problem.published, PipelineCosts) else f", {problem.semantics}"
+    _print(f"{problem.devices} devices{semantics}, planner {planner}", rows)
     return 0
 
 
 def _require_ranges(costs: PipelineCosts | GroupCosts, path: Path, iterations: Iterations) -> None:
-    """Raise CostError for costs whose sums or ratios would be no numbers."""
+    """Raise CostError for ``costs`` of the file ``path`` whose sums or ratios would overflow, for
+    one token or for the longest iteration as one sequence."""
     for tokens in (1, max(map(sum, iterations))):
         if isinstance(costs, GroupCosts):
             for p in costs.sizes:
@@ -240,8 +245,11 @@ def _print(title: str, rows: list[_Row]) -> None:
             seconds_text(took),
         )
     out.print(table)
-    mean_s = sum(row[1] for row in rows) / len(rows)
-    out.print(f"mean {seconds_text(mean_s)}, worst gap {percent_text(max(r[3] for r in rows))}")
-    worst = max(range(len(rows)), key=lambda i: rows[i][1])
-    for reason in rows[worst][5]:
-        out.print(f"iteration {worst}: {reason}", soft_wrap=True, markup=False)
+    seconds = [predicted_s for _, predicted_s, *_ in rows]
+    worst_gap = max(gap for _, _, _, gap, _, _ in rows)
+    mean_s = sum(seconds) / len(rows)
+    out.print(f"mean {seconds_text(mean_s)}, worst gap {percent_text(worst_gap)}")
+    slowest = max(range(len(rows)), key=lambda i: seconds[i])
+    *_, reasons = rows[slowest]
+    for reason in reasons:
+        out.print(f"iteration {slowest}: {reason}", soft_wrap=True, markup=False)

@@ -49,7 +49,13 @@ _POOL = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningWork:
-    """What to plan: who plans it, the batches' lengths, and where the costs are from."""
+    """What to plan and who plans it.
+
+    ``batches`` are the lengths of each batch's sequences; ``source`` says where the costs are from,
+    ``assumed`` what rates assume. ``doubts`` are planners by the names of hardware that differs a
+    little from the assumed one, none where costs were measured. A ``pessimistic`` plan is that
+    which is best in the worst case of these.
+    """
 
     planner: StepPlanner
     batches: tuple[Lengths, ...]
@@ -89,10 +95,11 @@ class PlanningWork:
 
 
 def fits(planned: Planned, costs: CostModel) -> str:
-    """Words for the fullest rank: its peak in bytes of what it may use."""
+    """How full the fullest rank is, in words: its peak and the bytes that it may use."""
     peaks = planned.peak_bytes
-    rank = max(range(len(peaks)), key=lambda r: peaks[r])
-    return f"peak {bytes_text(peaks[rank])} of {bytes_text(costs.capacity_bytes)} (rank {rank})"
+    fullest = max(range(len(peaks)), key=lambda rank: peaks[rank])
+    capacity = bytes_text(costs.capacity_bytes)
+    return f"peak {bytes_text(peaks[fullest])} of {capacity} (rank {fullest})"
 
 
 def prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> PlanningWork:
@@ -141,13 +148,15 @@ def prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> PlanningWork
 
 
 def _planner_name(flags: PlanFlags | SimulateFlags) -> str | None:
-    """The planner of ``--planner`` by its name in a configuration."""
+    """The value of ``planner.name`` in a configuration that ``--planner`` asks for; None where it
+    asks for none."""
     name = flags.planner if isinstance(flags, PlanFlags) else None
     return "adaptive" if name == OWN else name
 
 
 def _doubts(config: Config, architecture: Architecture) -> dict[str, StepPlanner]:
-    """Planners with the costs of the hardware that a configuration names under each doubt of it."""
+    """By the name of each doubt of the hardware that a configuration names, the planner with the
+    costs of the hardware as it would be then; none where it names no hardware."""
     options = config.devices
     if options.hardware is None:
         return {}
@@ -164,8 +173,8 @@ def _doubts(config: Config, architecture: Architecture) -> dict[str, StepPlanner
 
 
 def _next_batches(sampler: BatchSampler, batches: int, problem: Problem) -> tuple[Lengths, ...]:
-    """The lengths of the first batches of the data, drawn for a problem's costs where these decide
-    what a batch holds."""
+    """The lengths of the next ``batches`` batches of the data, which are not taken from it. Where
+    costs decide what a batch holds, these are the problem's."""
     if isinstance(sampler, PricedSampler):
         sampler.price(problem)
         tell(f"iterations are {sampler}")
@@ -185,23 +194,26 @@ class _Pool:
 def _iterations(
     text: str, options: DrawOptions, batches: int, problem: Problem
 ) -> tuple[Lengths, ...]:
-    """The lengths of so many iterations that choose their samples, from twice as many drawn from a
-    distribution at least: the last ones of an epoch have few to choose from."""
-    law, count = parse_distribution(text), _POOL
+    """The lengths of ``batches`` iterations that choose their samples among lengths drawn from the
+    distribution ``text``. At least twice as many are drawn as are chosen: the last iterations of an
+    epoch have few to choose from."""
+    distribution, pool_samples = parse_distribution(text), _POOL
     while True:
-        (pool,) = draw_batches(law, None, 1, options.seed, batch_sequences=count)
+        (pool,) = draw_batches(distribution, None, 1, options.seed, batch_sequences=pool_samples)
         sampler = IterationSampler(_Pool(lengths=np.array(pool.tokens)), options)
         sampler.price(problem)
-        found = sampler.peek(batches)
-        if found[-1].epoch == 0 and 2 * sum(len(one.samples) for one in found) <= count:
-            tell(f"iterations are {sampler}, {count:,} samples in an epoch")
-            return tuple(one.lengths for one in found)
-        count *= 2
+        iterations = sampler.peek(batches)
+        chosen_samples = sum(len(iteration.samples) for iteration in iterations)
+        if iterations[-1].epoch == 0 and 2 * chosen_samples <= pool_samples:
+            tell(f"iterations are {sampler}, {pool_samples:,} samples in an epoch")
+            return tuple(iteration.lengths for iteration in iterations)
+        pool_samples *= 2
 
 
 def _drawn(config: Config, text: str, batches: int, seed: int) -> tuple[Lengths, ...]:
-    """The lengths of so many batches drawn from a distribution, each of as many tokens or sequences
-    as the configuration says, the first ones short where it has a curriculum."""
+    """The lengths of ``batches`` batches drawn from the distribution ``text``, each of as many
+    tokens or sequences as the configuration says, the first ones short where it has a
+    curriculum."""
     options = config.data
     drawn = draw_batches(
         parse_distribution(text),

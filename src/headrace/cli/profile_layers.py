@@ -71,7 +71,8 @@ def profile(config_path: Path, flags: ProfileFlags) -> int:
 
 
 def _device(rank: Rank, costs: CostModel) -> Device:
-    """The device of a rank as its profile shows it, while the other ranks wait."""
+    """What the device of ``rank`` attains, by its ``costs`` and by a product and a copy that are
+    timed now, while the other ranks wait."""
     device, dtype = rank.world.device, rank.dtype
     return measured_device(
         costs,
@@ -85,8 +86,9 @@ def _device(rank: Rank, costs: CostModel) -> Device:
 
 
 def _print(costs: CostModel, measured: Profile, model: HybridModel | None = None) -> None:
-    """Print how well the fits agree, the speeds of links, limits of memory, and the seconds that
-    every step has."""
+    """Print how well the fits agree, the speeds of links, the limits of memory, the hybrid costs
+    where a ``model`` of them was fitted, and the seconds that every step takes beside its
+    layers."""
     out = out_console()
     out.print(f"{measured.shape} on {costs.cluster}")
     fits = fit_parts(measured)
@@ -107,9 +109,9 @@ def _print(costs: CostModel, measured: Profile, model: HybridModel | None = None
         out.print("forests of single documents, and the polynomials beyond them")
         out.print(hybrid_table(model))
         out.print()
-    s = costs.exchange_s
+    exchange = costs.exchange_s
     out.print(
-        f"each step: pull {seconds_text(s.pull_s)}, push {seconds_text(s.push_s)}, "
-        f"update {seconds_text(s.update_s)}; a rank stores {bytes_text(costs.state_bytes)}; "
+        f"each step: pull {seconds_text(exchange.pull_s)}, push {seconds_text(exchange.push_s)}, "
+        f"update {seconds_text(exchange.update_s)}; a rank stores {bytes_text(costs.state_bytes)}; "
         f"measured in {seconds_text(measured.measured_in_s)}"
     )

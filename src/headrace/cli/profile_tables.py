@@ -45,36 +45,39 @@ def fits_table(fits: Iterable[FittedPart]) -> Table:
 
 def limits_table(costs: CostModel) -> Table:
     """MaxLen and UtilLen of every group size and level, with weights replicated and sharded."""
-    held: tuple[Working, ...] = ("replicated", "sharded")
-    names = [f"{what} {working}" for working in held for what in ("MaxLen", "UtilLen")]
+    workings: tuple[Working, ...] = ("replicated", "sharded")
+    names = [f"{what} {working}" for working in workings for what in ("MaxLen", "UtilLen")]
     table = _table(("group", "all layers", *names), left=2)
-    for rows in zip(*(limits_of(costs, working) for working in held), strict=True):
-        lengths = (text for row in rows for text in _lengths(row))
-        table.add_row(f"cp{rows[0].p}", str(rows[0].option), *lengths)
+    for replicated, sharded in zip(*(limits_of(costs, w) for w in workings), strict=True):
+        lengths = (*_lengths(replicated), *_lengths(sharded))
+        table.add_row(f"cp{replicated.p}", str(replicated.option), *lengths)
     return table
 
 
 def hybrid_table(model: HybridModel) -> Table:
-    """Where every pair switches from its forest to its polynomial."""
+    """Up to how many tokens the forest of each part and quantity counts, the degree of the
+    polynomial beyond, and how far costs jump there."""
     table = _table(("group", "part", "of", "forest to", "degree", "jump"), left=3)
-    for found in model.boundaries():
+    for boundary in model.boundaries():
         table.add_row(
-            f"cp{found.p}",
-            found.option,
-            _TARGETS[found.target],
-            f"{found.longest:,}",
-            str(found.degree),
-            "-" if math.isinf(found.jump) else percent_text(found.jump),
+            f"cp{boundary.p}",
+            boundary.option,
+            _TARGETS[boundary.target],
+            f"{boundary.longest:,}",
+            str(boundary.degree),
+            "-" if math.isinf(boundary.jump) else percent_text(boundary.jump),
         )
     return table
 
 
 def _lengths(row: Limits) -> tuple[str, str]:
-    most = "no limit" if row.max_length >= MOST_TOKENS else f"{row.max_length:,}"
-    return most, "-" if row.util_length is None else f"{row.util_length:,}"
+    """(MaxLen, UtilLen) in words."""
+    max_length = "no limit" if row.max_length >= MOST_TOKENS else f"{row.max_length:,}"
+    return max_length, "-" if row.util_length is None else f"{row.util_length:,}"
 
 
 def _table(columns: Iterable[str], *, left: int) -> Table:
+    """An empty table, of which the first ``left`` columns are aligned to the left."""
     table = Table(box=None, pad_edge=False)
     for i, name in enumerate(columns):
         table.add_column(name, justify="left" if i < left else "right")

@@ -14,7 +14,7 @@ from headrace.config.clips_config import ClipsConfig
 
 __all__ = ["config_markdown", "keys", "print_config"]
 
-_OWN = ("data", "model")
+_CLIPS_SECTIONS = ("data", "model")
 """Sections that runs over clips have of their own."""
 
 
@@ -29,7 +29,8 @@ def keys(kind: type[BaseModel] = Config) -> Iterator[tuple[str, str, str, str]]:
 def _keys_of(
     section: str, name: str, definitions: dict[str, Any]
 ) -> Iterator[tuple[str, str, str, str]]:
-    """The rows of :func:`keys` of the section with a definition's name, and of tables within it."""
+    """The rows of :func:`keys` of ``section``, of which the JSON schema is ``definitions[name]``,
+    and of tables within it."""
     required = definitions[name].get("required", [])
     for key, schema in definitions[name]["properties"].items():
         default = "required" if key in required else json.dumps(schema.get("default"))
@@ -46,18 +47,19 @@ def config_markdown() -> str:
 
 
 def _tables(config_type: type[BaseModel], words: str) -> Iterator[str]:
-    """Lines of Markdown: a table of keys for each section of a configuration; with ``words`` only
-    those that this kind of run has alone."""
-    last = ""
+    """Lines of Markdown: a table of keys for each section of a configuration. With ``words``, which
+    follow the section's name in its heading, only the sections that runs over clips have of their
+    own."""
+    last_section = ""
     for key, kind, default, meaning in keys(config_type):
         section, _, name = key.partition(".")
-        if words and section not in _OWN:
+        if words and section not in _CLIPS_SECTIONS:
             continue
-        if section != last:
+        if section != last_section:
             about = (config_type.model_fields[section].annotation.__doc__ or "").strip()
             yield from ("", f"## `[{section}]`{words}", "", about, "")
             yield from ("| key | type | default | meaning |", "|---|---|---|---|")
-            last = section
+            last_section = section
         text = " ".join(meaning.split()).replace("|", "\\|").replace("``", "`")
         yield f"| `{name}` | {kind} | `{default}` | {text} |"
 
@@ -68,8 +70,11 @@ def print_config(*, schema: bool) -> int:
         print(json.dumps(Config.model_json_schema(), indent=1))
         return 0
     out = Console(highlight=False)
-    own = [row for row in keys(ClipsConfig) if row[0].partition(".")[0] in _OWN]
-    of_clips = [(key, f"of clips; {kind}", *rest) for key, kind, *rest in own]
+    of_clips = [
+        (key, f"of clips; {kind}", default, meaning)
+        for key, kind, default, meaning in keys(ClipsConfig)
+        if key.partition(".")[0] in _CLIPS_SECTIONS
+    ]
     for key, kind, default, meaning in [*keys(), *of_clips]:
         text = f"{key} ({kind}, {default})\n    {' '.join(meaning.split())}"
         out.print(text, markup=False, soft_wrap=True)

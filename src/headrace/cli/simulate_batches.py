@@ -56,9 +56,12 @@ def simulate(config_path: Path, flags: SimulateFlags) -> int:
         plans, planner.problem(), seed=planner.seed, progress=ProgressLines()
     )
     if flags.json:
-        found = [_json_of(batch, work) for batch in batches]
-        told = {"costs": work.source, "batches": found, "comparison": comparison.to_json()}
-        print(json.dumps(told))
+        output = {
+            "costs": work.source,
+            "batches": [_json_of(batch, work) for batch in batches],
+            "comparison": comparison.to_json(),
+        }
+        print(json.dumps(output))
     else:
         print(f"\n{comparison}\nassumed: {work.assumed}")
     if flags.trace is not None:
@@ -69,25 +72,25 @@ def simulate(config_path: Path, flags: SimulateFlags) -> int:
 
 
 def _clocked(work: PlanningWork, flags: SimulateFlags) -> list[_Clocked]:
-    """All batches planned, and run on the clock: the first, all where there are few ranks, and
-    whatever a trace or the programs are asked of."""
-    found, progress = list[_Clocked](), ProgressLines()
+    """All batches planned. The first is run on the clock, too, and all are where there are few
+    ranks, or where a trace or programs are asked for."""
+    batches, progress = list[_Clocked](), ProgressLines()
     devices = work.costs.cluster.devices
-    every = devices <= _RANKS_DRAWN or flags.trace is not None or flags.programs
+    clock_all = devices <= _RANKS_DRAWN or flags.trace is not None or flags.programs
     for number, planned in enumerate(work.plans()):
         batch = _Clocked(planned=planned)
-        if every or number == 0:
+        if clock_all or number == 0:
             programs = programs_of(planned.plan, work.costs)
             timeline = run_programs(programs, planned.plan, work.costs)
             batch = _Clocked(planned=planned, programs=programs, timeline=timeline)
-        found.append(batch)
-        progress("planned batches", len(found), len(work.batches))
-    return found
+        batches.append(batch)
+        progress("planned batches", len(batches), len(work.batches))
+    return batches
 
 
 def _print_batch(number: int, batch: _Clocked, work: PlanningWork, flags: SimulateFlags) -> None:
-    """Print one batch's plan: what it takes, how full memory is, and of the first batch the picture
-    of its ranks over time."""
+    """Print one batch's plan: its seconds, how full memory is, its rates, and of the first batch
+    the picture of its ranks over time."""
     chosen, timeline = batch.planned.plan, batch.timeline
     if number:
         print()
@@ -116,7 +119,7 @@ def _drawing(timeline: Timeline) -> str:
 
 
 def _json_of(batch: _Clocked, work: PlanningWork) -> dict[str, Any]:
-    """What is known of a batch; programs and timeline are null where the clock was not run."""
+    """A batch as JSON; programs and timeline are null where it was not run on the clock."""
     timeline = batch.timeline
     return {
         "plan": batch.planned.plan.to_json(),

@@ -51,8 +51,9 @@ def train(
         return 0
 
     code = launch(config, main)
-    first = ranks_here in ([], [0])  # under torchrun this is a rank
-    if code >= STOPPED and first:  # not by a mistake that would be made again
+    # Under torchrun this process is a rank, else it has started the ranks and is none.
+    speaks = ranks_here in ([], [0])
+    if code >= STOPPED and speaks:  # not ended by a mistake that would be made again
         why = "interrupted" if code == 128 + signal.SIGINT else "stopped"
         out_again = shlex.quote(str(folder))
         tell(
@@ -60,22 +61,22 @@ def train(
             f"--out {out_again} --resume"
         )
     # The ranks have parted: nobody waits while the report is drawn.
-    if code == 0 and first:
+    if code == 0 and speaks:
         _finish(TrainingRun(folder), config)
     return code
 
 
 def _launch_command(again: str) -> str:
-    """A command as it is launched here: by torchrun, where it was."""
+    """The command ``again`` as it is launched here: by torchrun, where this process was."""
     if not under_torchrun():
         return again
-    here, ranks = number("LOCAL_WORLD_SIZE", 1), number("WORLD_SIZE")
-    where = "" if here == ranks else "(on each node, with the options of before) "
-    return f"{where}torchrun --nproc-per-node {here} -m {again}"
+    local_ranks, ranks = number("LOCAL_WORLD_SIZE", 1), number("WORLD_SIZE")
+    where = "" if local_ranks == ranks else "(on each node, with the options of before) "
+    return f"{where}torchrun --nproc-per-node {local_ranks} -m {again}"
 
 
 def _where_it_stands(folder: Path) -> str:
-    """Where a run that was ended stands, and what is kept of it."""
+    """In words, which follow "stopped": after which step a run ended, and its last checkpoint."""
     done, newest = steps_done(folder), checkpoint.latest(folder / "checkpoints")
     if newest is None:
         return (
@@ -86,6 +87,8 @@ def _where_it_stands(folder: Path) -> str:
 
 
 def _finish(run: TrainingRun, config: JobConfig) -> None:
+    """Say where a run's checkpoint and metrics are, and print where its report is: made now, or
+    its folder where the configuration wants none."""
     tell(f"checkpoint    {checkpoint.latest(run.folder / 'checkpoints')}")
     tell(f"metrics       {run.folder / 'metrics.jsonl'}")
     print(run.report() if config.report.html else run.folder, flush=True)

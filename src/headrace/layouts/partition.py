@@ -58,16 +58,17 @@ class Rows:
 
 
 def hull(parts: Iterable[Rows]) -> Rows:
-    """The smallest interval with all of ``parts``; empty when they are."""
-    some = [part for part in parts if part]
-    if not some:
+    """The smallest interval that contains all of ``parts``; empty when they are all empty."""
+    filled = [part for part in parts if part]
+    if not filled:
         return Rows(0, 0)
-    return Rows(min(p.start for p in some), max(p.stop for p in some))
+    return Rows(min(part.start for part in filled), max(part.stop for part in filled))
 
 
 def split_sizes(count: int, parts: int) -> tuple[int, ...]:
-    """``count`` things in ``parts`` sizes that differ by at most one, larger ones first."""
-    return tuple(count // parts + (part < count % parts) for part in range(parts))
+    """The sizes of ``parts`` parts of ``count`` things: they differ by at most one, larger ones
+    come first."""
+    return tuple(count // parts + (1 if part < count % parts else 0) for part in range(parts))
 
 
 def split_rows(rows: int, parts: int, unit: int = 1) -> tuple[Rows, ...]:
@@ -88,8 +89,8 @@ def split_rows(rows: int, parts: int, unit: int = 1) -> tuple[Rows, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """The rows of one weight that each rank holds: ``parts[rank]``, possibly empty or
-    overlapping."""
+    """Which of the ``rows`` rows of one weight each rank holds: the interval ``parts[rank]``, which
+    may be empty or overlap those of other ranks."""
 
     rows: int
     parts: tuple[Rows, ...]
@@ -101,37 +102,43 @@ class Partition:
 
     @classmethod
     def even(cls, rows: int, ranks: int, unit: int = 1) -> Partition:
-        """Disjoint parts at unit borders where there are enough units, else at any row."""
-        return cls(rows=rows, parts=split_rows(rows, ranks, unit if rows // unit >= ranks else 1))
+        """Disjoint parts, as even as possible: cut at multiples of ``unit`` where there is a unit
+        for each rank, else at any row."""
+        enough_units = rows // unit >= ranks
+        return cls(rows=rows, parts=split_rows(rows, ranks, unit if enough_units else 1))
 
     @property
     def is_disjoint_cover(self) -> bool:
         """Whether every row has exactly one holder: what a storage layout must be."""
-        return covers_once(sorted((p for p in self.parts if p), key=lambda p: p.start), self.rows)
+        filled = [part for part in self.parts if part]
+        return covers_once(sorted(filled, key=lambda part: part.start), self.rows)
 
 
 def covers_once(parts: Sequence[Rows], rows: int) -> bool:
     """Whether sorted, non-empty ``parts`` follow each other from 0 to ``rows``."""
-    at = 0
+    covered = 0
     for part in parts:
-        if part.start != at:
+        if part.start != covered:
             return False
-        at = part.stop
-    return at == rows
+        covered = part.stop
+    return covered == rows
 
 
 def storage_partition(weight: WeightSpec, ranks: int, node_ranks: int | None = None) -> Partition:
     """Rows split over all ranks: fully sharded master weights, optimizer state, gradient sums.
 
-    With ``node_ranks`` of each node, a divisor of ``ranks``, those of the first ranks of all nodes
-    come first, then those of the second ranks: what crosses between nodes is together.
+    With ``node_ranks`` ranks on each node, a divisor of ``ranks``, the weight's first rows are on
+    the first ranks of all nodes, the next ones on the second ranks, and so on: the ranks with one
+    local rank, which exchange rows between nodes, hold one interval together.
     """
     even = Partition.even(weight.rows, ranks, weight.unit or 1)
     if node_ranks is None:
         return even
     nodes = ranks // node_ranks
     parts = (
-        even.parts[place * nodes + node] for node in range(nodes) for place in range(node_ranks)
+        even.parts[local_rank * nodes + node]
+        for node in range(nodes)
+        for local_rank in range(node_ranks)
     )
     return Partition(rows=even.rows, parts=tuple(parts))
 
@@ -139,16 +146,18 @@ def storage_partition(weight: WeightSpec, ranks: int, node_ranks: int | None = N
 def storage_partitions(
     table: Iterable[WeightSpec], ranks: int, node_ranks: int | None = None
 ) -> dict[str, Partition]:
-    """:func:`storage_partition` of each weight; equal ones are one object."""
+    """:func:`storage_partition` of each weight by its name; equal ones are one object."""
     weights = list(table)
-    kinds = {(w.rows, w.unit): w for w in weights}
-    made = {kind: storage_partition(w, ranks, node_ranks) for kind, w in kinds.items()}
-    return {w.name: made[w.rows, w.unit] for w in weights}
+    kinds = {(weight.rows, weight.unit): weight for weight in weights}
+    partitions = {
+        kind: storage_partition(weight, ranks, node_ranks) for kind, weight in kinds.items()
+    }
+    return {weight.name: partitions[weight.rows, weight.unit] for weight in weights}
 
 
 def group_shards(weight: WeightSpec, ranks: int) -> tuple[Rows, ...]:
-    """The rows of each member of a group over which weights are sharded, cut at unit borders;
-    weights without a unit are replicated on every member."""
+    """The rows that each member of a group of ``ranks`` holds of a sharded weight, cut at unit
+    borders; of a weight without a unit every member holds all."""
     if weight.unit is None:
         return (Rows(0, weight.rows),) * ranks
     return split_rows(weight.rows, ranks, weight.unit)
@@ -174,45 +183,48 @@ def working_partition(weight: WeightSpec, plan: Plan) -> Partition:
 
 
 def working_partitions(table: Iterable[WeightSpec], plan: Plan) -> dict[str, Partition]:
-    """:func:`working_partition` of each weight; equal ones are one object, as there are many
-    weights of few kinds."""
-    staged = list(_stages(plan))
-    stages = dict.fromkeys(buckets for _, buckets, _ in staged)
-    made: dict[tuple[int, int | None, tuple[bool, ...]], Partition] = {}
-    found: dict[str, Partition] = {}
+    """:func:`working_partition` of each weight by its name; equal ones are one object, as there are
+    many weights of few kinds."""
+    stages = list(_stages(plan))
+    bucket_sets = dict.fromkeys(buckets for _, buckets, _ in stages)
+    known: dict[tuple[int, int | None, tuple[bool, ...]], Partition] = {}
+    partitions: dict[str, Partition] = {}
     for weight in table:
-        key = (weight.rows, weight.unit, tuple(weight.used_in(buckets) for buckets in stages))
-        if key not in made:
-            made[key] = _working(weight, plan.devices, staged)
-        found[weight.name] = made[key]
-    return found
+        used = tuple(weight.used_in(buckets) for buckets in bucket_sets)
+        kind = (weight.rows, weight.unit, used)
+        if kind not in known:
+            known[kind] = _working(weight, plan.devices, stages)
+        partitions[weight.name] = known[kind]
+    return partitions
 
 
 def _stages(plan: Plan) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """For the stages of all pipelines with work: (ranks, buckets, number of shards of each
-    weight)."""
+    """For each stage of all pipelines that have work: (its ranks, the buckets of its weights, the
+    number of shards into which each weight is cut)."""
     for pipeline in _used_pipelines(plan):
-        count = pipeline.scheme.parts(sharded=plan.working == "sharded")
+        shard_count = pipeline.scheme.parts(sharded=plan.working == "sharded")
         for stage in pipeline.stages(plan.layers):
-            yield stage.ranks, stage.buckets, count
+            yield stage.ranks, stage.buckets, shard_count
 
 
 def _working(
     weight: WeightSpec, devices: int, stages: Iterable[tuple[tuple[int, ...], tuple[int, ...], int]]
 ) -> Partition:
-    """The rows of a weight that each of ``devices`` ranks works with; ``stages`` are (ranks,
-    buckets of their layers, shards of a weight)."""
+    """The rows of a weight that each of ``devices`` ranks works with; ``stages`` as of
+    :func:`_stages`."""
     parts: list[Rows] = [Rows(0, 0)] * devices
-    shards: dict[int, tuple[Rows, ...]] = {}
-    used = dict[tuple[int, ...], bool]()
-    for ranks, buckets, count in stages:
-        if buckets not in used:
-            used[buckets] = weight.used_in(buckets)
-        if used[buckets]:
-            if count not in shards:
-                shards[count] = group_shards(weight, count)
-            for member, rank in enumerate(ranks):
-                parts[rank] = hull((parts[rank], shards[count][member % count]))
+    shards_by_count: dict[int, tuple[Rows, ...]] = {}
+    used_by_buckets = dict[tuple[int, ...], bool]()
+    for ranks, buckets, shard_count in stages:
+        if buckets not in used_by_buckets:
+            used_by_buckets[buckets] = weight.used_in(buckets)
+        if not used_by_buckets[buckets]:
+            continue
+        if shard_count not in shards_by_count:
+            shards_by_count[shard_count] = group_shards(weight, shard_count)
+        shards = shards_by_count[shard_count]
+        for member, rank in enumerate(ranks):
+            parts[rank] = hull((parts[rank], shards[member % shard_count]))
     return Partition(rows=weight.rows, parts=tuple(parts))
 
 
@@ -223,7 +235,9 @@ def working_key(plan: Plan) -> tuple[object, ...]:
 
 
 def _used_pipelines(plan: Plan) -> Iterator[Pipeline]:
-    return (plan.pipelines[i] for i in sorted({m.pipeline for m in plan.micro_batches}))
+    """The pipelines of a plan that have micro-batches."""
+    numbers = {micro_batch.pipeline for micro_batch in plan.micro_batches}
+    return (plan.pipelines[number] for number in sorted(numbers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,38 +250,42 @@ class Slice:
 
 
 def link(owners: Partition, readers: Partition) -> tuple[Slice, ...]:
-    """All mutual slices, ordered by (reader, owner): at most one per pair.
+    """The rows that each reader needs of each owner, ordered by (reader, owner); at most one slice
+    for a pair of ranks, none where they share no rows.
 
     ``owners`` must be a disjoint cover (a storage layout); ``readers`` may overlap and have gaps.
     """
     assert owners.is_disjoint_cover, "a storage layout covers each row once"
-    return tuple(
-        Slice(rows=common, owner=owner, reader=reader)
-        for reader, wanted in enumerate(readers.parts)
-        for owner, held in enumerate(owners.parts)
-        if len(common := held.meet(wanted))
-    )
+    slices: list[Slice] = []
+    for reader, wanted in enumerate(readers.parts):
+        for owner, stored in enumerate(owners.parts):
+            common = stored.meet(wanted)
+            if len(common):
+                slices.append(Slice(rows=common, owner=owner, reader=reader))
+    return tuple(slices)
 
 
 def rows_between(
     owners: Partition, readers: Partition, rank: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The part of :func:`link` that concerns ``rank``: the rows it serves to each reader, and those
-    it reads from each owner, as (first, end) [ranks, 2], equal where there are none. Takes time
-    proportional to the ranks, not to their pairs."""
+    """The part of :func:`link` that concerns ``rank``: (the rows it serves to each reader, the rows
+    it reads from each owner). Both are [ranks, 2], the first row and the end for each rank, equal
+    where there are none. Takes time proportional to the ranks, not to their pairs."""
     assert owners.is_disjoint_cover, "a storage layout covers each row once"
-    serving = _meet(_bounds(readers), owners.parts[rank])
-    return serving, _meet(_bounds(owners), readers.parts[rank])
+    served = _meet(_bounds(readers), owners.parts[rank])
+    read = _meet(_bounds(owners), readers.parts[rank])
+    return served, read
 
 
 def _bounds(partition: Partition) -> NDArray[np.int64]:
+    """[ranks, 2]: the first row and the end of each rank's part."""
     rows = [(part.start, part.stop) for part in partition.parts]
     return np.array(rows, dtype=np.int64)
 
 
 def _meet(bounds: NDArray[np.int64], rows: Rows) -> NDArray[np.int64]:
-    """The intersection of each interval with ``rows``; an empty one begins and ends at the
-    start."""
+    """[n, 2]: the intersection of each interval of ``bounds`` [n, 2] with ``rows``; an empty one
+    is (``rows.start``, ``rows.start``)."""
     starts, stops = np.maximum(bounds[:, 0], rows.start), np.minimum(bounds[:, 1], rows.stop)
     empty = stops <= starts
     starts[empty] = stops[empty] = rows.start

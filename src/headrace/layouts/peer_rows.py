@@ -32,8 +32,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """``rows`` rows from ``start`` of weight number ``weight`` (from 0) of the bucket; ``at`` is
-    where they begin among a peer's elements, ``elements`` how many they have."""
+    """``rows`` rows from row ``start`` of weight number ``weight`` (from 0) of the bucket: their
+    ``elements`` elements begin at element ``at`` of what travels to or from one peer."""
 
     weight: int
     start: int
@@ -42,111 +42,126 @@ class _Part:
     elements: int
 
     def of(self, tensor: torch.Tensor, peers: int = 1) -> torch.Tensor:
-        """The rows of ``peers`` consecutive peers in ``tensor``, [peers, elements]."""
+        """A view [peers, elements] of ``tensor`` [rows, ...], this rank's rows of the weight: the
+        rows of this part, and those of the following peers, which have as many each."""
         return tensor[self.start : self.start + peers * self.rows].view(peers, self.elements)
 
 
 def _parts(bounds: Bounds, row_elements: Sequence[int]) -> tuple[_Part, ...]:
-    """The non-empty intervals of ``bounds`` [weights, 2], in order."""
-    found, at = list[_Part](), 0
+    """The parts that one peer has, of ``bounds`` [weights, 2] with ``row_elements`` elements in a
+    row of each weight; weights of which it has no rows are left out."""
+    parts, at = list[_Part](), 0
     for weight, ((start, end), width) in enumerate(zip(bounds.tolist(), row_elements, strict=True)):
         if end > start:
-            found.append(_Part(weight, start, end - start, at, (end - start) * width))
-            at += found[-1].elements
-    return tuple(found)
+            elements = (end - start) * width
+            parts.append(_Part(weight, start, end - start, at, elements))
+            at += elements
+    return tuple(parts)
 
 
 def _elements(parts: Sequence[_Part]) -> int:
+    """The number of elements of all parts together."""
     return sum(part.elements for part in parts)
 
 
 class ServedRows:
-    """The rows of a bucket that a rank serves to readers.
+    """The rows of a bucket that a rank serves to readers, itself among them.
 
     ``bounds`` [peers, weights, 2] are first row and end, counted from the rank's own first, empty
     where they are the same; ``row_elements`` of each weight, of which the rank owns ``owned`` rows.
+    ``sizes`` are the elements that each peer reads, 0 for the rank itself; ``total`` is their sum.
     """
 
     def __init__(
         self, bounds: Bounds, row_elements: Sequence[int], owned: Sequence[int], rank: int
     ) -> None:
         """Sort the readers by kind, and note where each kind's rows lie among this rank's own."""
-        known: dict[bytes, int] = {}
-        self._kinds: list[tuple[_Part, ...]] = []
-        self._readers: list[int] = []
-        self._own: int | None = None  # index of this rank among the readers
         self.sizes = [0] * len(bounds)
-        flat = np.ascontiguousarray(bounds).reshape(len(bounds), -1)
-        for peer in np.flatnonzero((bounds[:, :, 1] > bounds[:, :, 0]).any(axis=1)).tolist():
-            kind = known.setdefault(flat[peer].tobytes(), len(known))
-            if kind == len(self._kinds):
-                self._kinds.append(_parts(bounds[peer], row_elements))
+        self._parts_of_kind: list[tuple[_Part, ...]] = []
+        self._reader_kinds: list[int] = []  # the kind of each reader, in rank order
+        self._own: int | None = None  # index of this rank among the readers
+        kind_of_bounds: dict[bytes, int] = {}
+        bounds_of_peer = np.ascontiguousarray(bounds).reshape(len(bounds), -1)
+        reads_something = (bounds[:, :, 1] > bounds[:, :, 0]).any(axis=1)
+        for peer in np.flatnonzero(reads_something).tolist():
+            kind = kind_of_bounds.setdefault(bounds_of_peer[peer].tobytes(), len(kind_of_bounds))
+            if kind == len(self._parts_of_kind):
+                self._parts_of_kind.append(_parts(bounds[peer], row_elements))
             if peer == rank:
-                self._own = len(self._readers)
+                self._own = len(self._reader_kinds)
             else:
-                self.sizes[peer] = _elements(self._kinds[kind])
-            self._readers.append(kind)
+                self.sizes[peer] = _elements(self._parts_of_kind[kind])
+            self._reader_kinds.append(kind)
         self.total = sum(self.sizes)
-        whole = np.array([(0, rows) for rows in owned], dtype=np.int64)
-        self._all = _parts(whole, row_elements)
-        first = {part.weight: part.at for part in self._all}
-        self._spans = [
+        own_bounds = np.array([(0, rows) for rows in owned], dtype=np.int64)
+        self._owned_parts = _parts(own_bounds, row_elements)
+        # (first element among all that this rank owns, number of elements) of each part of a kind
+        first_element = {part.weight: part.at for part in self._owned_parts}
+        self._spans_of_kind = [
             [
-                (first[part.weight] + part.start * row_elements[part.weight], part.elements)
+                (first_element[part.weight] + part.start * row_elements[part.weight], part.elements)
                 for part in parts
             ]
-            for parts in self._kinds
+            for parts in self._parts_of_kind
         ]
 
     def own(self, names: Sequence[str], tensors: Tensors) -> list[torch.Tensor]:
-        """The rows of each weight that the rank reads of itself, [1, elements]."""
+        """Views of the rows that the rank reads of itself, [1, elements] for each weight that has
+        some."""
         if self._own is None:
             return []
-        parts = self._kinds[self._readers[self._own]]
+        parts = self._parts_of_kind[self._reader_kinds[self._own]]
         return [part.of(tensors[names[part.weight]]) for part in parts]
 
     def pack(
         self, names: Sequence[str], tensors: Tensors, dtype: torch.dtype | None
     ) -> torch.Tensor:
-        """The buffer to send to all readers, packed from ``tensors``, as ``dtype`` or in their own
-        type."""
+        """The buffer [total] to send to all readers, packed from ``tensors``, as ``dtype`` or in
+        their own type."""
         like = tensors[names[0]]
         pieces = [
             torch.cat([part.of(tensors[names[part.weight]])[0] for part in parts]).to(
                 dtype or like.dtype
             )
-            for parts in self._kinds
+            for parts in self._parts_of_kind
         ]
-        others = [kind for turn, kind in enumerate(self._readers) if turn != self._own]
-        if not others:
+        other_kinds = self._kinds_of_others()
+        if not other_kinds:
             return like.new_empty(0, dtype=dtype or like.dtype)
-        return torch.cat([pieces[kind] for kind in others])
+        return torch.cat([pieces[kind] for kind in other_kinds])
 
     def add(
         self, wire: torch.Tensor, own: Sequence[torch.Tensor], names: Sequence[str], sums: Tensors
     ) -> None:
-        """Set ``sums`` to the rows that all readers sent plus ``own``, added in rank order."""
-        total = sums[names[0]].new_zeros(_elements(self._all))
-        into = [[total[at : at + count] for at, count in spans] for spans in self._spans]
-        sizes = [
-            part.elements
-            for turn, kind in enumerate(self._readers)
-            if turn != self._own
-            for part in self._kinds[kind]
+        """Set ``sums`` to the rows that all readers sent, ``wire`` [total], plus ``own``, as
+        :meth:`ReadRows.own` gives them, added in rank order."""
+        total = sums[names[0]].new_zeros(_elements(self._owned_parts))
+        targets_of_kind = [
+            [total[at : at + count] for at, count in spans] for spans in self._spans_of_kind
         ]
-        came = iter(wire.split(sizes)) if sizes else iter(())
-        for turn, kind in enumerate(self._readers):
-            values = (rows[0] for rows in own) if turn == self._own else came
-            for target, value in zip(into[kind], values, strict=False):
+        sizes = [
+            part.elements for kind in self._kinds_of_others() for part in self._parts_of_kind[kind]
+        ]
+        received = iter(wire.split(sizes)) if sizes else iter(())
+        for reader, kind in enumerate(self._reader_kinds):
+            values = (rows[0] for rows in own) if reader == self._own else received
+            # Not strict, which would take the first piece of the next reader, too.
+            for target, value in zip(targets_of_kind[kind], values, strict=False):
                 target.add_(value)
-        for part in self._all:
+        for part in self._owned_parts:
             part.of(sums[names[part.weight]])[0].copy_(total[part.at : part.at + part.elements])
+
+    def _kinds_of_others(self) -> list[int]:
+        """The kind of each reader but this rank, in rank order."""
+        return [kind for reader, kind in enumerate(self._reader_kinds) if reader != self._own]
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run of ``owners`` owners of equal rows: ``parts`` of the first one, from element ``at`` of
-    the buffer."""
+    """Consecutive owners, ``owners`` of them, of which this rank reads as many rows of each weight.
+
+    ``parts`` are those of the first owner. Those of all of them begin at element ``at`` of the
+    buffer, unless the only owner is this rank (``own``), whose rows do not travel."""
 
     owners: int
     at: int
@@ -159,68 +174,74 @@ class _Run:
         """(view of the buffer, view of the tensor) for every part, each [owners, elements of the
         part]."""
         size = self.owners * _elements(self.parts)
-        rows = wire[self.at : self.at + size].view(self.owners, -1)
+        by_owner = wire[self.at : self.at + size].view(self.owners, -1)
         for part in self.parts:
-            there = rows[:, part.at : part.at + part.elements]
-            yield there, part.of(tensors[names[part.weight]], self.owners)
+            in_wire = by_owner[:, part.at : part.at + part.elements]
+            yield in_wire, part.of(tensors[names[part.weight]], self.owners)
 
 
 class ReadRows:
-    """The rows of a bucket that a rank reads from owners; ``bounds`` and ``row_elements`` as of
-    :class:`ServedRows`."""
+    """The rows of a bucket that a rank reads from owners, itself among them; ``bounds`` and
+    ``row_elements`` as of :class:`ServedRows`.
+
+    ``sizes`` are the elements read from each peer, 0 for the rank itself; ``total`` is their
+    sum."""
 
     def __init__(self, bounds: Bounds, row_elements: Sequence[int], rank: int) -> None:
         """Find the runs of owners of which this rank reads equally many rows."""
-        lengths = bounds[:, :, 1] - bounds[:, :, 0]
-        elements = (lengths * np.array(row_elements, dtype=np.int64)).sum(axis=1)
+        row_counts = bounds[:, :, 1] - bounds[:, :, 0]
+        elements = (row_counts * np.array(row_elements, dtype=np.int64)).sum(axis=1)
         elements[rank] = 0
         self.sizes: list[int] = elements.tolist()
         self.total = sum(self.sizes)
         self._runs = list[_Run]()
-        peers, at = np.flatnonzero(lengths.any(axis=1)), 0
-        for first, end in pairwise(_cuts(bounds[peers], peers == rank)):
-            parts, own = _parts(bounds[peers[first]], row_elements), bool(peers[first] == rank)
+        owners, at = np.flatnonzero(row_counts.any(axis=1)), 0
+        for first, end in pairwise(_cuts(bounds[owners], owners == rank)):
+            parts, own = _parts(bounds[owners[first]], row_elements), bool(owners[first] == rank)
             self._runs.append(_Run(end - first, at, parts, own))
             at += 0 if own else (end - first) * _elements(parts)
 
     def own(self, names: Sequence[str], tensors: Tensors) -> list[torch.Tensor]:
-        """The rows of each weight that the rank reads of itself, [1, elements]."""
+        """Views of the rows that the rank reads of itself, [1, elements] for each weight that has
+        some."""
         parts = [part for run in self._runs if run.own for part in run.parts]
         return [part.of(tensors[names[part.weight]]) for part in parts]
 
     def pack(
         self, names: Sequence[str], tensors: Tensors, dtype: torch.dtype | None
     ) -> torch.Tensor:
-        """The buffer to send to all owners, packed from ``tensors``, as ``dtype`` or in their own
-        type."""
+        """The buffer [total] to send to all owners, packed from ``tensors``, as ``dtype`` or in
+        their own type."""
         like = tensors[names[0]]
         wire = like.new_empty(self.total, dtype=dtype or like.dtype)
-        for there, here in self._pairs(wire, names, tensors):
-            there.copy_(here)
+        for in_wire, in_tensor in self._pairs(wire, names, tensors):
+            in_wire.copy_(in_tensor)
         return wire
 
     def unpack(self, wire: torch.Tensor, names: Sequence[str], tensors: Tensors) -> None:
-        """Copy the buffer received from all owners into ``tensors``."""
-        for there, here in self._pairs(wire, names, tensors):
-            here.copy_(there)
+        """Copy the buffer [total] received from all owners into ``tensors``."""
+        for in_wire, in_tensor in self._pairs(wire, names, tensors):
+            in_tensor.copy_(in_wire)
 
     def _pairs(
         self, wire: torch.Tensor, names: Sequence[str], tensors: Tensors
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs (received values, the rows that they belong to), of all ranks but this one."""
+        """(view of the buffer, view of the tensor with the same rows), for all owners but this
+        rank."""
         for run in self._runs:
             if not run.own:
                 yield from run.pairs(wire, names, tensors)
 
 
 def _cuts(bounds: Bounds, own: NDArray[np.bool_]) -> list[int]:
-    """The indices at which runs begin among owners of ``bounds`` [owners, weights, 2], and the end.
-    An owner joins the run when it has as many rows of every weight as the one before, and they
-    follow each other."""
+    """The indices at which runs begin among owners of ``bounds`` [owners, weights, 2], and the
+    number of owners at the end; [0] without owners. An owner joins the run when it has as many rows
+    of every weight as the one before, and they follow each other. ``own`` [owners] is True for this
+    rank, which is a run of its own."""
     if not len(bounds):
         return [0]
-    lengths = bounds[:, :, 1] - bounds[:, :, 0]
-    follows = (bounds[1:, :, 0] == bounds[:-1, :, 1]) | (lengths[1:] == 0)
-    alike = (lengths[1:] == lengths[:-1]).all(axis=1) & follows.all(axis=1)
-    alike &= ~own[1:] & ~own[:-1]
-    return [0, *(np.flatnonzero(~alike) + 1).tolist(), len(bounds)]
+    row_counts = bounds[:, :, 1] - bounds[:, :, 0]
+    follows = (bounds[1:, :, 0] == bounds[:-1, :, 1]) | (row_counts[1:] == 0)
+    joins = (row_counts[1:] == row_counts[:-1]).all(axis=1) & follows.all(axis=1)
+    joins &= ~own[1:] & ~own[:-1]
+    return [0, *(np.flatnonzero(~joins) + 1).tolist(), len(bounds)]

@@ -37,7 +37,8 @@ on shorter ones than even ranks gain."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """Tokens [start, stop) of the pack, all of one document, held in rows from ``row``."""
+    """Tokens [start, stop) of the pack, all of one document, which are rows ``row`` and following
+    of a :class:`Held`."""
 
     document: int
     start: int
@@ -47,10 +48,11 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """The tokens that some ranks hold together, as intervals in the order of the pack.
+    """The tokens that some ranks hold together: as ``intervals`` of the pack, in its order, and as
+    ``pieces``, which are these intervals cut at the borders of documents.
 
-    ``order`` [T] takes their rows, one rank after the other, into that order; None where they are
-    in order already.
+    ``gathered[order]`` brings rows that were gathered one rank after the other, [T, ...], into the
+    order of the pack; None where they are in order already.
     """
 
     intervals: tuple[Rows, ...]
@@ -95,7 +97,7 @@ class TokenPlan:
 
     @cached_property
     def parts(self) -> tuple[tuple[Rows, ...], ...]:
-        """The tokens of each rank: disjoint intervals of the pack, first first."""
+        """The tokens of each rank: disjoint intervals of the pack, in its order."""
         if self.given is not None:
             return tuple(map(_merge, self.given))
         if self.order == "natural" or self.ranks == 1:
@@ -125,11 +127,11 @@ class TokenPlan:
 
     def documents(self, rank: int) -> np.ndarray:
         """[t] int64: each local token's document, counted within the pack."""
-        of = np.repeat(np.arange(len(self.lengths), dtype=np.int64), self.lengths)
-        return of[self.index(rank)]
+        pack_documents = np.repeat(np.arange(len(self.lengths), dtype=np.int64), self.lengths)
+        return pack_documents[self.index(rank)]
 
     def take(self, rank: int, values: np.ndarray) -> np.ndarray:
-        """The local part of one value per token of the pack."""
+        """The part [t] of a rank, of one value per token of the pack, [T]."""
         return values[self.index(rank)]
 
     def held(self, members: tuple[int, ...]) -> Held:
@@ -145,9 +147,10 @@ class TokenPlan:
         causal: bool,
         window: int | None = None,
     ) -> tuple[Block, ...]:
-        """The scores that count between queries of some ranks and keys of some ranks, as blocks
-        whose rows are counted in :meth:`held`; squares before rectangles.
+        """The scores that count between the queries of the ranks ``queries`` and the keys of the
+        ranks ``keys``, as blocks; squares before rectangles.
 
+        Rows and columns are counted among the tokens that these ranks hold, as in :meth:`held`.
         ``keys`` must be the same ranks, others, or contain them. ``window``: as in :class:`Band`.
         """
         band = Band.of(causal=causal, window=window)
@@ -167,15 +170,17 @@ class TokenPlan:
 
     @cached_property
     def _even_parts(self) -> tuple[Rows, ...]:
+        """The pack in as many contiguous parts as ranks."""
         return split_rows(self.total, self.ranks)
 
     @cached_property
     def _starts(self) -> list[int]:
+        """The place in the pack at which each document starts, and the end of the pack."""
         return [0, *accumulate(self.lengths)]
 
     def _make_held(self, members: tuple[int, ...]) -> Held:
-        """What these members hold together: intervals of the pack, pieces of documents, and an
-        order of gathered rows where they are not sorted."""
+        """The tokens that the ranks ``members`` hold together, without the cache of
+        :meth:`held`."""
         places = np.concatenate([np.zeros(0, np.int64), *map(self.index, members)])
         ordered = bool((np.diff(places) > 0).all())
         intervals = _merge([part for member in members for part in self.parts[member]])
@@ -189,26 +194,30 @@ class TokenPlan:
 def _zigzag(
     lengths: Sequence[int], starts: Sequence[int], sizes: Sequence[int]
 ) -> list[list[Rows]]:
-    """The intervals of each rank, in any order."""
-    ranks, room = len(sizes), list(sizes)
+    """The intervals of the pack that each rank holds in the order ``zigzag``, in any order.
+    Documents of ``lengths`` tokens begin at ``starts``; rank r holds ``sizes[r]`` tokens."""
+    ranks = len(sizes)
+    room = list(sizes)  # tokens that each rank can still take
     parts: list[list[Rows]] = [[] for _ in sizes]
 
     def give(rank: int, start: int, count: int) -> None:
+        """Give a rank ``count`` tokens of the pack from ``start``."""
         parts[rank].append(Rows(start, start + count))
         room[rank] -= count
 
-    shortest = 2 * ranks * _SHORTEST_PIECE
-    for document in (i for i, length in enumerate(lengths) if length >= shortest):
-        _fold_document(starts[document], _shares(lengths[document], room), give)
-    cut: list[int] = []
-    short = [i for i, length in enumerate(lengths) if length < shortest]
+    shortest_cut = 2 * ranks * _SHORTEST_PIECE
+    for document, length in enumerate(lengths):
+        if length >= shortest_cut:
+            _fold_document(starts[document], _shares(length, room), give)
+    fits_nowhere: list[int] = []
+    short = [document for document, length in enumerate(lengths) if length < shortest_cut]
     for document in sorted(short, key=lambda i: -lengths[i]):
         rank = max(range(ranks), key=lambda r: room[r])
         if lengths[document] <= room[rank]:
             give(rank, starts[document], lengths[document])
         else:
-            cut.append(document)
-    for document in cut:
+            fits_nowhere.append(document)
+    for document in fits_nowhere:
         start, stop = starts[document], starts[document + 1]
         for rank in range(ranks):
             count = min(room[rank], stop - start)
@@ -219,10 +228,11 @@ def _zigzag(
 
 
 def _shares(length: int, room: Sequence[int]) -> list[int]:
-    """Tokens of a long document for each rank: even, the odd ones where most room is left."""
+    """How many tokens of a document of ``length`` tokens each rank gets: as even as possible, the
+    larger shares where most ``room`` (tokens that a rank can still take) is left."""
     shares = [0] * len(room)
-    odd = split_sizes(length, len(room))
-    for rank, share in zip(sorted(range(len(room)), key=lambda r: -room[r]), odd, strict=True):
+    ranks_by_room = sorted(range(len(room)), key=lambda r: -room[r])
+    for rank, share in zip(ranks_by_room, split_sizes(length, len(room)), strict=True):
         shares[rank] = share
     return shares
 
@@ -230,7 +240,9 @@ def _shares(length: int, room: Sequence[int]) -> list[int]:
 def _fold_document(
     start: int, shares: Sequence[int], give: Callable[[int, int, int], None]
 ) -> None:
-    """Cut a document so that rank r gets the r-th piece from the front and from the back."""
+    """Cut a document, which begins at ``start`` in the pack, so that rank r gets the r-th piece
+    from the front and from the back, ``shares[r]`` tokens together; ``give(rank, start, count)``
+    takes each piece."""
     fronts = [-(-share // 2) for share in shares]
     for rank, front in enumerate(fronts):
         give(rank, start, front)
@@ -241,9 +253,10 @@ def _fold_document(
 
 
 def _merge(parts: Sequence[Rows]) -> tuple[Rows, ...]:
-    """Intervals sorted, neighbours joined, empty ones dropped."""
+    """The intervals sorted, those that touch joined, empty ones dropped."""
     merged: list[Rows] = []
-    for part in sorted((p for p in parts if len(p)), key=lambda p: p.start):
+    filled = [part for part in parts if len(part)]
+    for part in sorted(filled, key=lambda part: part.start):
         if merged and merged[-1].stop == part.start:
             merged[-1] = Rows(merged[-1].start, part.stop)
         else:
@@ -252,11 +265,14 @@ def _merge(parts: Sequence[Rows]) -> tuple[Rows, ...]:
 
 
 def _places(parts: Sequence[Rows]) -> np.ndarray:
-    return np.concatenate([np.zeros(0, np.int64), *(np.arange(p.start, p.stop) for p in parts)])
+    """[t] int64: the place in the pack of every token of the intervals."""
+    places = [np.arange(part.start, part.stop) for part in parts]
+    return np.concatenate([np.zeros(0, np.int64), *places])
 
 
 def _pieces(intervals: Sequence[Rows], starts: Sequence[int]) -> list[_Piece]:
-    """The intervals cut at the borders of documents."""
+    """The sorted intervals cut at the borders of documents; ``starts`` as of
+    :attr:`TokenPlan._starts`."""
     pieces: list[_Piece] = []
     row = 0
     for part in intervals:
@@ -271,32 +287,42 @@ def _pieces(intervals: Sequence[Rows], starts: Sequence[int]) -> list[_Piece]:
 
 def _band_blocks(queries: Held, keys: Held, band: Band) -> tuple[Block, ...]:
     """The blocks of scores, in rows of ``queries`` and ``keys``, that lie in a band around the
-    diagonal of each document."""
-    of_document: dict[int, list[_Piece]] = {}
-    for piece in keys.pieces:
-        of_document.setdefault(piece.document, []).append(piece)
+    diagonal of each document; causal squares first, then turned ones, then rectangles."""
+    keys_of_document = _by_document(keys.pieces)
     found: list[Block] = []
     for q in queries.pieces:
-        for k in of_document.get(q.document, ()):
+        for k in keys_of_document.get(q.document, ()):
+            # From places in the pack to rows of what is held.
             down, right = q.row - q.start, k.row - k.start
             found += [
-                Block(b[0] + down, b[1] + down, b[2] + right, b[3] + right, b.causal, b.turned)
-                for b in band_blocks(band, (q.start, q.stop), (k.start, k.stop))
+                block._replace(
+                    q_start=block.q_start + down,
+                    q_stop=block.q_stop + down,
+                    k_start=block.k_start + right,
+                    k_stop=block.k_stop + right,
+                )
+                for block in band_blocks(band, (q.start, q.stop), (k.start, k.stop))
             ]
     return tuple(sorted(found, key=lambda block: (not block.causal, block.turned)))
 
 
+def _by_document(pieces: Sequence[_Piece]) -> dict[int, list[_Piece]]:
+    """The pieces of each document, in order."""
+    found: dict[int, list[_Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.document, []).append(piece)
+    return found
+
+
 def _blocks(queries: Held, keys: Held, causal: bool) -> tuple[Block, ...]:
-    """The blocks of scores of each document, in rows of ``queries`` and ``keys``: causal squares,
-    and rectangles that are seen whole."""
-    of_document: dict[int, list[_Piece]] = {}
-    for piece in keys.pieces:
-        of_document.setdefault(piece.document, []).append(piece)
+    """The blocks of scores of each document without a window, in rows of ``queries`` and ``keys``:
+    causal squares, and rectangles that are seen whole."""
+    keys_of_document = _by_document(keys.pieces)
     squares: list[Block] = []
     full: list[Block] = []
     for q in queries.pieces:
         rows = (q.row, q.row + q.stop - q.start)
-        for k in of_document.get(q.document, ()):
+        for k in keys_of_document.get(q.document, ()):
             if not causal:
                 full.append(Block(*rows, k.row, k.row + k.stop - k.start, False))
                 continue

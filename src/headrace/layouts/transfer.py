@@ -24,7 +24,8 @@ __all__ = ["BucketLink", "Pending", "bucket_links"]
 
 class BucketLink:
     """The link of one bucket, whose weights have ``names``, for one rank: what it sends and
-    receives in a pull and in a push. ``serving`` and ``reading`` may be those of other buckets."""
+    receives in a pull and in a push. Buckets with equal partitions may share ``serving`` and
+    ``reading``."""
 
     def __init__(
         self,
@@ -33,8 +34,8 @@ class BucketLink:
         reading: ReadRows,
         group: dist.ProcessGroup,
     ) -> None:
-        """The link of a bucket's weights ``names``: the rows that this rank serves to others, and
-        those that it reads."""
+        """A link over ``group`` of the rows that this rank serves to readers and of those that it
+        reads."""
         self._names, self._group = tuple(names), group
         self._serving, self._reading = serving, reading
 
@@ -63,9 +64,9 @@ class BucketLink:
         ``wire`` is the dtype in which they travel, by default that of ``storage``.
         """
         names, serving, reading = self._names, self._serving, self._reading
-        own = zip(reading.own(names, working), serving.own(names, storage), strict=True)
-        for here, there in own:
-            here.copy_(there)
+        own_rows = zip(reading.own(names, working), serving.own(names, storage), strict=True)
+        for read_rows, stored_rows in own_rows:
+            read_rows.copy_(stored_rows)
         sent = serving.pack(names, storage, wire)
         received, transfer = self._exchange(sent, serving.sizes, reading.sizes)
         return Pending(
@@ -88,14 +89,17 @@ class BucketLink:
         )
 
     def _exchange(
-        self, sent: torch.Tensor, out: list[int], back: list[int]
+        self, sent: torch.Tensor, sent_sizes: list[int], received_sizes: list[int]
     ) -> tuple[torch.Tensor, Transfer | None]:
-        """Issue an all-to-all of ``sent``, ``out[r]`` elements to rank r and ``back[r]`` from it;
-        the transfer is None on one rank."""
-        received = sent.new_empty(sum(back))
-        if len(back) == 1:
+        """Issue an all-to-all of ``sent``: ``sent_sizes[r]`` elements to rank r and
+        ``received_sizes[r]`` from it. Returns the buffer for what is received, and the transfer,
+        None where there is one rank alone."""
+        received = sent.new_empty(sum(received_sizes))
+        if len(received_sizes) == 1:
             return received, None
-        work = dist.all_to_all_single(received, sent, back, out, group=self._group, async_op=True)
+        work = dist.all_to_all_single(
+            received, sent, received_sizes, sent_sizes, group=self._group, async_op=True
+        )
         return received, Transfer(work, self._group, sent)
 
 
@@ -106,37 +110,66 @@ def bucket_links(
     rank: int,
     group: dist.ProcessGroup,
 ) -> list[BucketLink]:
-    """The links of all buckets. Buckets with equal partitions, as most layers have, share them."""
-    between: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-    sides: dict[tuple[tuple[int, int, int], ...], tuple[ServedRows, ReadRows]] = {}
+    """The links of all buckets for ``rank`` of ``group``; ``owners`` and ``readers`` are the
+    storage and the working partition of each weight by its name.
+
+    Buckets whose weights have the same partition objects, as most layers have, share the rows that
+    they serve and read.
+    """
+    shared_bounds: dict[tuple[int, int], _ServedAndRead] = {}
+    shared_rows: dict[tuple[tuple[int, int, int], ...], tuple[ServedRows, ReadRows]] = {}
     links: list[BucketLink] = []
     for bucket in buckets:
         pairs = [(owners[weight.name], readers[weight.name]) for weight in bucket]
-        elements = [weight.row_elements for weight in bucket]
-        kind = tuple((id(o), id(r), n) for (o, r), n in zip(pairs, elements, strict=True))
-        if kind not in sides:
-            for owner, reader in pairs:
-                same = id(owner), id(reader)
-                if same not in between:
-                    between[same] = rows_between(owner, reader, rank)
-            serving, reading = (
-                np.stack([between[id(o), id(r)][side] for o, r in pairs], axis=1) for side in (0, 1)
-            )
-            # From rows of the weight to rows of the tensor that holds this rank's part.
-            owned = [owner.parts[rank] for owner, _ in pairs]
-            serving -= np.array([[[rows.start] for rows in owned]])
-            reading -= np.array([[[reader.parts[rank].start] for _, reader in pairs]])
-            sides[kind] = (
-                ServedRows(serving, elements, [len(rows) for rows in owned], rank),
-                ReadRows(reading, elements, rank),
-            )
-        links.append(BucketLink([w.name for w in bucket], *sides[kind], group))
+        row_elements = [weight.row_elements for weight in bucket]
+        kind = tuple(
+            (id(owner), id(reader), elements)
+            for (owner, reader), elements in zip(pairs, row_elements, strict=True)
+        )
+        if kind not in shared_rows:
+            shared_rows[kind] = _rows_of_bucket(pairs, row_elements, rank, shared_bounds)
+        serving, reading = shared_rows[kind]
+        links.append(BucketLink([weight.name for weight in bucket], serving, reading, group))
     return links
 
 
+_ServedAndRead = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""The rows of one weight that a rank serves to and reads from each peer: first row and end,
+[peers, 2] each."""
+
+
+def _rows_of_bucket(
+    pairs: Sequence[tuple[Partition, Partition]],
+    row_elements: Sequence[int],
+    rank: int,
+    shared_bounds: dict[tuple[int, int], _ServedAndRead],
+) -> tuple[ServedRows, ReadRows]:
+    """What ``rank`` serves and reads of a bucket; ``pairs`` are the (owner, reader) partitions of
+    its weights, ``row_elements`` the elements in a row of each.
+
+    ``shared_bounds`` keeps the bounds of each pair of partition objects, by their ids.
+    """
+    bounds_of_weights: list[_ServedAndRead] = []
+    for owner, reader in pairs:
+        key = id(owner), id(reader)
+        if key not in shared_bounds:
+            shared_bounds[key] = rows_between(owner, reader, rank)
+        bounds_of_weights.append(shared_bounds[key])
+    served = np.stack([served for served, _ in bounds_of_weights], axis=1)  # [peers, weights, 2]
+    read = np.stack([read for _, read in bounds_of_weights], axis=1)
+    # From rows of the weight to rows of the tensor that holds this rank's part.
+    owned = [owner.parts[rank] for owner, _ in pairs]
+    served -= np.array([[[rows.start] for rows in owned]])
+    read -= np.array([[[reader.parts[rank].start] for _, reader in pairs]])
+    return (
+        ServedRows(served, row_elements, [len(rows) for rows in owned], rank),
+        ReadRows(read, row_elements, rank),
+    )
+
+
 class Pending:
-    """An issued transfer with its ``buffers``. ``wait`` returns when its rows have
-    arrived; call it exactly once."""
+    """An issued transfer with its ``buffers``, which must live until its end. ``wait`` returns when
+    its rows have arrived; call it exactly once."""
 
     def __init__(
         self,
@@ -144,22 +177,23 @@ class Pending:
         finish: Callable[[], None],
         keep: tuple[torch.Tensor, ...],
     ) -> None:
-        """A move under way: ``finish`` puts the values in place once ``transfer`` has ended."""
+        """A transfer under way: ``finish`` puts the received values in place once it has ended.
+        ``transfer`` is None where nothing travels, ``keep`` are its buffers."""
         self._transfer, self._finish = transfer, finish
         self.buffers = keep  # gloo loses a message whose buffer is freed
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers that the transfer keeps alive."""
-        return sum(x.nbytes for x in self.buffers)
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     def keeping(self, more: tuple[torch.Tensor, ...]) -> Pending:
-        """This transfer, which also keeps the buffers ``more`` alive until its end."""
+        """Keep the buffers ``more`` alive until the transfer's end, too; returns this transfer."""
         self.buffers += more
         return self
 
     def wait(self) -> None:
-        """Wait for the transfer and copy the received rows to their tensors."""
+        """Wait for the transfer, put the received values in place and let the buffers go."""
         if self._transfer is not None:
             self._transfer.wait()
         self._finish()

@@ -85,8 +85,9 @@ def links_over(
     owners: Mapping[str, Partition],
     readers: Mapping[str, Partition],
 ) -> list[WeightLink]:
-    """The links of all buckets: in two steps where the ranks of ``groups`` are of several nodes and
-    fewer rows would cross between them."""
+    """The link of each bucket for the rank of ``groups``: in two steps where ranks are on several
+    nodes and so fewer rows cross between them, else in one. ``owners`` and ``readers`` are the
+    storage and the working partition of each weight by its name."""
     nodes = groups.nodes
     if nodes is None or not taken(buckets, owners, readers, nodes.ranks):
         return list(bucket_links(buckets, owners, readers, groups.rank, groups.world))
@@ -94,22 +95,25 @@ def links_over(
 
 
 def crossing_rows(owners: Partition, readers: Partition, node_ranks: int) -> tuple[int, int]:
-    """Rows that cross between nodes in a pull: in one step, in two."""
-    count = len(owners.parts) // node_ranks
-    here = np.array([(p.start, p.stop) for p in readers.parts]).reshape(count, node_ranks, 1, 2)
-    there = np.array([(p.start, p.stop) for p in owners.parts]).reshape(count, 1, node_ranks, 2)
-    at_home = int(_common(here, there).sum())
-    once = sum(map(len, readers.parts)) - at_home
-    twice = 0
-    for n, needed in enumerate(_needs(readers, node_ranks)):
-        home = owners.parts[n * node_ranks : (n + 1) * node_ranks]
-        twice += len(needed) - sum(len(part.meet(needed)) for part in home)
-    return once, twice
+    """Rows of one weight that cross between nodes in a pull: (in one step, in two steps)."""
+    nodes = len(owners.parts) // node_ranks
+    # [nodes, ranks of a node, 1 or 2]: every reader meets every owner of its own node.
+    read = np.array([(p.start, p.stop) for p in readers.parts]).reshape(nodes, node_ranks, 1, 2)
+    owned = np.array([(p.start, p.stop) for p in owners.parts]).reshape(nodes, 1, node_ranks, 2)
+    read_within_nodes = int(_common_rows(read, owned).sum())
+    one_step = sum(map(len, readers.parts)) - read_within_nodes
+    two_steps = 0
+    for node, needed in enumerate(_rows_read_by_node(readers, node_ranks)):
+        stored_here = owners.parts[node * node_ranks : (node + 1) * node_ranks]
+        two_steps += len(needed) - sum(len(part.meet(needed)) for part in stored_here)
+    return one_step, two_steps
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    stops = np.minimum(one[..., 1], other[..., 1])
-    return np.maximum(0, stops - np.maximum(one[..., 0], other[..., 0]))
+def _common_rows(some: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """The number of rows that intervals (first, end) [..., 2] have in common with others, [...];
+    the two are broadcast."""
+    starts = np.maximum(some[..., 0], others[..., 0])
+    return np.maximum(0, np.minimum(some[..., 1], others[..., 1]) - starts)
 
 
 def taken(
@@ -118,31 +122,36 @@ def taken(
     readers: Mapping[str, Partition],
     node_ranks: int,
 ) -> bool:
-    """Whether exchanges take two steps: for all weights together enough rows fewer cross."""
-    known: dict[tuple[int, int], tuple[int, int]] = {}
-    saved = read = 0
+    """Whether exchanges take two steps: whether these save enough of all elements that are read
+    from crossing between nodes of ``node_ranks`` ranks."""
+    known: dict[tuple[int, int], tuple[int, int]] = {}  # rows saved and read, by partitions' ids
+    saved_elements = read_elements = 0
     for weight in (w for bucket in buckets for w in bucket):
         owner, reader = owners[weight.name], readers[weight.name]
         kind = id(owner), id(reader)
         if kind not in known:
-            once, twice = crossing_rows(owner, reader, node_ranks)
-            known[kind] = once - twice, sum(map(len, reader.parts))
-        saved += known[kind][0] * weight.row_elements
-        read += known[kind][1] * weight.row_elements
-    return saved > _WORTH * read
+            one_step, two_steps = crossing_rows(owner, reader, node_ranks)
+            known[kind] = one_step - two_steps, sum(map(len, reader.parts))
+        saved_rows, read_rows = known[kind]
+        saved_elements += saved_rows * weight.row_elements
+        read_elements += read_rows * weight.row_elements
+    return saved_elements > _WORTH * read_elements
 
 
-def _needs(readers: Partition, node_ranks: int) -> list[Rows]:
-    """The rows of each node's readers, as one interval."""
+def _rows_read_by_node(readers: Partition, node_ranks: int) -> list[Rows]:
+    """For each node of ``node_ranks`` ranks the smallest interval with all rows that they read."""
     parts = readers.parts
     return [hull(parts[at : at + node_ranks]) for at in range(0, len(parts), node_ranks)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Steps:
-    """The two steps for one kind of weight and one rank: (owner, reader) partitions of each step
-    over its group, counted from the step's first row, and the number of rows ``held`` in
-    between."""
+    """The two steps for one kind of weight and one rank.
+
+    ``across`` and ``inside`` are the (owner, reader) partitions of a step over the ranks of its
+    group, with rows counted from the first that the group has. ``held`` is the number of rows that
+    this rank holds between the steps.
+    """
 
     held: int
     across: tuple[Partition, Partition]
@@ -152,23 +161,28 @@ class _Steps:
     def of(cls, owners: Partition, readers: Partition, rank: int, node_ranks: int) -> _Steps:
         """The two steps of ``rank``, for nodes of ``node_ranks`` ranks."""
         node, local = divmod(rank, node_ranks)
-        needs = _needs(readers, node_ranks)
-        mine = owners.parts[local::node_ranks]
-        column, needed = hull(mine), needs[node]
+        read_by_node = _rows_read_by_node(readers, node_ranks)
+        # In the names of the note: I_l, H_n, and I_l' ∩ H_n of every rank l' of this node.
+        stored_across = owners.parts[local::node_ranks]
+        stored, needed = hull(stored_across), read_by_node[node]
         held = [hull(owners.parts[at::node_ranks]).meet(needed) for at in range(node_ranks)]
+        read_inside = readers.parts[node * node_ranks : (node + 1) * node_ranks]
         return cls(
             held=len(held[local]),
-            across=(_within(column, mine), _within(column, [column.meet(n) for n in needs])),
-            inside=(
-                _within(needed, held),
-                _within(needed, readers.parts[node * node_ranks : (node + 1) * node_ranks]),
+            across=(
+                _within(stored, stored_across),
+                _within(stored, [stored.meet(read) for read in read_by_node]),
             ),
+            inside=(_within(needed, held), _within(needed, read_inside)),
         )
 
 
 def _within(outer: Rows, parts: Iterable[Rows]) -> Partition:
-    """Partition of ``outer`` into ``parts``, with rows counted from its first row."""
-    moved = (Rows(p.start - outer.start, p.stop - outer.start) if p else Rows(0, 0) for p in parts)
+    """The partition of the rows ``outer`` into ``parts``, with rows counted from its first row."""
+    moved = [
+        Rows(part.start - outer.start, part.stop - outer.start) if part else Rows(0, 0)
+        for part in parts
+    ]
     return Partition(rows=len(outer), parts=tuple(moved))
 
 
@@ -179,36 +193,39 @@ def _two_step_links(
     owners: Mapping[str, Partition],
     readers: Mapping[str, Partition],
 ) -> list[WeightLink]:
-    """A link for each bucket that moves rows across nodes first, among ranks with the same index in
-    their nodes, and then inside of them."""
-    made: dict[tuple[int, int], _Steps] = {}
+    """The link of each bucket in two steps: across nodes, among the ranks with the same index in
+    their nodes, and inside of a node."""
+    known: dict[tuple[int, int], _Steps] = {}
     steps: dict[str, _Steps] = {}
     for weight in (w for bucket in buckets for w in bucket):
-        pair = owners[weight.name], readers[weight.name]
-        kind = id(pair[0]), id(pair[1])
-        if kind not in made:
-            made[kind] = _Steps.of(*pair, groups.rank, nodes.ranks)
-        steps[weight.name] = made[kind]
+        owner, reader = owners[weight.name], readers[weight.name]
+        kind = id(owner), id(reader)
+        if kind not in known:
+            known[kind] = _Steps.of(owner, reader, groups.rank, nodes.ranks)
+        steps[weight.name] = known[kind]
     node, local = divmod(groups.rank, nodes.ranks)
 
     def links(
-        sides: dict[str, tuple[Partition, Partition]], rank: int, group: dist.ProcessGroup
+        partitions: dict[str, tuple[Partition, Partition]], rank: int, group: dist.ProcessGroup
     ) -> list[BucketLink]:
-        owned, read = ({name: both[k] for name, both in sides.items()} for k in (0, 1))
-        return bucket_links(buckets, owned, read, rank, group)
+        """The links of one step for ``rank`` of its ``group``, from the (owner, reader) partitions
+        of each weight."""
+        step_owners = {name: owner for name, (owner, _) in partitions.items()}
+        step_readers = {name: reader for name, (_, reader) in partitions.items()}
+        return bucket_links(buckets, step_owners, step_readers, rank, group)
 
-    across = links({name: s.across for name, s in steps.items()}, node, nodes.across)
-    inside = links({name: s.inside for name, s in steps.items()}, local, nodes.inside)
-    held = ({w.name: (steps[w.name].held, *w.shape[1:]) for w in bucket} for bucket in buckets)
-    return [
-        _TwoSteps(one, other, shapes, nodes.aside)
-        for shapes, one, other in zip(held, across, inside, strict=True)
-    ]
+    across = links({name: step.across for name, step in steps.items()}, node, nodes.across)
+    inside = links({name: step.inside for name, step in steps.items()}, local, nodes.inside)
+    made: list[WeightLink] = []
+    for bucket, across_link, inside_link in zip(buckets, across, inside, strict=True):
+        held = {weight.name: (steps[weight.name].held, *weight.shape[1:]) for weight in bucket}
+        made.append(_TwoSteps(across_link, inside_link, held, nodes.aside))
+    return made
 
 
 class _TwoSteps:
-    """The two-step link of one bucket. ``held`` are the shapes of the tensors between the steps;
-    ``aside`` is the stream on which the second step is issued, None on a CPU."""
+    """The two-step link of one bucket. ``held`` are the shapes of the tensors between the steps, by
+    weight; ``aside`` is the stream on which the second step is issued, None on a CPU."""
 
     def __init__(
         self,
@@ -217,8 +234,8 @@ class _TwoSteps:
         held: Mapping[str, tuple[int, ...]],
         aside: torch.cuda.Stream | None,
     ) -> None:
-        """``held`` are the shapes of the rows that a node's rank holds in between; with a stream
-        ``aside`` the second step follows without the host."""
+        """A link of two steps; with a stream ``aside`` the second step follows the first without
+        the host's waiting for it."""
         self._across, self._inside = across, inside
         self._held, self._aside = held, aside
         self.waits = aside is None
@@ -247,18 +264,24 @@ class _TwoSteps:
         return self._second_behind(first, held, lambda: self._across.push(held, sums, wire))
 
     def _buffers_between(self, like: Tensors, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-        return {n: like[n].new_empty(shape, dtype=dtype) for n, shape in self._held.items()}
+        """New tensors for what this rank holds between the steps, by weight, on the device of
+        ``like``; of its types where ``dtype`` is None."""
+        return {
+            name: like[name].new_empty(shape, dtype=dtype) for name, shape in self._held.items()
+        }
 
     def _second_behind(
         self, first: Pending, held: Mapping[str, torch.Tensor], issue: Callable[[], Pending]
     ) -> Pending:
-        """Issue the second step behind the first. On a device all is freed after both, and so after
-        all that reads it on either stream."""
+        """Wait for the first step and ``issue`` the second, which is returned and keeps the buffers
+        between them. On a device it keeps those of the first step, too: all are freed after both,
+        and so after all that reads them on either stream."""
         kept = () if self._aside is None else first.buffers
-        with self._second():
+        with self._stream_of_second():
             first.wait()
             second = issue()
         return second.keeping((*kept, *held.values()))
 
-    def _second(self) -> AbstractContextManager[object]:
+    def _stream_of_second(self) -> AbstractContextManager[object]:
+        """Within it, kernels go to the stream of the second step; on a CPU nothing changes."""
         return nullcontext() if self._aside is None else torch.cuda.stream(self._aside)

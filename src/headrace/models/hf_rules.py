@@ -47,7 +47,9 @@ HEAD_BIASES = ("cls.predictions.bias", "cls.predictions.decoder.bias")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """``theirs = split(ours)`` and ``ours = join(theirs)``."""
+    """How our weight ``ours`` corresponds to one or more of Hugging Face, ``theirs`` (names):
+    ``split`` makes their tensors from ours, ``join`` ours from theirs, in the order of the
+    names."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -75,7 +77,7 @@ def _llama_rules(a: Architecture) -> list[Rule]:
         rules += [
             _same(f"{ours}.norm1.weight", f"{theirs}.input_layernorm.weight"),
             _grouped(f"{ours}.qkv", attention, "weight", a),
-            _turned(f"{ours}.proj.weight", f"{theirs}.self_attn.o_proj.weight"),
+            _transposed(f"{ours}.proj.weight", f"{theirs}.self_attn.o_proj.weight"),
             _same(f"{ours}.norm2.weight", f"{theirs}.post_attention_layernorm.weight"),
             Rule(
                 ours=f"{ours}.in.weight",
@@ -83,7 +85,7 @@ def _llama_rules(a: Architecture) -> list[Rule]:
                 split=lambda t: _split_blocks(t, a),
                 join=lambda both: _join_blocks(both, a),
             ),
-            _turned(f"{ours}.out.weight", f"{theirs}.mlp.down_proj.weight"),
+            _transposed(f"{ours}.out.weight", f"{theirs}.mlp.down_proj.weight"),
         ]
     rules.append(_same("norm.weight", "model.norm.weight"))
     return rules if a.tied else [*rules, _same("head.weight", HEAD["llama"])]
@@ -100,7 +102,7 @@ def _gpt_rules(a: Architecture) -> list[Rule]:
         rules += [
             _fused(f"{ours}.qkv.weight", f"{theirs}.attn.c_attn.weight", a),
             _fused(f"{ours}.qkv.bias", f"{theirs}.attn.c_attn.bias", a),
-            _turned(f"{ours}.in.weight", f"{theirs}.mlp.c_fc.weight"),
+            _transposed(f"{ours}.in.weight", f"{theirs}.mlp.c_fc.weight"),
             _same(f"{ours}.in.bias", f"{theirs}.mlp.c_fc.bias"),
         ]
         same = {"norm1": "ln_1", "proj": "attn.c_proj", "norm2": "ln_2", "out": "mlp.c_proj"}
@@ -128,15 +130,15 @@ def _bert_rules(a: Architecture) -> list[Rule]:
     for i in range(a.layers):
         ours, theirs = f"layers.{i}", f"bert.encoder.layer.{i}"
         attention = tuple(f"{theirs}.attention.self.{x}" for x in ("query", "key", "value"))
-        turned = {"proj": "attention.output.dense", "out": "output.dense"}
+        transposed = {"proj": "attention.output.dense", "out": "output.dense"}
         same |= {
             f"{ours}.norm1": f"{theirs}.attention.output.LayerNorm",
             f"{ours}.in": f"{theirs}.intermediate.dense",
             f"{ours}.norm2": f"{theirs}.output.LayerNorm",
         }
         rules += [_grouped(f"{ours}.qkv", attention, part, a) for part in ("weight", "bias")]
-        for mine, other in turned.items():
-            rules.append(_turned(f"{ours}.{mine}.weight", f"{theirs}.{other}.weight"))
+        for mine, other in transposed.items():
+            rules.append(_transposed(f"{ours}.{mine}.weight", f"{theirs}.{other}.weight"))
             rules.append(_same(f"{ours}.{mine}.bias", f"{theirs}.{other}.bias"))
     rules += [
         _same(f"{mine}.{part}", f"{other}.{part}")
@@ -145,22 +147,26 @@ def _bert_rules(a: Architecture) -> list[Rule]:
     ]
     if a.tied:
         return [*rules, _same("head.bias", HEAD_BIASES[0])]
-    twice = Rule(
+    both_biases = Rule(
         ours="head.bias", theirs=HEAD_BIASES, split=lambda t: (t, t.clone()), join=lambda ts: ts[1]
     )
-    return [*rules, twice, _same("head.weight", HEAD["bert"])]
+    return [*rules, both_biases, _same("head.weight", HEAD["bert"])]
 
 
 def _same(ours: str, theirs: str) -> Rule:
+    """The rule of a weight that is the same tensor under both names."""
     return Rule(ours=ours, theirs=(theirs,), split=lambda t: (t,), join=lambda ts: ts[0])
 
 
-def _turned(ours: str, theirs: str) -> Rule:
+def _transposed(ours: str, theirs: str) -> Rule:
+    """The rule of a matrix that is transposed."""
     return Rule(ours=ours, theirs=(theirs,), split=lambda t: (t.t(),), join=lambda ts: ts[0].t())
 
 
 def _grouped(ours: str, theirs: tuple[str, ...], part: str, a: Architecture) -> Rule:
-    """q, k and v apart, weights [n d, h] (k, v: [g d, h]) or biases."""
+    """The rule of ``part``, weight or bias, of our fused projection ``ours``, of which they hold
+    query, key and value apart under the names ``theirs``: [n d, h] and twice [g d, h] (or without
+    h)."""
     return Rule(
         ours=f"{ours}.{part}",
         theirs=tuple(f"{name}.{part}" for name in theirs),
@@ -170,7 +176,8 @@ def _grouped(ours: str, theirs: tuple[str, ...], part: str, a: Architecture) -> 
 
 
 def _fused(ours: str, theirs: str, a: Architecture) -> Rule:
-    """GPT-2's c_attn: q, k and v in one, weight [h, 3 h] (in, out) or bias [3 h]."""
+    """The rule of GPT-2's c_attn: q, k and v in one, not by groups, weight [h, 3 h] (in, out) or
+    bias [3 h]."""
     return Rule(
         ours=ours,
         theirs=(theirs,),
@@ -186,18 +193,20 @@ def _join_groups(qkv: Sequence[torch.Tensor], a: Architecture) -> torch.Tensor:
 
 
 def _split_groups(qkv: torch.Tensor, a: Architecture) -> tuple[torch.Tensor, ...]:
-    """q [n d, ...], k and v [g d, ...] from rows in groups of m queries, a key and a value."""
+    """The inverse of :func:`_join_groups`: q [n d, ...], k and v [g d, ...] from rows
+    [(n + 2 g) d, ...] in groups of n / g queries, a key and a value."""
     d = a.head_features
     parts = qkv.unflatten(0, (a.kv_heads, -1)).split([a.group_heads * d, d, d], 1)
     return tuple(part.flatten(0, 1) for part in parts)
 
 
 def _join_blocks(both: Sequence[torch.Tensor], a: Architecture) -> torch.Tensor:
-    """Join gate and up [f, h] to [2 f, h]: blocks of rows of both in turn."""
+    """Join gate and up [f, h] to [2 f, h]: blocks of ``ffn_block`` rows of both in turn."""
     parts = [part.unflatten(0, (-1, a.ffn_block)) for part in both]
     return torch.stack(parts, 1).flatten(0, 2)
 
 
 def _split_blocks(both: torch.Tensor, a: Architecture) -> tuple[torch.Tensor, ...]:
+    """The inverse of :func:`_join_blocks`: gate and up [f, h] from [2 f, h]."""
     blocks = both.unflatten(0, (-1, 2, a.ffn_block))
     return tuple(part.flatten(0, 1) for part in blocks.unbind(1))

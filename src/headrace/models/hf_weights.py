@@ -55,7 +55,8 @@ _OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNor
 def to_hugging_face(
     weights: Mapping[str, torch.Tensor], architecture: Architecture
 ) -> dict[str, torch.Tensor]:
-    """Our whole weights under their names, contiguous; some share memory with ``weights``.
+    """Our whole weights under the names of Hugging Face, contiguous; some share memory with
+    ``weights``.
 
     Raises CheckpointError when ``weights`` are not those of the architecture.
     """
@@ -83,8 +84,8 @@ def from_hugging_face(
 def _join_weights(
     weights: Mapping[str, torch.Tensor], architecture: Architecture
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Our weights by their names, each made when it is asked for; raises CheckpointError where
-    theirs do not fit the architecture."""
+    """(our name, our whole weight), one after the other, each made when it is asked for from the
+    ``weights`` of Hugging Face; raises CheckpointError where these do not fit the architecture."""
     shapes = {weight.name: weight.shape for weight in weight_table(architecture)}
     rules = rules_of(architecture)
     expected: dict[str, tuple[int, ...]] = {}
@@ -100,18 +101,19 @@ def _join_weights(
 def _named_weights(
     weights: Mapping[str, torch.Tensor], architecture: Architecture
 ) -> dict[str, torch.Tensor]:
-    """Without skipped weights and the doubles of tied ones, with the prefix that bare models lack
-    and today's names."""
+    """The weights of a file under the names that transformers uses today: the prefix that bare
+    models lack is added, weights that are not used and second names of tied ones are left out."""
     kind = architecture.kind
-    prefix, head = PREFIX[kind], HEAD[kind]
+    prefix = PREFIX[kind]
     bare = not any(name.startswith(prefix) for name in weights)
-    named = {
-        prefix + name if bare and not name.startswith(("lm_head.", "cls.")) else name: weight
-        for name, weight in _with_new_names(weights).items()
-        if not _SKIPPED.fullmatch(name)
-    }
+    named: dict[str, torch.Tensor] = {}
+    for name, weight in _with_new_names(weights).items():
+        if _SKIPPED.fullmatch(name):
+            continue
+        in_head = name.startswith(("lm_head.", "cls."))
+        named[prefix + name if bare and not in_head else name] = weight
     if architecture.tied:
-        _drop_double(named, head, EMBEDDING[kind], "another matrix than the embedding")
+        _drop_double(named, HEAD[kind], EMBEDDING[kind], "another matrix than the embedding")
         _drop_double(named, HEAD_BIASES[1], HEAD_BIASES[0], "another bias than the head's")
     elif kind == "bert" and HEAD_BIASES[0] in named:
         named.setdefault(HEAD_BIASES[1], named[HEAD_BIASES[0]])  # old files hold one of them
@@ -120,15 +122,16 @@ def _named_weights(
 
 def _with_new_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The weights with the old names of norms (gamma, beta) replaced by those of today."""
-    found: dict[str, torch.Tensor] = {}
+    renamed: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
-        old = next((old for old in _OLD_NORMS if name.endswith(old)), "")
-        found[name.removesuffix(old) + _OLD_NORMS.get(old, "")] = weight
-    return found
+        old_ending = next((ending for ending in _OLD_NORMS if name.endswith(ending)), "")
+        renamed[name.removesuffix(old_ending) + _OLD_NORMS.get(old_ending, "")] = weight
+    return renamed
 
 
 def _drop_double(named: dict[str, torch.Tensor], double: str, name: str, got: str) -> None:
-    """Drop a tied weight's second name. Raises CheckpointError when it is another weight."""
+    """Remove from ``named`` the second name ``double`` of the tied weight ``name``, where both are
+    there. Raises CheckpointError, which says ``got``, when the two are different weights."""
     if double not in named or name not in named:
         return
     first, second = named[name], named.pop(double)
@@ -144,8 +147,8 @@ def _drop_double(named: dict[str, torch.Tensor], double: str, name: str, got: st
 def _check(
     what: str, weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise CheckpointError for unknown or missing names and for other shapes; ``what`` begins the
-    message."""
+    """Raise CheckpointError unless ``weights`` have just the names and shapes of ``shapes``;
+    ``what`` begins the message."""
     if unknown := [name for name in weights if name not in shapes]:
         hint = did_you_mean(unknown[0], shapes)
         raise CheckpointError(f"{what}: unknown {_names_text(unknown)}", hint=hint)
@@ -157,6 +160,7 @@ def _check(
 
 
 def _names_text(names: list[str]) -> str:
+    """The first eight names, and how many more there are."""
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
 
@@ -181,51 +185,52 @@ def save_pretrained(
     named = to_hugging_face(weights, architecture)
     config["torch_dtype"] = str(weights["embed.weight"].dtype).removeprefix("torch.")
     files = _split_files(named, max_file_bytes)
-    texts = {CONFIG: config}
+    json_files = {CONFIG: config}
     if len(files) > 1:
-        places = {name: file for file, names in files.items() for name in names}
+        file_of_weight = {name: file for file, names in files.items() for name in names}
         size = sum(weight.nbytes for weight in named.values())
-        texts[_INDEX] = {"metadata": {"total_size": size}, "weight_map": places}
+        json_files[_INDEX] = {"metadata": {"total_size": size}, "weight_map": file_of_weight}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file, value in texts.items():
+        for file, value in json_files.items():
             text = json.dumps(value, indent=2, sort_keys=True) + "\n"
             (folder / f"{file}.part").write_text(text, encoding="utf-8")
         for file, names in files.items():
-            part = {name: named[name].detach().cpu() for name in names}
-            save_file(part, folder / f"{file}.part", metadata={"format": "pt"})
+            tensors = {name: named[name].detach().cpu() for name in names}
+            save_file(tensors, folder / f"{file}.part", metadata={"format": "pt"})
             # The package lets nobody else read what it writes.
             shutil.copymode(folder / f"{CONFIG}.part", folder / f"{file}.part")
         # Renamed, not overwritten: weights loaded from this folder still read the files before.
-        for file in [*files, *texts]:
+        for file in [*files, *json_files]:
             (folder / f"{file}.part").replace(folder / file)
         # What stays of an earlier save would be read in place of what was written now.
         for path in folder.iterdir():
-            if _OURS.fullmatch(path.name) and path.name not in {*files, *texts}:
+            if _OURS.fullmatch(path.name) and path.name not in {*files, *json_files}:
                 path.unlink()
     except (OSError, SafetensorError, RuntimeError) as error:
         raise CheckpointError(f"{folder} was not written", got=error)
     finally:
         with suppress(OSError):  # where the folder itself could not be made
-            for file in [*files, *texts]:
+            for file in [*files, *json_files]:
                 (folder / f"{file}.part").unlink(missing_ok=True)
 
 
 def _split_files(named: Mapping[str, torch.Tensor], max_file_bytes: int) -> dict[str, list[str]]:
-    """Names of weights by file, in order."""
+    """The names of the weights in each file, in order: at most ``max_file_bytes`` of weights, or
+    one weight."""
     groups: list[list[str]] = [[]]
-    held = 0
+    group_bytes = 0
     for name, weight in named.items():
-        if groups[-1] and held + weight.nbytes > max_file_bytes:
+        if groups[-1] and group_bytes + weight.nbytes > max_file_bytes:
             groups.append([])
-            held = 0
+            group_bytes = 0
         groups[-1].append(name)
-        held += weight.nbytes
+        group_bytes += weight.nbytes
     if len(groups) == 1:
         return {_SINGLE: groups[0]}
     return {
-        f"model-{number:05d}-of-{len(groups):05d}.safetensors": group
-        for number, group in enumerate(groups, 1)
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": names
+        for number, names in enumerate(groups, 1)
     }
 
 
@@ -260,8 +265,8 @@ def read_pretrained(folder: Path, architecture: Architecture) -> Iterator[tuple[
 def _files_of_index(folder: Path) -> list[str]:
     """The names of the files that an index of weights lists; raises CheckpointError for a name
     outside of the folder."""
-    places = read_object(folder / _INDEX).get("weight_map")
-    names = list(places.values()) if isinstance(places, dict) else [None]
+    file_of_weight = read_object(folder / _INDEX).get("weight_map")
+    names = list(file_of_weight.values()) if isinstance(file_of_weight, dict) else [None]
     for name in names:
         # Only files of the folder itself are opened, whatever the index says.
         if not isinstance(name, str) or not _FILE.fullmatch(name):

@@ -32,16 +32,16 @@ def initial_rows(
         return torch.zeros(shape, dtype=dtype)
     if len(weight.shape) == 1:
         return torch.ones(shape, dtype=dtype)
-    name = weight.name.split(".")[-2]
-    adds = architecture.norm_first and name in ("proj", "out")
-    deviation = 0.02 / (2 * architecture.layers) ** 0.5 if adds else 0.02
+    module = weight.name.split(".")[-2]
+    ends_branch = architecture.norm_first and module in ("proj", "out")
+    deviation = 0.02 / (2 * architecture.layers) ** 0.5 if ends_branch else 0.02
     key = [seed & (2**64 - 1), zlib.crc32(weight.name.encode())]
     columns = weight.row_elements
     values = torch.empty((len(rows), columns), dtype=dtype)
     at_once = max(1, _AT_ONCE // columns)
 
     def fill(first: int) -> None:
-        """Draw some rows of ``values``."""
+        """Draw the next ``at_once`` rows of ``values``, from row ``first`` on."""
         count = min(at_once, len(rows) - first)
         drawn = _normal(key, rows.start + first, count, columns)
         values[first : first + count] = torch.from_numpy(drawn * deviation)
@@ -57,13 +57,14 @@ def initial_rows(
 
 
 def _normal(key: list[int], first: int, count: int, columns: int) -> NDArray[np.float64]:
-    """Standard normal numbers [count, columns] of the rows from ``first`` on: pairs by Box and
-    Muller of the two halves of each random word, so that each row takes as many words."""
-    blocks = -(-columns // 8)  # Philox makes four words at a time
+    """Standard normal numbers [count, columns] of ``count`` rows from row ``first`` on: two by Box
+    and Muller from the two halves of each 64-bit random word. So each row takes as many words, and
+    its numbers do not depend on where drawing begins."""
+    blocks = -(-columns // 8)  # of a row: Philox makes four words at a time
     words = np.random.Philox(key=key, counter=[first * blocks, 0, 1, 0]).random_raw(
         count * blocks * 4
     )
-    halves = words.view(np.uint32).reshape(-1, 2) * 2.0**-32
+    halves = words.view(np.uint32).reshape(-1, 2) * 2.0**-32  # two uniform numbers of each word
     radius = np.sqrt(-2 * np.log(halves[:, 0] + 2.0**-33))
     angle = halves[:, 1] * (2 * np.pi)
     pairs = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=-1)

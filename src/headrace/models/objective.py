@@ -45,7 +45,7 @@ class Objective(Protocol):
     """The objective of one step."""
 
     def example(self, document: NDArray[np.int32], sample: int, mask: Mask = None) -> Example:
-        """What is read of a document [L] that is ``sample`` of the corpus, and its labels; ``mask``
+        """(ids to read, labels) of a document [L] that is number ``sample`` of the corpus; ``mask``
         [L] is False for tokens that nobody predicts."""
 
     def count(self, lengths: Lengths, masks: LossMasks = ()) -> int:
@@ -69,16 +69,17 @@ class NextToken:
     def example(self, document: NDArray[np.int32], sample: int, mask: Mask = None) -> Example:
         """Labels are the document shifted by one, before tokens are split over ranks: no rank
         needs its neighbour's first token."""
-        said = document if mask is None else np.where(mask, document, np.int32(IGNORED))
-        return document, np.append(said[1:], np.int32(IGNORED))
+        targets = document if mask is None else np.where(mask, document, np.int32(IGNORED))
+        return document, np.append(targets[1:], np.int32(IGNORED))
 
     def count(self, lengths: Lengths, masks: LossMasks = ()) -> int:
-        """All tokens but one per document that no mask leaves out."""
+        """All tokens but the first of each document, unless its mask leaves them out."""
         if not masks:
             return max(1, lengths.predicted)
-        counts = zip(lengths.tokens, masks, strict=True)
-        learned = (n - 1 if m is None else int(np.count_nonzero(m[1:])) for n, m in counts)
-        return max(1, sum(learned))
+        learned = 0
+        for length, mask in zip(lengths.tokens, masks, strict=True):
+            learned += length - 1 if mask is None else int(np.count_nonzero(mask[1:]))
+        return max(1, learned)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +100,11 @@ class Masked:
             raise DataError("mask of the loss", got="one", wanted=wanted)
         samples, positions = np.full(len(document), sample), np.arange(len(document))
         bits = _bits(self.seed, self.step, samples, positions)
-        picked, fate = _below(bits >> _HALF, self.share), bits & _LOW
-        hidden = picked & _below(fate, 0.8)
-        changed = picked & ~hidden & _below(fate, 0.9)
+        # The upper half of a token's bits picks it, the lower half says what is read in its place.
+        picked = _below(bits >> _HALF, self.share)
+        replacement = bits & _LOW
+        hidden = picked & _below(replacement, 0.8)
+        changed = picked & ~hidden & _below(replacement, 0.9)
         ids = document.astype(np.int32)
         ids[hidden] = self.mask_id
         ids[changed] = _mix(bits[changed]) % np.uint64(self.vocabulary)
@@ -114,29 +117,32 @@ class Masked:
 
 @lru_cache(maxsize=4)
 def _pick_tokens(lengths: Lengths, seed: int, step: int, share: float) -> int:
-    """Picked tokens of a batch; asked for by each of its micro-batches."""
+    """The number of picked tokens of a batch; kept, as each of its micro-batches asks for it."""
     tokens = np.array(lengths.tokens)
-    starts = np.repeat(np.cumsum(tokens) - tokens, tokens)
+    starts = np.repeat(np.cumsum(tokens) - tokens, tokens)  # of each token's document
     samples = np.repeat(np.array(lengths.ids), tokens)
     bits = _bits(seed, step, samples, np.arange(lengths.total) - starts)
     return int(_below(bits >> _HALF, share).sum())
 
 
 _HALF, _LOW = np.uint64(32), np.uint64(2**32 - 1)
+"""Shift that leaves the upper half of 64 bits, and mask of the lower half."""
 
 
-def _below(bits: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
-    """True for ``share`` of all 32-bit values."""
-    return bits < np.uint64(round(share * 2**32))
+def _below(numbers: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
+    """Whether each of some 32-bit ``numbers`` is among the lowest ``share`` of all such numbers:
+    True with probability ``share`` for random ones."""
+    return numbers < np.uint64(round(share * 2**32))
 
 
 def _bits(
     seed: int, step: int, samples: NDArray[np.int64], positions: NDArray[np.int64]
 ) -> NDArray[np.uint64]:
-    """[t] 64 random bits of each token."""
-    key = _mix(_mix(np.array([seed % 2**64], np.uint64)) ^ np.uint64(step))
-    token = _mix(samples.astype(np.uint64) ^ key)
-    return _mix(token + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    """[t] 64 random bits of each token, which is at ``positions`` [t] of its document; ``samples``
+    [t] are the documents' numbers in the corpus."""
+    step_key = _mix(_mix(np.array([seed % 2**64], np.uint64)) ^ np.uint64(step))
+    sample_keys = _mix(samples.astype(np.uint64) ^ step_key)
+    return _mix(sample_keys + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -40,21 +40,22 @@ def plain_logits(
     if a.kind == "bert":
         x = _norm(x + weights["types.weight"][0], weights, "embed_norm", a)
     for layer in range(a.layers):
-        at = f"layers.{layer}"
-        y = _norm(x, weights, f"{at}.norm1", a) if a.norm_first else x
-        y = F.linear(y, weights[f"{at}.qkv.weight"], weights.get(f"{at}.qkv.bias"))
+        prefix = f"layers.{layer}"
+        y = _norm(x, weights, f"{prefix}.norm1", a) if a.norm_first else x
+        y = F.linear(y, weights[f"{prefix}.qkv.weight"], weights.get(f"{prefix}.qkv.bias"))
         y = _attention(y, positions, lengths, a)
-        x = x + _inputs(y, weights, f"{at}.proj")
-        x = x if a.norm_first else _norm(x, weights, f"{at}.norm1", a)
-        y = _norm(x, weights, f"{at}.norm2", a) if a.norm_first else x
-        y = F.linear(y, weights[f"{at}.in.weight"], weights.get(f"{at}.in.bias"))
+        x = x + _linear_in_out(y, weights, f"{prefix}.proj")
+        x = x if a.norm_first else _norm(x, weights, f"{prefix}.norm1", a)
+        y = _norm(x, weights, f"{prefix}.norm2", a) if a.norm_first else x
+        y = F.linear(y, weights[f"{prefix}.in.weight"], weights.get(f"{prefix}.in.bias"))
         if a.gated:
+            # Blocks of gate and up by turns: [T, blocks, gate or up, features of a block].
             pairs = y.view(len(ids), a.ffn // a.ffn_block, 2, a.ffn_block)
             y = (F.silu(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(len(ids), a.ffn)
         else:
             y = F.gelu(y, approximate=a.gelu)
-        x = x + _inputs(y, weights, f"{at}.out")
-        x = x if a.norm_first else _norm(x, weights, f"{at}.norm2", a)
+        x = x + _linear_in_out(y, weights, f"{prefix}.out")
+        x = x if a.norm_first else _norm(x, weights, f"{prefix}.norm2", a)
     if a.masked:
         x = F.gelu(F.linear(x, weights["head_dense.weight"], weights["head_dense.bias"]))
     x = _norm(x, weights, "head_norm" if a.masked else "norm", a)
@@ -80,31 +81,38 @@ def plain_loss(
 def _attention(
     qkv: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int], a: Architecture
 ) -> torch.Tensor:
-    """Attention of packed documents: qkv [tokens, G (m + 2) D], m queries, a key and a value in
-    each group, to [tokens, features]."""
+    """Attention within each of the packed documents of ``lengths`` tokens: qkv [T, g (m + 2) d], m
+    queries, a key and a value of d features in each of g groups, to [T, h]. ``positions`` [T] are
+    those of the tokens in their documents."""
     g, m, d = a.kv_heads, a.group_heads, a.head_features
-    parts = qkv.view(qkv.shape[0], g, m + 2, d)
-    q, k, v = parts[:, :, :m].reshape(-1, g * m, d), parts[:, :, m], parts[:, :, m + 1]
+    groups = qkv.view(qkv.shape[0], g, m + 2, d)
+    q, k, v = groups[:, :, :m].reshape(-1, g * m, d), groups[:, :, m], groups[:, :, m + 1]
     if a.kind == "llama":
         q, k = _rotate(q, positions, a), _rotate(k, positions, a)
     k, v = k.repeat_interleave(m, 1), v.repeat_interleave(m, 1)
     sizes = list(lengths)
     outs = [
         F.scaled_dot_product_attention(
-            _heads_first(dq), _heads_first(dk), _heads_first(dv), is_causal=a.causal
+            _heads_first(document_q),
+            _heads_first(document_k),
+            _heads_first(document_v),
+            is_causal=a.causal,
         )[0].transpose(0, 1)
-        for dq, dk, dv in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+        for document_q, document_k, document_v in zip(
+            q.split(sizes), k.split(sizes), v.split(sizes), strict=True
+        )
     ]
     return torch.cat(outs).reshape(qkv.shape[0], a.hidden)
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, d] to [1, heads, tokens, d]."""
     return x.transpose(0, 1)[None]
 
 
 def _rotate(x: torch.Tensor, positions: torch.Tensor, a: Architecture) -> torch.Tensor:
-    """Queries or keys [tokens, heads, D], each pair (i, i + D/2) turned by its token's position,
-    [tokens]."""
+    """Queries or keys [tokens, heads, d] with rotary positions: each pair of features (i, i + d/2)
+    is turned by an angle in proportion to its token's position, [tokens]."""
     half = a.head_features // 2
     exponent = torch.arange(half, dtype=torch.float64, device=x.device) / half
     angle = torch.outer(positions.double(), math.e ** (-math.log(a.rope_theta) * exponent))
@@ -124,8 +132,9 @@ def _norm(
     return F.rms_norm(x, (a.hidden,), weight, a.norm_eps)
 
 
-def _inputs(x: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """x W + b, of W [in, out], without a bias where there is none."""
+def _linear_in_out(x: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """x W + b of the weights ``name``, where W is stored as [in, out]; without b where there is
+    none."""
     y = x @ weights[f"{name}.weight"]
     bias = weights.get(f"{name}.bias")
     return y if bias is None else y + bias

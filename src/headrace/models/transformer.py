@@ -47,15 +47,15 @@ class Transformer:
         BERT adds the first of its types, that of single sequences, and ends with a norm.
         """
         a = self.architecture
-        block = _block_sizes(context)
-        x = _embed_rows(ids, "embed.weight", weights, block, context)
+        sizes = _block_sizes(context)
+        x = _embed_rows(ids, "embed.weight", weights, sizes, context)
         if a.learned_positions:
             positions = context.dropout.positions
-            x = x + _embed_rows(positions, "positions.weight", weights, block, context)
+            x = x + _embed_rows(positions, "positions.weight", weights, sizes, context)
         if a.kind != "bert":
             return x
-        row = (1,) * len(block)  # one for all tokens
-        x = x + _embed_rows(ids.new_zeros(1), "types.weight", weights, row, context)
+        one_each = (1,) * len(sizes)  # the same type for all tokens
+        x = x + _embed_rows(ids.new_zeros(1), "types.weight", weights, one_each, context)
         x = normalise(x, weights, "embed_norm", a)
         return dropout(x, dropout_rate(context), context.dropout, 2 * a.layers)
 
@@ -79,10 +79,10 @@ class Transformer:
     def _layer(
         self, x: torch.Tensor, option: LayerOption, state: State, context: Context
     ) -> torch.Tensor:
-        """One layer of x [local tokens, features]: attention, then feed-forward, each with its
+        """One layer, x [T / R, h] to [T / R, h]: attention, then feed-forward, each with its
         residual sum."""
-        for half in BRANCHES:
-            x = self.branch(x, half, option, state, context)
+        for part in BRANCHES:
+            x = self.branch(x, part, option, state, context)
         return x
 
     def branch(
@@ -109,21 +109,25 @@ class Transformer:
     def ending(
         self, x: torch.Tensor, labels: torch.Tensor, weights: State
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What comes between the layers x [T / R, h] and the head's matrix, and the labels of its
-        rows: the last norm; of a masked model dense, GELU and norm, of the guessed tokens only."""
+        """What comes between the layers' output x [T / R, h] and the head's matrix: the last norm;
+        of a masked model dense layer, GELU and norm, of the tokens with a label only.
+
+        Returns (rows [t, h], their labels [t]).
+        """
         a = self.architecture
         if not a.masked:
             return normalise(x, weights, "norm", a), labels
-        guessed = (labels != IGNORED).nonzero().squeeze(1)
-        y = x.index_select(0, guessed)
+        labelled = (labels != IGNORED).nonzero().squeeze(1)
+        y = x.index_select(0, labelled)
         y = linear(y, weights["head_dense.weight"], weights["head_dense.bias"])
         y = torch.nn.functional.gelu(y, approximate=a.gelu)
-        return normalise(y, weights, "head_norm", a), labels.index_select(0, guessed)
+        return normalise(y, weights, "head_norm", a), labels.index_select(0, labelled)
 
     def head(
         self, x: torch.Tensor, labels: torch.Tensor, weights: State, scale: float, context: Context
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss [] and its gradient of what :meth:`ending` gave, [t, h]; see ops.head_loss.
+        """(loss [], its gradient with respect to x [t, h]), of the rows and labels that
+        :meth:`ending` gave; see ops.head_loss.
 
         The loss is that of this rank's tokens, also where a block holds the vocabulary together.
         """
@@ -149,9 +153,10 @@ class Transformer:
 def _embed_rows(
     ids: torch.Tensor, name: str, weights: State, sizes: tuple[int, ...], context: Context
 ) -> torch.Tensor:
-    """Rows ``ids`` [t] of a table, [t, h]; ``sizes`` are the ids of each rank of the block.
+    """The rows ``ids`` [t] of the table ``name``, [t, h]; ``sizes`` are the numbers of ids on the
+    ranks of the block.
 
-    Raises SpecError for an id outside a table that a block holds together: none would have it.
+    Raises SpecError for an id outside a table that a block holds together: no rank would have it.
     """
     weight = weights[name]
     anchor = torch.empty(0, device=ids.device, requires_grad=torch.is_grad_enabled())
@@ -167,26 +172,28 @@ def _embed_rows(
 
 
 def _cuts(weight: Weight, context: Context) -> list[Rows]:
-    """The rows of each member of the group: those of its place in its block."""
+    """The rows of a weight that each member of the group holds, by its place in its block."""
     tensor = context.place.tensor
     cuts = weight.split(tensor)
     return [cuts[member % tensor] for member in range(context.ranks)]
 
 
 def _spread(sizes: tuple[int, ...], context: Context) -> Spread:
-    """How rows are sharded over the block: ``sizes[r]`` of them on rank r."""
+    """How the rows of activations are sharded over the block: ``sizes[r]`` of them on its rank r;
+    they travel in as many chunks as ranks, fewer where rows are few."""
     group = context.place.subgroup(context.place.block)
     chunks = min(len(sizes), max(1, sum(sizes) // _CHUNK_TOKENS))
     return Spread(sizes=sizes, group=group, chunks=chunks)
 
 
 def _block_sizes(context: Context) -> tuple[int, ...]:
+    """The number of tokens on each rank of the block."""
     return tuple(context.tokens.sizes[member] for member in context.place.block)
 
 
 def _gathered_sizes(x: torch.Tensor, context: Context) -> tuple[int, ...]:
-    """Rows of x on each rank of the block."""
+    """The number of rows of x on each rank of the block, which the ranks tell each other."""
     block = context.place.block
-    mine = torch.tensor([len(x)], device=x.device)
-    sizes = all_gather_rows(mine, [1] * len(block), context.place.subgroup(block))
+    own_size = torch.tensor([len(x)], device=x.device)
+    sizes = all_gather_rows(own_size, [1] * len(block), context.place.subgroup(block))
     return tuple(sizes.tolist())

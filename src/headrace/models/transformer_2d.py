@@ -68,11 +68,13 @@ SHAPES_2D = {
 def attend_over(axis: Mixed) -> Attend2D:
     """Attention over one axis of tensors that have all of it."""
 
+    # From [b, t, s, n, d] to [b, other axis, n, axis, d], and back.
     other = 2 if axis == "t" else 1
-    order = (0, 2, 3, 1, 4) if axis == "t" else (0, 1, 3, 2, 4)  # other places, heads, its places
+    order = (0, 2, 3, 1, 4) if axis == "t" else (0, 1, 3, 2, 4)
     back = (0, 3, 1, 2, 4) if axis == "t" else (0, 1, 3, 2, 4)
 
     def attend(qkv: torch.Tensor) -> torch.Tensor:
+        """[b, t, s, n, 3, d] to [b, t, s, n, d]."""
         # Four dims: with five, kernels keep all scores, and Inductor gets shapes wrong.
         q, k, v = (x.permute(order).flatten(0, 1) for x in qkv.unbind(-2))
         out = f.scaled_dot_product_attention(q, k, v)
@@ -138,16 +140,14 @@ class Layer2D(nn.Module):
 
 
 class Transformer2D(nn.Module):
-    """Predicts a value for every channel of every patch."""
+    """The diffusion model: predicts a value for every channel of every patch."""
 
     def __init__(self, shape: Shape2D) -> None:
         """A model of this shape with random weights."""
         super().__init__()
         self.shape, hidden = shape, shape.hidden
-        self.embed, self.predict = (
-            nn.Linear(shape.channels, hidden),
-            nn.Linear(hidden, shape.channels),
-        )
+        self.embed = nn.Linear(shape.channels, hidden)
+        self.predict = nn.Linear(hidden, shape.channels)
         self.time = nn.Sequential(
             nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, 6 * hidden)
         )
@@ -164,18 +164,19 @@ class Transformer2D(nn.Module):
         frames     [t], patches [s]: their places
         returns    [b, t, s, c]
         """
-        hidden, kind = self.shape.hidden, x.dtype
-        places = _waves(frames, hidden, kind)[:, None] + _waves(patches, hidden, kind)
+        hidden, dtype = self.shape.hidden, x.dtype
+        places = _sinusoids(frames, hidden, dtype)[:, None] + _sinusoids(patches, hidden, dtype)
         x = self.embed(x) + places
-        time = self.time(_waves(timestep, hidden, kind)).unflatten(-1, (6, -1))
+        time = self.time(_sinusoids(timestep, hidden, dtype)).unflatten(-1, (6, -1))
         for layer in self.layers:
             x = layer(x, time)
         return self.predict(self.norm(x))
 
 
-def _waves(places: torch.Tensor, features: int, kind: torch.dtype) -> torch.Tensor:
-    """[n] to [n, features]: sines and cosines of growing length."""
+def _sinusoids(places: torch.Tensor, features: int, dtype: torch.dtype) -> torch.Tensor:
+    """The sinusoidal embedding of places or times, [n] to [n, features] of ``dtype``: sines, then
+    cosines, of growing wavelength."""
     half = features // 2
     exponents = torch.arange(half, device=places.device, dtype=torch.float64) / half
     angles = places.double()[:, None] * torch.exp(-math.log(1e4) * exponents)
-    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(kind)
+    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(dtype)

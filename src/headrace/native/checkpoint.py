@@ -80,7 +80,8 @@ def part_of(folder: Path) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step of a folder of a checkpoint; None when its name is of another kind."""
+    """The step in the name of a checkpoint's folder, which may end in ".old" or ".part"; None for
+    other names."""
     found = _STEP.fullmatch(folder.name)
     return int(found[1]) if found else None
 
@@ -102,7 +103,7 @@ def whole_folders(root: Path) -> dict[int, Path]:
 
 
 def latest(root: Path) -> Path | None:
-    """The folder of the highest step that was written whole; None when there is none.
+    """The folder of the highest step whose checkpoint is whole; None when there is none.
 
     Raises CheckpointError when ``root`` cannot be read.
     """
@@ -199,8 +200,9 @@ class Writing:
         return table_of(shards, write_shards(path, shards))
 
     def publish(self, gather: Gather, written: Callable[[], dict[str, Any]]) -> Path:
-        """Give the checkpoint its name, once ``written`` gives every rank's table; its folder.
-        Raises CheckpointError as :func:`save`. Collective."""
+        """Call ``written`` on every rank, which returns the table of the rank's file once that is
+        written; then give the checkpoint its index and its name, and delete old ones. Returns its
+        folder. Raises CheckpointError as :func:`save`. Collective."""
         part = part_of(self.folder)
 
         def put(tables: Sequence[Any]) -> None:
@@ -217,8 +219,8 @@ class Writing:
         return self.folder
 
     def _together(self, gather: Gather, action: Callable[[], Any]) -> list[Any]:
-        """Run ``action`` on every rank; all results in rank order, or a CheckpointError on all
-        ranks."""
+        """Run ``action`` on every rank. Returns all results in rank order; where it fails on any
+        rank, raises CheckpointError on all. Collective."""
         return _together(f"checkpoint {self.folder} was not written", gather, action)
 
     def _first(self, gather: Gather, action: Callable[[], None]) -> None:
@@ -242,8 +244,8 @@ class BackgroundWriter:
     """Writes one checkpoint after the other for one rank. All ranks make the same calls."""
 
     def __init__(self) -> None:
-        """A writer with nothing under way; ``_buffers`` holds copies in host memory by name and
-        first row."""
+        """A writer with nothing under way."""
+        # copies of shards in host memory, by tensor name and first row
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
         self._writing: Writing | None = None
         self._thread: Thread | None = None
@@ -291,20 +293,21 @@ class BackgroundWriter:
         return self.finish(gather) if all(flag == b"1" for flag in gather(done)) else None
 
     def finish(self, gather: Gather) -> Path | None:
-        """Wait for the checkpoint and publish it; its folder, None where there is none. Raises as
-        :func:`headrace.native.checkpoint.save`. Collective while :attr:`busy`."""
+        """Wait for the checkpoint and publish it; returns its folder, None where none was begun.
+        Raises as :func:`headrace.native.checkpoint.save`. Collective while :attr:`busy`."""
         writing, self._writing = self._writing, None
         return None if writing is None else writing.publish(gather, self._finished_table)
 
     def _write(self, writing: Writing, copies: Sequence[StoredShard]) -> None:
-        """The thread: writes this rank's file and keeps its table, or the error."""
+        """Write this rank's file, in a thread, and keep its table, or the error."""
         try:
             self._table = writing.write(copies)
         except Exception as error:  # raised on all ranks by ``look`` or ``finish``
             self._failed = error
 
     def _finished_table(self) -> dict[str, Any]:
-        """The table of this rank's file; waits for its thread. Raises what failed in it."""
+        """Wait for the thread; returns the table of this rank's file. Raises what failed in the
+        thread, or before it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -313,7 +316,7 @@ class BackgroundWriter:
         return self._table
 
     def _copies(self, shards: Sequence[StoredShard]) -> list[StoredShard]:
-        """Copies of the shards in host memory."""
+        """Copy the shards to host memory; returns once all bytes are there."""
         copies, devices = list[StoredShard](), set[torch.device]()
         for shard in shards:
             key, tensor = (shard.name, shard.first_row), shard.tensor.detach()
@@ -339,7 +342,8 @@ class BackgroundWriter:
 
 def _together(what: str, gather: Gather, action: Callable[[], Any]) -> list[Any]:
     """Run ``action`` on every rank. Returns all results in rank order; where it fails on any rank,
-    all ranks raise the same CheckpointError, which begins with ``what``."""
+    all ranks raise the same CheckpointError, which begins with ``what``. Results are JSON.
+    Collective."""
     try:
         own_answer = {"value": action()}
     except Exception as error:  # whatever it is, the other ranks wait for an answer
@@ -359,7 +363,7 @@ def _together(what: str, gather: Gather, action: Callable[[], Any]) -> list[Any]
 
 
 def _cause(error: Exception) -> str:
-    """An error in a few words."""
+    """The text of an error, in a few words."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f" ({error.filename})" if error.filename else "")
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -416,7 +420,8 @@ def load(path: Path, wanted: Sequence[StoredShard]) -> dict[str, Any]:
 
 
 def _index(path: Path) -> Index:
-    """The index of a checkpoint, which is that of the step after which its folder is named."""
+    """The index of the checkpoint at ``path``. Raises CheckpointError where it is missing,
+    malformed or of another step than the folder's name says."""
     index, step = Index.read(path), step_of(path)
     if step not in (None, index.step):
         raise CheckpointError(
@@ -445,7 +450,8 @@ def _check_files(path: Path, files: Sequence[FileInfo]) -> None:
 
 @contextmanager
 def _naming_another(path: Path) -> Generator[None, None, None]:
-    """Context in which errors name an earlier checkpoint to use instead, if there is one."""
+    """Context that turns a CheckpointError into a DamagedCheckpoint, whose hint names an earlier
+    checkpoint to use instead of ``path``, if there is one."""
     try:
         yield
     except CheckpointError as error:
@@ -456,8 +462,8 @@ def _naming_another(path: Path) -> Generator[None, None, None]:
 
 
 def _another(path: Path) -> str | None:
-    """A hint for an error: the path of the checkpoint before this one, or else of one within this
-    folder; None where there is neither."""
+    """A hint for an error: the last whole checkpoint before that at ``path``, or else the last one
+    within the folder ``path``; None where there is neither."""
     try:
         before, inside = previous(path), latest(path)
     except CheckpointError:  # no hint is worth hiding the first error
@@ -489,8 +495,8 @@ def previous(path: Path) -> Path | None:
 
 
 def newest_first(root: Path) -> list[Path]:
-    """All checkpoints in a folder, by the steps in their names. Raises CheckpointError when it
-    cannot be read."""
+    """The folders of all whole checkpoints in ``root``, highest step first. Raises CheckpointError
+    when it cannot be read."""
     whole = whole_folders(Path(root))
     return [whole[step] for step in sorted(whole, reverse=True)]
 
@@ -508,7 +514,7 @@ def verify(path: Path) -> None:
 
 
 def names(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Global shape and type of every tensor. Raises CheckpointError like :func:`load`."""
+    """(global shape, type) of every tensor by name. Raises CheckpointError like :func:`load`."""
     with _naming_another(Path(path)):
         tensors = _index(Path(path)).tensors
     return {name: (info.shape, DTYPES[info.dtype]) for name, info in tensors.items()}
@@ -538,8 +544,8 @@ def read_all(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def _read(path: Path, choose: Callable[[Index], Iterable[str]]) -> dict[str, torch.Tensor]:
-    """The tensors whose names ``choose(index)`` gives, whole, by their names; files are checked
-    first."""
+    """The whole tensors, by name, whose names ``choose(index)`` gives; files are checked first.
+    Raises CheckpointError like :func:`load`."""
     with _naming_another(path):
         index = _index(path)
     chosen = {name: index.info(name) for name in choose(index)}

@@ -1,9 +1,7 @@
 """Counting bytes: of live tensors, and on the wire.
 
-Bytes of live storages of tensors made by torch operators, on any device.
-
-On a CPU no allocator tells the peak; here every operator's new storages are counted when they
-appear and when they are freed. On a CUDA device the allocator's own counters are used instead.
+On a CPU no allocator tells the peak; so the storages of every operator's results are counted when
+they appear and when they are freed. On a CUDA device the allocator's own counters are used instead.
 """
 
 from __future__ import annotations
@@ -32,16 +30,16 @@ class ByteCounter(TorchDispatchMode):
     """
 
     def __init__(self, *, settle_s: float = 0.0) -> None:
-        """Start at 0 bytes; ``_alive`` has the addresses of storages that were counted and not
-        freed."""
+        """Start at 0 bytes."""
         super().__init__()
         self._settle_s = settle_s
         self.current_bytes = 0
         self.peak_bytes = 0
+        # the addresses of storages that were counted and are not freed
         self._alive: set[int] = set()
 
     def look(self) -> tuple[int, int]:
-        """(bytes alive, the most since the last look)."""
+        """(bytes alive, the most since the last look); starts a new peak."""
         if self._settle_s:
             time.sleep(self._settle_s)
         seen = self.current_bytes, self.peak_bytes
@@ -82,11 +80,13 @@ class ByteCounter(TorchDispatchMode):
 
 class SavedBytes:
     """Bytes of what autograd keeps for the backward, in the place of a :class:`ByteCounter` where
-    models are compiled, which counting operators would forbid. ``known`` tensors do not count. What
-    is needed in passing is not seen: it is taken for ``_PASSING`` times the largest kept one."""
+    models are compiled, which counting operators would forbid. Temporary tensors are not seen: they
+    are estimated as ``_PASSING`` times the largest saved one."""
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        """Count from 0 bytes, without tensors that share a storage with ``known`` ones."""
         self._known = {x.untyped_storage()._cdata for x in known}
+        # bytes of saved storages that are not freed, by their addresses; most bytes of any one
         self._alive: dict[int, int] = {}
         self._largest = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
@@ -126,7 +126,7 @@ class DeviceBytes:
         return None
 
     def look(self) -> tuple[int, int]:
-        """(bytes of live tensors, the most since the last look)."""
+        """(bytes of live tensors, the most since the last look); starts a new peak."""
         seen = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return seen
@@ -136,11 +136,12 @@ class TrafficCounter(TorchDispatchMode):
     """``with TrafficCounter() as counter``: bytes that collectives inside send to other ranks."""
 
     def __init__(self) -> None:
+        """Start at 0 bytes."""
         super().__init__()
         self.sent_bytes = 0
 
     def take(self) -> int:
-        """Bytes sent since the last call."""
+        """Return the bytes sent since the last call, and start again from 0."""
         sent, self.sent_bytes = self.sent_bytes, 0
         return sent
 
@@ -187,6 +188,8 @@ def sent_bytes(
 
 
 def _row_bytes(x: torch.Tensor, out: torch.Tensor, sent: int, received: int) -> int:
-    """Bytes of one row: from ``x``, of which ``sent`` rows are sent, or from ``out``, of which
-    ``received`` rows are received, where none is sent; 0 where there are no rows."""
-    return x.nbytes // sent if sent else out.nbytes // received if received else 0
+    """Bytes of one row of an all-to-all: from ``x``, whose ``sent`` rows are sent, or from ``out``
+    with ``received`` rows where none is sent; 0 where there are no rows."""
+    if sent:
+        return x.nbytes // sent
+    return out.nbytes // received if received else 0

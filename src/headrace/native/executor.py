@@ -57,18 +57,21 @@ Ranks = tuple[int, ...]
 
 
 class PlanGroups:
-    """The groups that plans of one model need, computed once for every pipeline and layer plan."""
+    """The groups of ranks that plans of one model need. Those of a pipeline with a layer plan are
+    computed once and kept for later plans."""
 
     def __init__(self, architecture: Architecture) -> None:
-        """Empty caches: numbers of layer plans, and the sets of ranks that a pipeline of a scheme
-        meets in."""
+        """Start with empty caches."""
         self._architecture = architecture
-        # numbers of layer plans, and layer plans by number
-        self._layers: dict[LayerPlan, int] = {}
-        self._plans: list[LayerPlan] = []
-        # by what they depend on: groups by indices of a pipeline's members, and in ranks
-        self._members: dict[tuple[Scheme, Ranks, int, Working], frozenset[Ranks]] = {}
-        self._known: dict[tuple[Pipeline, int, Working], frozenset[Ranks]] = {}
+        # Layer plans are numbered from 0, as a number is quicker to hash in the keys below.
+        self._layer_numbers: dict[LayerPlan, int] = {}
+        self._layer_plans: list[LayerPlan] = []
+        # groups of a pipeline as indices of its members, by what they depend on: (scheme, shares of
+        # the stages, number of the layer plan, working layout)
+        self._member_groups: dict[tuple[Scheme, Ranks, int, Working], frozenset[Ranks]] = {}
+        # groups of a pipeline in ranks of the world, by (pipeline, number of the layer plan,
+        # working layout)
+        self._rank_groups: dict[tuple[Pipeline, int, Working], frozenset[Ranks]] = {}
 
     def of(self, plan: Plan) -> set[Ranks]:
         """The groups of all stages, of their tensor blocks, and those that methods need. Raises
@@ -84,24 +87,24 @@ class PlanGroups:
         for pipeline_index, layers_id in used_layers:
             pipeline = plan.pipelines[pipeline_index]
             key = pipeline, numbers[layers_id], plan.working
-            if key not in self._known:
-                self._known[key] = self._groups(*key)
-            wanted |= self._known[key]
+            if key not in self._rank_groups:
+                self._rank_groups[key] = self._groups(*key)
+            wanted |= self._rank_groups[key]
         return wanted
 
     def _number(self, layers: LayerPlan) -> int:
         """The number (from 0) of a layer plan in the order in which they were met."""
-        if layers not in self._layers:
-            self._layers[layers] = len(self._plans)
-            self._plans.append(layers)
-        return self._layers[layers]
+        if layers not in self._layer_numbers:
+            self._layer_numbers[layers] = len(self._layer_plans)
+            self._layer_plans.append(layers)
+        return self._layer_numbers[layers]
 
     def _groups(self, pipeline: Pipeline, layers: int, working: Working) -> frozenset[Ranks]:
         """The groups of a pipeline in ranks of the world, for the layer plan of number ``layers``.
-        Pipelines that differ in their ranks alone share the work."""
+        Pipelines that differ in their ranks alone share what is computed by members."""
         key = pipeline.scheme, pipeline.shares, layers, working
-        if key not in self._members:
-            self._members[key] = self._groups_of(pipeline, self._plans[layers], working)
+        if key not in self._member_groups:
+            self._member_groups[key] = self._groups_of(pipeline, self._layer_plans[layers], working)
         width = pipeline.scheme.width
         # member i of the pipeline is ranks[i]: stage after stage, ascending within each
         ranks = [
@@ -110,7 +113,7 @@ class PlanGroups:
             for rank in sorted(pipeline.ranks[first : first + width])
         ]
         return frozenset(
-            tuple(ranks[member] for member in members) for members in self._members[key]
+            tuple(ranks[member] for member in members) for members in self._member_groups[key]
         )
 
     def _groups_of(
@@ -143,8 +146,12 @@ class PlanGroups:
 class StepState:
     """The state of one step of a plan on one rank.
 
-    ``arrived`` are the activations and ``returned`` the gradients that wait for their micro-batch;
-    ``losses`` are this rank's, on the device: reading one waits for the device.
+    ``tokens[i]`` are the ids of the batch's sequence i, ``masks[i]`` which of them have a loss.
+    ``pulls`` and ``pushes`` are in flight, by bucket. By micro-batch, ``runs`` are those whose
+    forward has run, until nothing more is needed of them; ``arrived`` are activations and
+    ``returned`` gradients that other stages sent and no action has used yet. ``views`` are the
+    weights of this rank's stage by name, for each pipeline. ``losses`` are this rank's, on the
+    device: reading one waits for the device. ``loss`` and ``norm`` are set by the update.
     """
 
     plan: Plan
@@ -165,7 +172,8 @@ class StepState:
     norm: float = 0.0
 
     def leaving(self, message: Message) -> torch.Tensor:
-        """The activations or gradients of a message; the micro-batch drops its reference to them.
+        """The activations or gradients [rows, h] that a message sends; the micro-batch drops its
+        reference to them, and with gradients the state drops the micro-batch.
 
         Raises PlanMismatch when there are more or fewer rows than the program says.
         """
@@ -184,7 +192,8 @@ class StepState:
         return value
 
     def arrive(self, message: Message, value: torch.Tensor) -> None:
-        """Store a received tensor for the micro-batch's next action."""
+        """Store the activations or gradients [rows, h] that a message brought, for the
+        micro-batch's next action."""
         waiting = self.arrived if message.what == "a" else self.returned
         waiting[message.micro_batch] = value
 
@@ -313,24 +322,24 @@ class Executor:
         """Run one action of the program; computations and transfers are timed, and pulls and pushes
         are issued here and waited for where their weights are needed."""
         if not self._overlap and not isinstance(action, Pull):
-            self._await(list(state.pulls), state)
+            self._wait_for_pulls(list(state.pulls), state)
         match action:
             case Pull(bucket=bucket):
                 self._pull(bucket, state)
             case Forward():
                 self._run_timed(action, state, lambda: self._forward(action, state))
             case Backward():
-                self._await(list(state.pulls), state)  # pulls that only other ranks need
+                self._wait_for_pulls(list(state.pulls), state)  # pulls that only other ranks need
                 self._run_timed(action, state, lambda: self._backward(action, state))
             case Push(bucket=bucket):
                 self._push(bucket, state)
             case Send() | Recv() | Exchange():
                 self._run_timed(action, state, lambda: self._traffic(action, state))
             case Update():
-                self._await(list(state.pulls), state)
+                self._wait_for_pulls(list(state.pulls), state)
                 if self._has_stages(state.plan):
                     self.groups.messages.settle()
-                self._wait("G", list(state.pushes), state.pushes, state)
+                self._wait_for("G", list(state.pushes), state.pushes, state)
                 state.spans.reach(self._entered)
                 check()  # sums may hold the garbage of aborted transfers
                 self._run_timed(action, state, lambda: self._update(state))
@@ -341,7 +350,7 @@ class Executor:
         return any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines)
 
     def _pull(self, bucket: int, state: StepState) -> None:
-        """Issue the pull of a weight bucket."""
+        """Issue the pull of a weight bucket, once there is room for it."""
         self._make_room("P", bucket, state.pulls, state)
         with self._issuing("P", bucket, state):
             issued = state.working.pull(bucket)
@@ -349,7 +358,7 @@ class Executor:
             state.pulls[bucket] = issued
 
     def _push(self, bucket: int, state: StepState) -> None:
-        """Issue the push of a bucket's gradients."""
+        """Issue the push of a bucket's gradients, once there is room for it."""
         self._make_room("G", bucket, state.pushes, state)
         with self._issuing("G", bucket, state):
             issued = state.working.push(bucket)
@@ -358,50 +367,54 @@ class Executor:
 
     @contextmanager
     def _issuing(self, letter: str, bucket: int, state: StepState) -> Iterator[None]:
-        """Context of issuing a transfer. Where that itself waits, for the first of two steps over
-        nodes, the wait gets a row of its own."""
+        """Context of issuing the transfer of a bucket, a pull (``letter`` P) or push (G). Where
+        issuing itself waits, for the first of two steps over nodes, it counts as a wait and gets a
+        row of its own."""
         if not state.working.waits:
             yield
             return
-        with state.spans.wait(), self._moving(letter, bucket, state):
+        with state.spans.wait(), self._transfer_span(letter, bucket, state):
             yield
 
     def _make_room(
         self, letter: str, bucket: int, pending: dict[int, Pending], state: StepState
     ) -> None:
-        """Before the transfer of ``bucket`` is issued, wait for the oldest of ``pending`` until all
-        fit into the bytes that may be in flight. This cannot deadlock: all ranks issue shared
-        transfers in one order, and an issued one needs nothing more of the host."""
+        """Before the transfer of ``bucket`` is issued, wait for the oldest of ``pending``, pulls
+        (``letter`` P) or pushes (G) by bucket, until all fit into the bytes that may be in flight.
+        This cannot deadlock: all ranks issue shared transfers in one order, and an issued one needs
+        nothing more of the host."""
         free_bytes = self._in_flight_bytes - state.working.buffer_bytes(bucket)
         while pending and sum(transfer.nbytes for transfer in pending.values()) > free_bytes:
             with state.spans.wait():
-                self._wait(letter, [next(iter(pending))], pending, state)
+                self._wait_for(letter, [next(iter(pending))], pending, state)
 
-    def _await(self, buckets: Sequence[int], state: StepState) -> None:
-        """Wait for the pulls of these ``buckets`` that are in flight."""
+    def _wait_for_pulls(self, buckets: Sequence[int], state: StepState) -> None:
+        """Wait for those pulls of ``buckets`` that are in flight."""
         in_flight = [bucket for bucket in buckets if bucket in state.pulls]
         if in_flight:
             with state.spans.wait():
-                self._wait("P", in_flight, state.pulls, state)
+                self._wait_for("P", in_flight, state.pulls, state)
 
-    def _wait(
+    def _wait_for(
         self, letter: str, buckets: Sequence[int], pending: dict[int, Pending], state: StepState
     ) -> None:
         """Wait for the transfers of ``buckets`` out of ``pending``, in the order given. Each gets a
         row, named by ``letter`` (P for pulls, G for pushes) and its bucket."""
         for bucket in buckets:
-            with self._moving(letter, bucket, state):
+            with self._transfer_span(letter, bucket, state):
                 pending.pop(bucket).wait()
 
-    def _moving(self, letter: str, bucket: int, state: StepState) -> AbstractContextManager[None]:
+    def _transfer_span(
+        self, letter: str, bucket: int, state: StepState
+    ) -> AbstractContextManager[None]:
         """The span of one transfer, named as in programs: P3 is the pull of bucket 3, G3 its
         push."""
         kind = "pull" if letter == "P" else "push"
         return state.spans.action(f"{letter}{bucket}", kind, ranks=self.groups.ranks)
 
     def _run_timed(self, action: Action, state: StepState, work: Callable[[], None]) -> None:
-        """Run ``work`` as the action's span, with its tokens and the number of ranks that take
-        part."""
+        """Run ``work`` and time it as ``action``; its row has the action's tokens and the number of
+        ranks that take part."""
         tokens, ranks = 0, self.groups.ranks
         if isinstance(action, Forward | Backward):
             tokens = sum(state.plan.tokens_of(state.plan.micro_batches[action.micro_batch]))
@@ -412,7 +425,7 @@ class Executor:
             work()
 
     def _forward(self, action: Forward, state: StepState) -> None:
-        """The forward of one micro-batch on this stage, from what the stage before sent; each
+        """Run the forward of one micro-batch on this stage, from what the stage before sent; each
         bucket is waited for when the model comes to it."""
         index = action.micro_batch
         micro = state.plan.micro_batches[index]
@@ -435,12 +448,14 @@ class Executor:
             device=self._device,
             checked=self._checked,
         )
-        run.forward(state.arrived.pop(index, None), lambda bucket: self._await([bucket], state))
+        run.forward(
+            state.arrived.pop(index, None), lambda bucket: self._wait_for_pulls([bucket], state)
+        )
         state.losses.append(run.loss)
         state.runs[index] = run
 
     def _backward(self, action: Backward, state: StepState) -> None:
-        """The backward of one micro-batch on this stage; the buckets that the action names are
+        """Run the backward of one micro-batch on this stage; the buckets that the action names are
         pushed as soon as their gradients are complete."""
         micro_batch, push_after = action.micro_batch, set(action.pushes)
 
@@ -455,7 +470,8 @@ class Executor:
             del state.runs[micro_batch]
 
     def _traffic(self, action: Send | Recv | Exchange, state: StepState) -> None:
-        """Send the tensor that leaves a micro-batch; store a received one for its next action."""
+        """Send the activations or gradients that leave a micro-batch, receive others for a next
+        action, or both at once."""
         messages, device = self.groups.messages, self._device
         hidden, dtype = self.storage.architecture.hidden, self.storage.working_dtype
         match action:

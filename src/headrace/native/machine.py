@@ -27,11 +27,14 @@ __all__ = [
     "reset_peak_bytes",
 ]
 
-# Version, names of the files: limit, taken, and the entry of memory.stat that can be had back.
+# By the version of control groups ("" is 2, "memory" is 1), as in ``_memory_groups``.
+# The names of the files with a group's memory limit and its use, and the entry of memory.stat with
+# the bytes of cached files that the system gives up when memory runs short.
 _FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
+# The folders of /sys/fs/cgroup where the controller may be mounted.
 _MOUNTS = {"": (".", "unified"), "memory": ("memory",)}
 
 
@@ -63,9 +66,9 @@ def _memory_groups(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _levels(top: Path, controller: str, group: str) -> Iterator[Path]:
-    """The folders of a control group and of all groups above it, at each place where its controller
-    may be mounted. A container sees its own group as the topmost, and a group outside of it as a
-    path with "..", which is not followed."""
+    """The folders of a control group and of all groups above it, at each place under ``top`` where
+    its controller may be mounted. A container sees its own group as the topmost, and a group
+    outside of it as a path with "..", which is not followed."""
     parts = [name for name in group.split("/") if name and ".." not in group]
     for mount in _MOUNTS[controller]:
         for depth in range(len(parts), -1, -1):
@@ -98,7 +101,8 @@ def _entry(path: Path, name: str) -> int:
 
 
 def machine_facts(device: str) -> dict[str, Any]:
-    """Processor, cores, memory, device, versions and network links."""
+    """Facts of this machine by name: processor, cores, memory, device, versions and network
+    links."""
     cuda = device != "cpu"
     return {
         "host_cpu": _processor(),
@@ -156,7 +160,7 @@ def matmul_flops_per_s(
 
 
 def copied_bytes_per_s(device: str) -> float:
-    """Bytes that a plain copy of a large tensor reads and writes in a second."""
+    """Bytes that a plain copy of a large tensor reads and writes in a second, the best of four."""
     size = 1 << (26 if device == "cpu" else 30)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -172,7 +176,7 @@ def copied_bytes_per_s(device: str) -> float:
 
 
 def reset_peak_bytes(device: str) -> int:
-    """Start a new peak where the system can; returns the bytes held now.
+    """Have :func:`peak_bytes` start from now where the system can; returns the bytes held now.
 
     On a CPU freed memory is first given back to the system: what the allocator kept would hide
     that much of the next peak.
@@ -222,8 +226,8 @@ def _processor() -> str:
 
 
 def _links(folder: Path = Path("/sys/class/net")) -> str:
-    """Megabits per second of the network devices that are up, as far as they tell: ``10000+400``.
-    Bridges and the like, which come and go, are no devices."""
+    """Megabits per second of the network devices that are up, fastest first: ``10000+400``, or
+    ``unknown`` where none is told. Bridges and the like, which come and go, do not count."""
     speeds = []
     for speed in folder.glob("*/speed"):
         with contextlib.suppress(OSError, ValueError):  # a link that is down does not tell

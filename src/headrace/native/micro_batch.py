@@ -31,9 +31,10 @@ __all__ = ["MicroBatchRun", "layer_states", "sources"]
 def sources(
     table: tuple[WeightSpec, ...], working: Working, plan: Plan, pipeline: Pipeline, groups: Groups
 ) -> dict[str, Weight]:
-    """The weights of this rank's stage of a pipeline by name, as methods use them: a ``Whole``
+    """The weights out of ``table`` that this rank's stage of a pipeline uses, by name: a ``Whole``
     where every member of the stage holds all rows, or for a vector; else a ``Shard`` over the block
-    of neighbouring members that hold the rows together."""
+    of neighbouring members that hold the rows together. They are views of the tensors in
+    ``working``: what methods add to a gradient is added there."""
     stage = pipeline.stage_of(groups.rank, plan.layers)
     holds_all = works_whole(plan)
     block_ranks = pipeline.scheme.parts(sharded=plan.working == "sharded")
@@ -73,8 +74,8 @@ def _member(rank: int, ranks: tuple[int, ...]) -> int:
 
 
 def layer_states(weights: State, layers: int) -> tuple[State, ...]:
-    """The weights of each of the first ``layers`` layers by short name; empty for those of other
-    stages."""
+    """The weights of each of the first ``layers`` layers, by their names within the layer
+    (``layers.3.qkv.weight`` as ``qkv.weight``); empty for layers of other stages."""
     states: tuple[dict[str, Weight], ...] = tuple({} for _ in range(layers))
     for name, weight in weights.items():
         head, _, rest = name.partition(".")
@@ -92,13 +93,15 @@ complete."""
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatchRun:
-    """A micro-batch in one stage between its forward and its backward.
+    """A micro-batch in one stage, which runs its forward and later its backward.
 
     ``ids`` and ``labels`` are the local tokens [T / R]; ``scale`` is one over the tokens of the
     whole batch that have a loss. ``checked`` looks for values that are not finite after each layer.
     After the forward ``loss`` is this rank's part of the batch's mean loss (0 but in the last
-    stage) and ``leaving`` what the next stage gets [T / R, h]; after the backward ``returning``
-    is the gradient that the stage before gets.
+    stage) and ``leaving`` [T / R, h] what the next stage gets, None in the last; after the backward
+    ``returning`` [T / R, h] is the gradient that the stage before gets, None in the first.
+    ``_segments`` has (input, output) of each segment whose backward has not run, ``_last_grad`` the
+    gradient of the last segment's output.
     """
 
     model: Transformer
@@ -150,8 +153,8 @@ class MicroBatchRun:
         ]
 
         def subgroup(members: tuple[int, ...]) -> dist.ProcessGroup | None:
-            """The process group of some members of the stage."""
-            return groups.get(tuple(ranks[member] for member in members))
+            """The process group of some members of the stage, None of one member."""
+            return groups.get(tuple(ranks[other] for other in members))
 
         def local(values: np.ndarray) -> torch.Tensor:
             """An array as an int64 tensor on the device."""
@@ -196,7 +199,8 @@ class MicroBatchRun:
     def forward(
         self, arrived: torch.Tensor | None = None, need: Needed = lambda bucket: None
     ) -> None:
-        """Run all segments of the stage; ``arrived`` [T / R, h] is what the stage before sent.
+        """Run all segments of the stage; ``arrived`` [T / R, h] is what the stage before sent, None
+        in the first stage. ``need`` is called with each weight bucket before it is used.
 
         Raises NotFinite when ``checked`` and a layer gives a value that is not finite.
         """
@@ -223,8 +227,8 @@ class MicroBatchRun:
 
     def _end(self, x: torch.Tensor, need: Needed) -> None:
         """Run what follows the last layer on its output x [T / R, h]: the last norm, the head and
-        the loss. The head gives the gradient of its input at once, which is kept for the backward.
-        ``need`` waits for a weight bucket."""
+        the loss, which is set. The head gives the gradient of its input at once, which is kept for
+        the backward. ``need`` is called with each weight bucket before it is used."""
         need(0)  # a tied embedding
         need(self.stage.stop + 1)
         entry = x.detach().requires_grad_(self.context.training)
@@ -252,7 +256,8 @@ class MicroBatchRun:
         self, grad: torch.Tensor | None = None, done: Needed = lambda bucket: None
     ) -> None:
         """Run the segments backwards, dropping each when it is done; ``grad`` [T / R, h] is what
-        the next stage sent. ``done`` is called with the bucket of each finished segment."""
+        the next stage sent, None in the last. ``done`` is called with the bucket of each finished
+        segment."""
         if self.stage.last:
             grad, self._last_grad = self._last_grad, None
         for bucket in reversed(self.stage.buckets):

@@ -103,7 +103,8 @@ class Elementwise:
                 raise SpecError(f"options of {self.name}", got=given, wanted=wanted)
 
     def make(self, groups: Groups) -> torch.optim.Optimizer:
-        """torch's optimizer for these parameter groups."""
+        """torch's optimizer for these parameter groups. Raises SpecError where it does not take
+        the options."""
         try:
             return ELEMENTWISE[self.name](groups, lr=self.lr, **self.options)
         except (TypeError, ValueError) as error:
@@ -121,8 +122,8 @@ def state_names(options: OptimizerOptions, dtype: torch.dtype) -> tuple[str, ...
 
 
 def _elementwise_names(state: Mapping[str, Any], weight: torch.Tensor) -> Sequence[str]:
-    """The names of the entries in the optimizer's state of one weight that are tensors of the
-    weight's shape, and are sharded by rows as it is."""
+    """The names of the entries in ``state``, an optimizer's of ``weight``, that are tensors of the
+    weight's shape: they are sharded by rows as it is."""
     return [
         name
         for name, value in state.items()
@@ -141,6 +142,7 @@ class Schedule:
     floor: float = 0.1
 
     def __post_init__(self) -> None:
+        """Raise SpecError for a schedule without steps, or of a negative warm-up."""
         if self.steps < 1 or self.warmup_steps < 0:
             raise SpecError("schedule", got=f"{self.steps} steps", wanted=">= 1, warm-up >= 0")
 

@@ -207,7 +207,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _header(shards: Sequence[StoredShard]) -> bytes:
-    """The header of a safetensors file: its length in 8 bytes, then JSON, padded with spaces."""
+    """The header of a safetensors file of these shards, in order: its length in 8 bytes, then JSON,
+    padded with spaces. Raises CheckpointError for two shards at the same row of a tensor."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for shard in shards:
@@ -258,7 +259,7 @@ def _crc32(path: Path) -> int:
 
 
 def read_pieces(path: Path, wanted: Sequence[tuple[StoredShard, FilePiece]]) -> None:
-    """Copy each piece from one file into its shard's tensor.
+    """Copy each piece of the file at ``path`` into the tensor of the shard that it is paired with.
 
     Raises CheckpointError when the file does not hold what the index says.
     """
@@ -288,8 +289,9 @@ def check_header(folder: Path, file: FileInfo, tensors: Mapping[str, TensorInfo]
 
 
 def _rows_in(path: Path, file: Any, interval: Interval, info: TensorInfo) -> Any:
-    """The rows of an interval in an open safetensors file, not read yet; raises CheckpointError
-    where the file's type or shape of them is not that of the index."""
+    """The rows of an interval in the open safetensors ``file`` at ``path``, as a slice that is read
+    when it is indexed; raises CheckpointError where the file's type or shape of them is not that of
+    the index, ``info``."""
     held = file.get_slice(interval.key)
     shape = [interval.rows, *info.shape[1:]]
     if (held.get_dtype(), held.get_shape()) != (info.dtype, shape):
@@ -310,7 +312,7 @@ def fsync_folder(folder: Path) -> None:
 INDEX = "index.json"
 
 _FORMAT = 1
-_MOST_BYTES = 2**31  # of a table of some ten million rows
+_MOST_BYTES = 2**31  # of an index, one of some ten million intervals
 _FILE = re.compile(r"rank[0-9]{5,9}\.safetensors")
 
 
@@ -383,7 +385,7 @@ class Index:
         path = folder / INDEX
         try:
             require_plain(path, most=_MOST_BYTES)
-            return _from_json(json.loads(path.read_bytes(), parse_constant=_no_number))
+            return _index_from_json(json.loads(path.read_bytes(), parse_constant=_no_number))
         except CheckpointError as error:
             raise CheckpointError(str(path), got=error.got, wanted=error.wanted)
         except (FileNotFoundError, NotADirectoryError):
@@ -408,8 +410,9 @@ def _no_number(text: str) -> None:
 
 
 def _cover(wanted: Interval, held: Sequence[tuple[FileInfo, Interval]]) -> list[FilePiece]:
-    """The pieces of files that give the rows of ``wanted`` in order, from intervals sorted by first
-    row; raises CheckpointError for a row that no file has."""
+    """The pieces of files that give the rows of ``wanted`` in order. ``held`` are the intervals of
+    its tensor in all files, sorted by first row. Raises CheckpointError for a row that no file
+    has."""
     pieces: list[FilePiece] = []
     next_row = wanted.first_row
     for file, interval in held:
@@ -427,11 +430,11 @@ def _cover(wanted: Interval, held: Sequence[tuple[FileInfo, Interval]]) -> list[
 
 
 def table_of(shards: Sequence[StoredShard], file: FileInfo) -> dict[str, Any]:
-    """The description of one rank's file and tensors for :func:`join_tables`, as JSON; tensors
-    without rows are included."""
+    """The description of one rank's tensors and the ``file`` that they were written to, as JSON
+    for :func:`join_tables`; tensors without rows are included."""
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
-        _add(tensors, shard.name, shard.info)
+        _add_tensor(tensors, shard.name, shard.info)
     tensors_json = {name: _tensor_to_json(info) for name, info in tensors.items()}
     return {"tensors": tensors_json, "file": _file_to_json(file)}
 
@@ -444,16 +447,16 @@ def join_tables(tables: Sequence[Any], *, step: int, extra: Mapping[str, Any]) -
     tensors: dict[str, TensorInfo] = {}
     for table in tables:
         for name, tensor_json in table["tensors"].items():
-            _add(tensors, name, _tensor(tensor_json))
-    files = tuple(_file(table["file"]) for table in tables)
+            _add_tensor(tensors, name, _tensor_from_json(tensor_json))
+    files = tuple(_file_from_json(table["file"]) for table in tables)
     index = Index(step=step, tensors=tensors, files=files, extra=extra)
     index.check_whole(tensors)
     return index
 
 
-def _add(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:
-    """Note the shape and type of a tensor under its name; raises CheckpointError where others were
-    noted before."""
+def _add_tensor(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:
+    """Add the shape and type of a tensor to ``tensors`` under its name; raises CheckpointError
+    where others are there already."""
     if tensors.setdefault(name, info) != info:
         raise CheckpointError(
             f"shards of {name}", got=f"{tensors[name]} and {info}", wanted="one type and shape"
@@ -461,18 +464,19 @@ def _add(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:
 
 
 def _tensor_to_json(info: TensorInfo) -> dict[str, Any]:
-    """The entry of a tensor in the index."""
+    """The entry of a tensor in the index, as JSON."""
     return {"shape": list(info.shape), "dtype": info.dtype}
 
 
 def _file_to_json(file: FileInfo) -> dict[str, Any]:
-    """The entry of a file in the index; rows are [name, first row, rows]."""
+    """The entry of a file in the index, as JSON; rows are [name, first row, number of rows]."""
     rows = [[i.name, i.first_row, i.rows] for i in file.intervals]
     return {"file": file.file, "bytes": file.bytes, "crc32": file.crc32, "rows": rows}
 
 
-def _file(value: Any) -> FileInfo:
-    """One file of an index from JSON: name, bytes, checksum and its intervals of rows."""
+def _file_from_json(value: Any) -> FileInfo:
+    """One file of an index from JSON: name, bytes, checksum and its intervals of rows. Raises
+    CheckpointError where it is malformed."""
     name = _get(value, "file", str)
     # Nothing else is ever opened, whatever the index says: no other folder, no "..".
     if not _FILE.fullmatch(name):
@@ -483,20 +487,22 @@ def _file(value: Any) -> FileInfo:
         file=name,
         bytes=_count(_get(value, "bytes", int), "bytes"),
         crc32=_count(_get(value, "crc32", int), "crc32"),
-        intervals=tuple(_interval(row) for row in _get(value, "rows", list)),
+        intervals=tuple(_interval_from_json(row) for row in _get(value, "rows", list)),
     )
 
 
-def _interval(row: Any) -> Interval:
-    """An interval from JSON ``[name, first row, rows]``."""
+def _interval_from_json(row: Any) -> Interval:
+    """An interval from JSON ``[name, first row, rows]``. Raises CheckpointError where it is
+    malformed."""
     if not isinstance(row, list) or len(row) != 3 or not isinstance(row[0], str):
         raise _index_error(f"the rows {_short(row)}", wanted="[name, first row, rows]")
     first_row, rows = _count(row[1], "first row"), _count(row[2], "rows")
     return Interval(name=row[0], first_row=first_row, rows=rows)
 
 
-def _tensor(value: Any) -> TensorInfo:
-    """The TensorInfo of its JSON form. Raises CheckpointError where it is malformed."""
+def _tensor_from_json(value: Any) -> TensorInfo:
+    """A tensor's shape and type from its entry in the index. Raises CheckpointError where it is
+    malformed."""
     shape = tuple(_count(n, "a shape of") for n in _get(value, "shape", list))
     dtype = _get(value, "dtype", str)
     if dtype not in DTYPES:
@@ -507,8 +513,9 @@ def _tensor(value: Any) -> TensorInfo:
     return TensorInfo(shape=shape, dtype=dtype)
 
 
-def _from_json(value: Any) -> Index:
-    """An index from JSON, once its version and its own checksum are right."""
+def _index_from_json(value: Any) -> Index:
+    """An index from JSON. Raises CheckpointError where it is malformed, of another version, or
+    differs from its own checksum."""
     version = _get(value, "format", int)
     if version != _FORMAT:
         raise _index_error(f"format {version}", wanted=f"format {_FORMAT}")
@@ -518,15 +525,15 @@ def _from_json(value: Any) -> Index:
     tensors = _get(value, "tensors", dict)
     return Index(
         step=_count(_get(value, "step", int), "step"),
-        tensors={name: _tensor(info) for name, info in tensors.items()},
-        files=tuple(_file(file) for file in _get(value, "files", list)),
+        tensors={name: _tensor_from_json(info) for name, info in tensors.items()},
+        files=tuple(_file_from_json(file) for file in _get(value, "files", list)),
         extra=_get(value, "extra", dict),
     )
 
 
 def _checksum(body: Mapping[str, Any]) -> int:
+    """The CRC-32 of the JSON text of ``body``, an index without its checksum."""
     # What json reads it writes again in the same text, so the text need not be kept.
-    """The CRC-32 of the index's JSON text."""
     return zlib.crc32(json.dumps(body).encode())
 
 

@@ -2,7 +2,8 @@
 
 A host issues work to its device and goes on: reading a clock after each action would block it until
 the device is done. So the start and end of an action are marks (events) in the device's stream. So
-are those of a wait for weights: the device waits, not the host.
+are those of a wait for weights: the device waits, not the host. A mark is what the clock returns:
+seconds of the host's clock, or a CUDA event.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def clock_of(device: str) -> StepClock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Span:
-    """An action between two marks; ``waits`` are pairs of marks within it."""
+    """An action between the marks ``start`` and ``end``, over ``tokens`` tokens and ``ranks``
+    ranks; ``waits`` are (start, end) marks of its waits for weights."""
 
     action: str
     kind: str
@@ -109,9 +111,10 @@ class _Span:
 
 
 class Spans:
-    """The actions of one step of ``rank``, on ``clock``."""
+    """The actions of one step of ``rank``, timed by ``clock``."""
 
     def __init__(self, clock: StepClock, rank: int) -> None:
+        """Start the step now, without actions."""
         self._clock, self._rank = clock, rank
         self._begun = clock.mark()
         self._spans: list[_Span] = []
@@ -119,7 +122,8 @@ class Spans:
 
     @contextmanager
     def action(self, text: str, kind: str, *, tokens: int = 0, ranks: int = 1) -> Iterator[None]:
-        """Context whose issued work is one action, with a row of its own."""
+        """Context whose issued work is one action ``text`` of a ``kind``, with a row of its own;
+        none where the work raises."""
         # waits in this action are its own: those of an action around it go on afterwards
         outer_waits, self._waits = self._waits, list[tuple[Any, Any]]()
         start = self._clock.mark()
@@ -159,8 +163,8 @@ class Spans:
         return tuple(map(self._row, self._spans))
 
     def _row(self, span: _Span) -> Row:
-        """One action's times, in seconds since the step began; ``waited_s`` is the part in which it
-        waited for pulls or pushes."""
+        """The row of one action, in seconds since the step began; ``waited_s`` is the part in which
+        it waited for pulls or pushes, counted where its kind keeps the device busy."""
         start_s = self._clock.between(self._begun, span.start)
         waits = span.waits if span.kind in BUSY else ()
         return Row(

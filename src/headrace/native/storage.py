@@ -48,7 +48,9 @@ __all__ = ["Storage", "Working"]
 
 
 class Working:
-    """The working weights of one rank, for plans of one working layout."""
+    """The working weights of one rank, for plans of one working layout. By a weight's name: its
+    rows on this rank are ``held``, ``values`` and ``partials`` [rows, ...] are these rows and the
+    partial sum of their gradient. ``waits``: whether issuing a pull or push may itself wait."""
 
     def __init__(
         self,
@@ -56,8 +58,9 @@ class Working:
         partitions: dict[str, Partition],
         groups: Groups,
     ) -> None:
-        """The layout ``partitions`` of this rank's weights; weights that lie in it as they do in
-        storage are used in place, for the others pulls and pushes are made."""
+        """``partitions`` is the working layout: which rank has which rows of each weight. Weights
+        that it partitions as storage does are used in place; for the others buffers, pulls and
+        pushes are made."""
         self.held: dict[str, Rows] = {
             name: partition.parts[groups.rank] for name, partition in partitions.items()
         }
@@ -74,7 +77,11 @@ class Working:
             sharded_names = {weight.name for weight in storage.table if weight.unit is not None}
             uses_masters = uses_sums & sharded_names if groups.ranks > 1 else frozenset[str]()
         for weight in storage.table:
-            self._hold(weight, value=weight.name in uses_masters, partial=weight.name in uses_sums)
+            self._hold(
+                weight,
+                uses_master=weight.name in uses_masters,
+                uses_sum=weight.name in uses_sums,
+            )
         self._pulls = self._links_without(uses_masters, groups)
         self._pushes = (
             self._pulls if uses_masters == uses_sums else self._links_without(uses_sums, groups)
@@ -83,8 +90,8 @@ class Working:
         self.waits = any(link.waits for link in links if link)
 
     def _links_without(self, names: Collection[str], groups: Groups) -> list[WeightLink | None]:
-        """The links of all buckets, in order, for the weights that are not among ``names``; None
-        for a bucket without such weights, of which nothing moves."""
+        """The links of all buckets, in order, that move all weights but those of these ``names``;
+        None for a bucket of which nothing moves."""
         tables = [
             [weight for weight in bucket if weight.name not in names]
             for bucket in buckets(self._storage.architecture)
@@ -93,17 +100,19 @@ class Working:
         links = iter(links_over(groups, moving, self._storage.partitions, self.partitions))
         return [next(links) if table else None for table in tables]
 
-    def _hold(self, weight: WeightSpec, *, value: bool, partial: bool) -> None:
-        """Set a weight's working rows (``value``: the stored masters, else a new buffer) and their
-        gradient (``partial``: the stored sums, else a new buffer)."""
+    def _hold(self, weight: WeightSpec, *, uses_master: bool, uses_sum: bool) -> None:
+        """Set the tensors of a weight's working rows and of their gradient: the stored ones where
+        it ``uses_master`` and ``uses_sum``, else new buffers."""
         name, storage = weight.name, self._storage
         shape = (len(self.held[name]), *weight.shape[1:])
         master, total = storage.masters[name], storage.sums[name]
         # a buffer is filled with NaN, so that use before a pull is noticed
         self.values[name] = (
-            master if value else master.new_full(shape, float("nan"), dtype=storage.working_dtype)
+            master
+            if uses_master
+            else master.new_full(shape, float("nan"), dtype=storage.working_dtype)
         )
-        self.partials[name] = total if partial else total.new_zeros(shape)
+        self.partials[name] = total if uses_sum else total.new_zeros(shape)
 
     def begin(self) -> None:
         """Clear the partial gradient sums before a step."""
@@ -131,12 +140,12 @@ class Working:
         """The largest number of bytes that a pull, or a push, of a bucket has in flight on this
         rank."""
         size, wide = self._storage.working_dtype.itemsize, self._storage.dtype
-        return max(
+        links = [link for link in (self._pulls[bucket], self._pushes[bucket]) if link]
+        link_bytes = [
             (link.pull_elements + link.push_elements) * size + link.between_bytes(wide)
-            if link
-            else 0
-            for link in (self._pulls[bucket], self._pushes[bucket])
-        )
+            for link in links
+        ]
+        return max(link_bytes, default=0)
 
     @property
     def pull_bytes(self) -> int:
@@ -152,10 +161,11 @@ class Working:
 
 
 class Storage:
-    """This rank's rows of every weight, of its gradient sum and of the optimizer's state.
+    """This rank's rows of every weight (``masters``), of its gradient (``sums``), both by name, and
+    of the optimizer's state.
 
     ``dtype`` is theirs, ``working_dtype`` (the same by default) that of the weights with which
-    plans propagate.
+    plans propagate. ``partitions`` has which rank stores which rows of each weight.
     """
 
     def __init__(
@@ -169,8 +179,8 @@ class Storage:
         options: OptimizerOptions | None = None,
         working_dtype: torch.dtype | None = None,
     ) -> None:
-        """This rank's rows of fresh weights, their gradient sums and an optimizer; ``dtype`` is
-        that of storage, ``working_dtype`` that of computations."""
+        """Make this rank's rows of initial weights, drawn by ``seed``, their gradient sums and an
+        optimizer of ``options``, on ``device``."""
         self.architecture = architecture
         self.options: OptimizerOptions = options or AdamW()
         self.dtype, self.working_dtype = dtype, working_dtype or dtype
@@ -187,6 +197,7 @@ class Storage:
         self._state_names = state_names(self.options, dtype)
         self.reset_optimizer()
         self._working: Working | None = None
+        # the key of the layout that ``_working`` was last used for
         self._layout: tuple[object, ...] | None = None
 
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -210,10 +221,12 @@ class Storage:
     def reset_optimizer(self) -> None:
         """Discard all optimizer state and the count of updates."""
         self.optimizer = self._make_optimizer()
+        # whether the optimizer has made its state
         self._updates, self._laid_out = 0, False
 
     def working(self, plan: Plan) -> Working:
-        """The working weights for ``plan``: buffers are kept while the layout stays the same."""
+        """The working weights for ``plan``: those of the last call while the layout stays the
+        same, else new ones, whose buffers are NaN until they are pulled."""
         key = working_key(plan)
         if self._working is not None and self._layout == key:
             return self._working
@@ -230,14 +243,15 @@ class Storage:
         self._working = self._layout = None
 
     def gradient_norm(self) -> float:
-        """The norm of the whole gradient: squares over disjoint rows, added in rank order."""
-        local = _square(list(self.sums.values()))
+        """The L2 norm of the whole gradient, over all ranks: squares of disjoint rows, added in
+        rank order. Collective."""
+        local = _sum_of_squares(list(self.sums.values()))
         return sum(row[0] for row in gather_floats([local], self._groups.world)) ** 0.5
 
     def update(self, lr: float, norm: float | None = None) -> float:
-        """Clip by the global norm of the gradient (``norm``, if it is known) and take one optimizer
-        step at rate ``lr``; returns the norm before clipping. A norm that is not finite leaves
-        everything as it was."""
+        """Clip by the global norm of the gradient (``norm``, else it is computed, collectively) and
+        take one optimizer step at rate ``lr``; returns the norm before clipping. A norm that is not
+        finite leaves everything as it was."""
         norm = self.gradient_norm() if norm is None else norm
         # NaN fails every comparison, and so comes here as well
         if not norm < float("inf"):
@@ -282,7 +296,8 @@ class Storage:
             yield from self._working.partials.values()
 
     def optimizer_rows(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """(name, tensor) of the optimizer's state that follows the rows of a weight."""
+        """(``key.weight``, tensor [rows, ...]) of each state that the optimizer keeps for every
+        element of a weight, such as ``exp_avg`` of AdamW; made first where it was not."""
         self._lay_out()
         for weight in self.table:
             for key in self._state_names:
@@ -305,7 +320,7 @@ class Storage:
             master.grad = grads[name]
         for group, before in zip(self.optimizer.param_groups, kept, strict=True):
             group.update(lr=before["lr"], weight_decay=before["weight_decay"])
-        self._count(0)
+        self._set_steps(0)
 
     @property
     def updates(self) -> int:
@@ -314,11 +329,12 @@ class Storage:
 
     @updates.setter
     def updates(self, count: int) -> None:
+        """Set the number of optimizer steps taken, in the optimizer's state too."""
         self._lay_out()
         self._updates = count
-        self._count(count)
+        self._set_steps(count)
 
-    def _count(self, steps: int) -> None:
+    def _set_steps(self, steps: int) -> None:
         """Set the number of steps that the optimizer believes it has made."""
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
@@ -327,9 +343,9 @@ class Storage:
                 state["step"] = steps
 
 
-def _square(gradients: list[torch.Tensor]) -> float:
-    """The sum of the squares of all elements; on a device in a few kernels, with one
-    synchronization."""
+def _sum_of_squares(gradients: list[torch.Tensor]) -> float:
+    """The sum of the squares of all elements of all ``gradients``; on a device in a few kernels,
+    with one synchronization."""
     if all(x.device.type == "cpu" for x in gradients):
         return sum(float(x.double().square().sum()) for x in gradients)
     norms = torch._foreach_norm(gradients)  # noqa: SLF001  torch's own clipping calls it

@@ -1,4 +1,7 @@
-"""Activations as objects with a forward and a backward; autograd saves only their input."""
+"""Activations as objects with a forward and a backward; autograd saves only their input.
+
+Shape legend: T tokens, f features of the result.
+"""
 
 from __future__ import annotations
 
@@ -79,8 +82,8 @@ class _Activated(torch.autograd.Function):
 
 
 def _halves(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up, each [T, f / block, block], as views of x [T, 2 f], in which they take turns of
-    ``block`` features."""
+    """Views of gate and up, each [T, f / block, block], in x [T, 2 f], where blocks of ``block``
+    features are gate and up in turn."""
     blocks = x.view(x.shape[0], x.shape[1] // (2 * block), 2, block)
     return blocks[:, :, 0], blocks[:, :, 1]
 
@@ -92,8 +95,7 @@ def _plain_swiglu(x: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def _plain_swiglu_backward(grad: torch.Tensor, x: torch.Tensor, block: int) -> torch.Tensor:
-    """The gradient of x [tokens, 2 f], gate and up in turns of ``block`` features, from that of
-    silu(gate) * up [tokens, f]."""
+    """The gradient of x [T, 2 f] from ``grad`` [T, f], that of :func:`_plain_swiglu`."""
     gate, up = _halves(x, block)
     grad = grad.reshape(gate.shape)
     out = torch.empty_like(x)

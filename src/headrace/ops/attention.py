@@ -81,8 +81,7 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Any
     ) -> torch.Tensor:
-        """Attention out [queries, heads, features] of packed documents, whose kernels run by
-        ``blocks``."""
+        """Attention out [T, N, D] over the scores in ``blocks``, a tuple of :class:`Block`."""
         out, lse = attend_blocks(q, k, v, blocks)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.blocks = blocks
@@ -117,7 +116,7 @@ def attend_blocks(
     """
     backend = _backend(q, softcap)
     runs = runs_of(blocks, backend.documents) if q.shape[1] else ()
-    # one run of all rows: the kernel's results as they are
+    # one run of all rows: the kernel's results are returned as they are
     if len(runs) == 1 and runs[0].queries == slice(0, q.shape[0]):
         part, part_lse = _forward(backend, q, k, v, runs[0])
         return part.contiguous(), part_lse.contiguous()
@@ -149,10 +148,11 @@ def attend_blocks(
 
 
 class Partial:
-    """Results over some of the keys, to which more are added, one step of a ring after the other.
+    """Results of attention over some of the keys, into which results over other keys are merged,
+    one step of a ring after the other; see [Note: results over some of the keys].
 
-    A CPU merges at once into sums [Q, N, D] and [N, Q]; a device holds results, see
-    [Note: held parts] of ``row_sums``.
+    A CPU merges each at once into an out [Q, N, D] and an lse [N, Q]; a device holds results and
+    merges them all at the end, see [Note: held parts] of ``row_sums``.
     """
 
     __slots__ = ("_held", "_like", "_parts", "_sums", "_touched")
@@ -179,23 +179,28 @@ class Partial:
             self.merge(run.queries.start, *_forward(backend, q, k, v, run))
 
     def merge(self, start: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Add results [q, N, D] and [N, q] over other keys, of the rows from ``start``."""
+        """Merge results ``out`` [q, N, D] and ``lse`` [N, q] over other keys, of the queries from
+        ``start`` on."""
         if adds_at_once(out):
             self._merge_now(start, out, lse)
             return
         self._parts.append(_Result(start, out, lse))
         self._held += len(out)
         if self._held > HELD * len(self._like):
-            # too many are held: merge them into one for each segment of rows
-            joined = self._new(wide(self._like))
-            self._write(*joined)
-            spans = [(part.start, part.start + len(part.out)) for part in self._parts]
-            self._parts = [
-                _Result(begin, joined[0][begin:end], joined[1][:, begin:end])
-                for begin, end, part_indices in segments(spans, len(self._like))
-                if part_indices
-            ]
-            self._held = len(self._like)
+            self._join()
+
+    def _join(self) -> None:
+        """Replace all held results by one for each segment of rows between their borders, whose out
+        is in at least fp32."""
+        joined_out, joined_lse = self._new(wide(self._like))
+        self._write(joined_out, joined_lse)
+        spans = [(part.start, part.start + len(part.out)) for part in self._parts]
+        self._parts = [
+            _Result(begin, joined_out[begin:end], joined_lse[:, begin:end])
+            for begin, end, part_indices in segments(spans, len(self._like))
+            if part_indices
+        ]
+        self._held = len(self._like)
 
     def result(self, dtype: torch.dtype) -> Pair:
         """(out [Q, N, D] in ``dtype``, lse [N, Q]): 0 and -inf where no key was added."""
@@ -207,7 +212,7 @@ class Partial:
         return out, lse
 
     def write(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """:meth:`result` into ``out`` [Q, N, D] and ``lse`` [N, Q]."""
+        """Write what :meth:`result` returns to ``out`` [Q, N, D] and ``lse`` [N, Q]."""
         if self._sums is None:
             self._write(out, lse)
             return
@@ -219,14 +224,14 @@ class Partial:
             out[begin:end], lse[:, begin:end] = 0, -math.inf
 
     def _new(self, dtype: torch.dtype) -> Pair:
-        """Uninitialised out [rows, heads, features] of ``dtype`` and lse [heads, rows] in at least
-        fp32."""
+        """Uninitialised out [Q, N, D] of ``dtype`` and lse [N, Q] in at least fp32."""
         rows, heads = self._like.shape[:2]
         out = self._like.new_empty(self._like.shape, dtype=dtype)
         return out, self._like.new_empty((heads, rows), dtype=wide(self._like))
 
     def _write(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Write the held results into ``out`` and ``lse``."""
+        """Merge the held results into ``out`` [Q, N, D] and ``lse`` [N, Q], which are
+        uninitialised: 0 and -inf where there is none."""
         spans = [(part.start, part.start + len(part.out)) for part in self._parts]
         for begin, end, part_indices in segments(spans, len(self._like)):
             parts = [self._parts[i].rows(begin, end) for i in part_indices]
@@ -234,15 +239,15 @@ class Partial:
                 _merge_all(
                     out[begin:end],
                     lse[:, begin:end],
-                    [result[0] for result in parts],
-                    [result[1] for result in parts],
+                    [part_out for part_out, _ in parts],
+                    [part_lse for _, part_lse in parts],
                 )
             else:
                 out[begin:end], lse[:, begin:end] = parts[0] if parts else (0, -math.inf)
 
     def _merge_now(self, start: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge attention out [rows, heads, features] over more keys, with its log-sum-exp lse
-        [heads, rows], into the rows from ``start`` on."""
+        """Merge results ``out`` [q, N, D] and ``lse`` [N, q] over other keys into the rows from
+        ``start`` on; where these have none yet, they are copied."""
         self._sums = self._sums or self._new(wide(self._like))
         for begin, end, has_result in self._touched.mark(start, start + out.shape[0]):
             rows, rows_lse = out[begin - start : end - start], lse[:, begin - start : end - start]
@@ -255,7 +260,8 @@ class Partial:
 
 
 class _Result(NamedTuple):
-    """Of the queries from ``start``: out [q, N, D] and lse [N, q] over some keys."""
+    """Results ``out`` [q, N, D] and ``lse`` [N, q] over some keys, of the q queries from ``start``
+    on."""
 
     start: int
     out: torch.Tensor
@@ -290,13 +296,17 @@ def attend_blocks_backward(
         dq           [Q, N, D]           of any strides, perhaps wider than q
         dk, dv       [K, G, D]           likewise
 
-    ``fresh_q``: dq holds nothing yet and is written whole; ``fresh_kv``: dk and dv.
+    ``fresh_q``: dq is uninitialised and written whole, with 0 in rows of no block; else gradients
+    are added to it. ``fresh_kv``: the same of dk and dv.
     """
     of_q = RowSum(len(dq), total=dq, fresh=fresh_q)
     of_k, of_v = (RowSum(len(x), total=x, fresh=fresh_kv) for x in (dk, dv))
     add_gradients(grad, q, k, v, out, lse, blocks, of_q, of_k, of_v)
     for total, x, fresh in ((of_q, dq, fresh_q), (of_k, dk, fresh_kv), (of_v, dv, fresh_kv)):
-        total.write(x) if fresh else total.add_to(x)
+        if fresh:
+            total.write(x)
+        else:
+            total.add_to(x)
 
 
 def add_gradients(
@@ -331,41 +341,43 @@ def add_gradients(
 def _merge(
     out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, rows_lse: torch.Tensor
 ) -> None:
-    """Merge results ``rows`` [q, N, D] with log-sum-exp ``rows_lse`` [N, q] into ``out`` and
-    ``lse``, which are over other keys, in place; see [Note: results over some of the keys]."""
+    """Merge results ``rows`` [q, N, D] with log-sum-exp ``rows_lse`` [N, q] into ``out`` [q, N, D]
+    and ``lse`` [N, q], which are over other keys, in place; see [Note: results over some of the
+    keys]."""
     weight = (rows_lse - lse).sigmoid_().t()[..., None]
     out.lerp_(rows.to(out.dtype), weight)
     torch.logaddexp(lse, rows_lse, out=lse)
 
 
 def _merge_all(
-    out: torch.Tensor, lse: torch.Tensor, rows: list[torch.Tensor], scales: list[torch.Tensor]
+    out: torch.Tensor, lse: torch.Tensor, outs: list[torch.Tensor], lses: list[torch.Tensor]
 ) -> None:
-    """Merge results over several parts of the keys, ``rows`` [q, N, D] with log-sum-exp ``scales``
-    [N, q] each, into ``out`` and ``lse``, which are uninitialized."""
-    _log_sum(lse, scales)
-    _weigh_up(out, lse, rows, scales)
+    """Merge results over several parts of the keys, ``outs[i]`` [q, N, D] with log-sum-exp
+    ``lses[i]`` [N, q], into ``out`` and ``lse``, which are uninitialised."""
+    _log_sum(lse, lses)
+    _weigh_up(out, lse, outs, lses)
 
 
-@fused("log_sum_(Tensor(a!) lse, Tensor[] scales) -> ()")
-def _log_sum(lse: torch.Tensor, scales: list[torch.Tensor]) -> None:
-    """Write the log-sum-exp over all parts, from those of the parts ``scales`` [N, q], into
-    ``lse``."""
-    total = scales[0]
-    for scale in scales[1:]:
-        total = torch.logaddexp(total, scale)
+@fused("log_sum_(Tensor(a!) lse, Tensor[] lses) -> ()")
+def _log_sum(lse: torch.Tensor, lses: list[torch.Tensor]) -> None:
+    """Write the log-sum-exp over all parts of the keys to ``lse``, from those over each part,
+    ``lses`` [N, q]."""
+    total = lses[0]
+    for part_lse in lses[1:]:
+        total = torch.logaddexp(total, part_lse)
     lse.copy_(total)
 
 
-@fused("weigh_up_(Tensor(a!) out, Tensor lse, Tensor[] rows, Tensor[] scales) -> ()")
+@fused("weigh_up_(Tensor(a!) out, Tensor lse, Tensor[] outs, Tensor[] lses) -> ()")
 def _weigh_up(
-    out: torch.Tensor, lse: torch.Tensor, rows: list[torch.Tensor], scales: list[torch.Tensor]
+    out: torch.Tensor, lse: torch.Tensor, outs: list[torch.Tensor], lses: list[torch.Tensor]
 ) -> None:
-    """Write the sum of the results ``rows`` [q, N, D] of all parts, each weighted by e^(its
-    log-sum-exp - lse), into ``out``; ``scales`` [N, q] are the parts' log-sum-exps."""
-    weights = [(scale - lse).exp().t()[..., None] for scale in scales]
-    total = widened(rows[0]) * weights[0]
-    for part, weight in zip(rows[1:], weights[1:], strict=True):
+    """Write the sum of the results ``outs`` [q, N, D] over parts of the keys to ``out``, each
+    weighted by e^(its log-sum-exp - lse); ``lses`` [N, q] are these log-sum-exps, ``lse`` that over
+    all parts."""
+    weights = [(part_lse - lse).exp().t()[..., None] for part_lse in lses]
+    total = widened(outs[0]) * weights[0]
+    for part, weight in zip(outs[1:], weights[1:], strict=True):
         total = total + widened(part) * weight
     out.copy_(total)
 
@@ -381,8 +393,8 @@ def _backend(q: torch.Tensor, softcap: float = 0.0) -> Backend:
 def _forward(
     backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: KernelRun
 ) -> Pair:
-    """(out, lse) of one run: the queries of each of its documents over the keys of that
-    document."""
+    """(out [q, N, D], lse [N, q]) of one run, whose rows are taken out of all queries ``q`` and all
+    keys ``k`` and values ``v``."""
     queries, keys = run.queries, run.keys
     if not run.turned:
         return backend.forward(
@@ -410,7 +422,7 @@ def _backward(
     lse: torch.Tensor,
     run: KernelRun,
 ) -> Triple:
-    """(dq, dk, dv) of one run; all tensors are cut to its rows."""
+    """(dq, dk, dv) of one run, where all tensors have the rows of the run alone."""
     if not run.turned:
         return backend.backward(grad, q, k, v, out, lse, run.q_lengths, run.k_lengths, run.causal)
     # as in the forward: causal when read from the end
@@ -441,4 +453,4 @@ def _touched(runs: Sequence[KernelRun]) -> tuple[MarkedRows, MarkedRows]:
 
 def _unmarked(rows: MarkedRows, count: int) -> list[tuple[int, int]]:
     """The intervals [start, stop) of rows below ``count`` that are not marked."""
-    return [(a, b) for a, b, marked in rows.pieces(0, count) if not marked]
+    return [(start, stop) for start, stop, is_marked in rows.pieces(0, count) if not is_marked]

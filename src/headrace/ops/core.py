@@ -108,20 +108,16 @@ class PackCore:
         """The gradients of qkv; where one kernel computes all rows at once, its results are not
         copied."""
         dqkv = torch.empty_like(qkv, dtype=_sum_dtype(qkv, self.blocks))
-        q, k, v = self.heads.split(dqkv)
-        dq, dk, dv = (RowSum(len(qkv), total=part) for part in (q, k, v))
+        views = self.heads.split(dqkv)
+        dq, dk, dv = (RowSum(len(qkv), total=view) for view in views)
         qkv_parts, cap = self.heads.split(qkv), self.heads.softcap
         add_gradients(grad, *qkv_parts, out, saved[0], self.blocks, dq, dk, dv, cap)
         # a kernel's result that is all of a sum is returned as it is, without a copy
-        single_parts = (dq.only(), dk.only(), dv.only())
-        if (
-            single_parts[0] is not None
-            and single_parts[1] is not None
-            and single_parts[2] is not None
-        ):
-            return Gradients(q=single_parts[0], k=single_parts[1], v=single_parts[2])
-        for row_sum, part in ((dq, q), (dk, k), (dv, v)):
-            row_sum.write(part)
+        only_q, only_k, only_v = dq.only(), dk.only(), dv.only()
+        if only_q is not None and only_k is not None and only_v is not None:
+            return Gradients(q=only_q, k=only_k, v=only_v)
+        for row_sum, view in zip((dq, dk, dv), views, strict=True):
+            row_sum.write(view)
         return Gradients.of(dqkv.to(qkv.dtype), self.heads)
 
 
@@ -139,18 +135,20 @@ def sum_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of sums over many terms."""
+    """The type of sums over many terms: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def sunk(out: torch.Tensor, saved: Saved, sinks: torch.Tensor) -> tuple[torch.Tensor, Saved]:
-    """Results of attention with one more score for each row, that of a sink without a value: all
-    shares shrink. The backward of a core is right for these results as it is, since it needs of
-    the scores' sum the log alone.
+    """The results of attention with a sink: each row's softmax has one more score, which is the
+    same for all rows of a head and has no value, so that all weights shrink. Returns them as a core
+    gives them. The backward of a core is right for them as it is, since all that it knows of the
+    softmax's denominator is the log-sum-exp.
 
-        out     [t, N, D]
-        saved   (lse [N, t],)
-        sinks   [N]             of these heads
+        out      [t, N, D]
+        saved    (lse [N, t],)
+        sinks    [N]                         scores of these heads' sinks
+        returns  out [t, N, D], (lse [N, t],)    with the sink
     """
     (lse,) = saved
     # the log of the softmax's denominator with the sink, and the share of it that the keys keep
@@ -162,7 +160,8 @@ def sunk(out: torch.Tensor, saved: Saved, sinks: torch.Tensor) -> tuple[torch.Te
 def sink_gradient(
     grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of ``sinks`` [N] by these rows: grad and out [t, N, D], lse [N, t]."""
+    """This rank's part of the gradient of ``sinks`` [N], summed over its rows: grad, that of out,
+    and out [t, N, D], lse [N, t], both with the sink."""
     # A sink has weight e^(s - lse) and no value: its gradient is -weight (do . o), summed over
     # rows.
     weight = (sinks.to(lse.dtype)[:, None] - lse).exp()
@@ -196,7 +195,7 @@ class _Attended(torch.autograd.Function):
 
 
 class _AttendedTurned(torch.autograd.Function):
-    """Autograd of :func:`attended`."""
+    """Autograd of :func:`attended` for a :class:`Turned`, whose three gradients stay apart."""
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, core: Core, turned: Turned) -> torch.Tensor:
@@ -222,7 +221,7 @@ def attended_again(
     core: Core, project: Callable[[torch.Tensor], tuple[Turned, torch.Tensor]], x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the q, k and v that ``project(x)`` makes; returns the heads, and x for the
-    residual sum. ``project`` gives x again beside q, k and v, so that the backward adds both
+    residual sum. ``project`` returns q, k and v, and x again, so that the backward adds both
     gradients of x in one place. Saves x, the heads and what the core needs; the backward runs
     ``project`` again, which therefore must not communicate activations."""
     return _AttendedAgain.apply(core, project, x)  # type: ignore[no-any-return]

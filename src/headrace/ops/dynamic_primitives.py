@@ -29,6 +29,7 @@ from headrace.ops.traced_switch import GroupSlot, traced_gather, traced_switch
 __all__ = ["gather", "split", "switch"]
 
 _Sizes = tuple[int, ...]
+"""Places of a sharded dim on each rank, in rank order."""
 
 _MESSAGE = struct.Struct("=q24s")
 """The places of the sharded dim on one rank, and a digest of what the rank was called with."""
@@ -68,7 +69,7 @@ def split(
     _check("split", x, (dim,), group)
     given = _sizes("split", sizes)
     if group is not None and compare:
-        _told("split", x, (dim,), None, group, (given,))
+        _compared_sizes("split", x, (dim,), None, group, (given,))
     return take_shard(x, dim, group, sizes=given)
 
 
@@ -116,12 +117,13 @@ def switch(
     given, wanted = _sizes("switch", sizes), _sizes("switch", to_sizes)
     if group is not None:
         dims = (from_dim, to_dim)
-        given = _known("switch", x, dims, group, given, (wanted,), compare=compare)
+        given = _sizes_by_rank("switch", x, dims, group, given, (wanted,), compare=compare)
         if torch.compiler.is_compiling():
             own, other = switched_dims(x, from_dim, to_dim)
-            full = shard_sizes(x, own, group, given), whole_sizes(x, other, group, wanted)
+            own_sizes = list(shard_sizes(x, own, group, given))
+            other_sizes = list(whole_sizes(x, other, group, wanted))
             return traced_switch(
-                x, own, other, list(full[0]), list(full[1]), _handle(group), dist.get_rank(group)
+                x, own, other, own_sizes, other_sizes, _handle(group), dist.get_rank(group)
             )
     return switch_shards(x, from_dim, to_dim, group, sizes=given, to_sizes=wanted)
 
@@ -160,7 +162,7 @@ def gather(
     _check("gather", x, (dim,), group)
     given = _sizes("gather", sizes)
     if group is not None:
-        given = _known("gather", x, (dim,), group, given, (), compare=compare)
+        given = _sizes_by_rank("gather", x, (dim,), group, given, (), compare=compare)
         if torch.compiler.is_compiling():
             at = dim_of(x, dim)
             full = list(shard_sizes(x, at, group, given))
@@ -197,7 +199,7 @@ def _sizes(name: str, given: Sequence[int] | None) -> _Sizes | None:
     return sizes
 
 
-def _known(
+def _sizes_by_rank(
     name: str,
     x: torch.Tensor,
     dims: tuple[int, ...],
@@ -208,9 +210,11 @@ def _known(
     compare: bool,
 ) -> _Sizes:
     """The places of the sharded dim, the first of ``dims``, on each rank: as given in ``sizes``, or
-    as the ranks tell each other where they ``compare``. ``more`` are further sizes to compare."""
+    as the ranks tell each other where they ``compare``. ``more`` are other sizes of the call, which
+    are only compared. Raises SpecError where sizes are neither given nor compared, and what
+    :func:`_compared_sizes` does."""
     if compare:
-        return _told(name, x, dims, dims[0], group, (sizes, *more))
+        return _compared_sizes(name, x, dims, dims[0], group, (sizes, *more))
     if sizes is None:
         raise SpecError(
             f"sizes of {name}",
@@ -224,7 +228,7 @@ def _known(
 @torch.compiler.disable(
     reason="ranks compare what they were called with: give sizes and compare=False for one graph"
 )
-def _told(
+def _compared_sizes(
     name: str,
     x: torch.Tensor,
     dims: tuple[int, ...],
@@ -232,26 +236,26 @@ def _told(
     group: dist.ProcessGroup,
     sizes: tuple[_Sizes | None, ...],
 ) -> _Sizes:
-    """The places of the dim ``sharded`` (None: no dim) on each rank, once all ranks have told each
-    other that they were called alike. Raises PlanMismatch on all of them otherwise, and SpecError
-    where the first of ``sizes``, those of the sharded dim, say something else. All else that an
-    operator refuses follows from what is compared, so that no rank waits for one that has
-    refused."""
+    """Compare a call of the primitive ``name`` over the ranks of ``group``; returns the places of
+    the dim ``sharded`` on each rank (zeros for None: no dim of x is sharded). ``sizes`` are those
+    given in the call, of the sharded dim first. Raises PlanMismatch on all ranks where their calls
+    differ, and SpecError where the sharded dim has other sizes than given. All else that an
+    operator refuses follows from what is compared, so that no rank waits for one that has refused.
+    Collective."""
     own_places = 0
     shape: list[Any] = list(x.shape)
     if sharded is not None and -x.dim() <= sharded < x.dim():
         # the one size in which ranks may differ
         own_places, shape[sharded] = x.shape[sharded], "_"
     has_backward = sharded is not None and x.requires_grad and torch.is_grad_enabled()
-    text = ", ".join(
-        (
-            f"{name} of dims {' and '.join(map(str, dims))} of [{', '.join(map(str, shape))}]",
-            str(x.dtype).removeprefix("torch."),
-            "with a gradient" if has_backward else "without a gradient",
-            *(f"sizes {list(given)}" for given in sizes if given is not None),
-        )
-    )
-    places = _exchanged(own_places, text, group, x.device)
+    dims_text, shape_text = " and ".join(map(str, dims)), ", ".join(map(str, shape))
+    parts = [
+        f"{name} of dims {dims_text} of [{shape_text}]",
+        str(x.dtype).removeprefix("torch."),
+        "with a gradient" if has_backward else "without a gradient",
+    ]
+    parts += [f"sizes {list(given)}" for given in sizes if given is not None]
+    places = _exchange(own_places, ", ".join(parts), group, x.device)
     if sharded is not None and sizes[0] is not None and places != sizes[0]:
         raise SpecError(
             f"sizes of {name}", got=list(sizes[0]), wanted=f"{list(places)}, as the ranks have them"
@@ -259,19 +263,20 @@ def _told(
     return places
 
 
-def _exchanged(
+def _exchange(
     own_places: int, text: str, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[int, ...]:
-    """``own_places`` of all ranks in rank order. Raises PlanMismatch on all of them where their
-    ``text`` differs. One message has both: the places, and a digest of the text."""
+    """Gather ``own_places`` of all ranks, in rank order. Raises PlanMismatch on all ranks where
+    their ``text``, which describes the call, differs. One message from a rank has both: the places,
+    and a digest of the text. Collective."""
     digest = hashlib.sha256(text.encode()).digest()
     message = torch.frombuffer(bytearray(_MESSAGE.pack(own_places, digest[:24])), dtype=torch.int64)
     ranks = dist.get_world_size(group)
     rows = all_gather_rows(message[None].to(device), [1] * ranks, group).tolist()
     if all(row[1:] == rows[0][1:] for row in rows):
         return tuple(row[0] for row in rows)
-    texts = [told.decode() for told in gather_bytes(text.encode(), group, device=device)]
-    other = next(rank for rank, told in enumerate(texts) if told != texts[0])
+    texts = [payload.decode() for payload in gather_bytes(text.encode(), group, device=device)]
+    other = next(rank for rank, its_text in enumerate(texts) if its_text != texts[0])
     raise PlanMismatch(
         "split, switch or gather",
         got=f"{texts[other]} on rank {other} of the group",

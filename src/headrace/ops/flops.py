@@ -1,9 +1,12 @@
 """Counting the floating-point operations of attention, and of weight gradients.
 
 torch's counter does not know the CPU kernel, counts causal squares whole and leaves out products
-that are added in place. Here only scores that count are counted, document by document: two
+that are added in place. Here only scores that are not masked are counted, document by document: two
 products forward (scores, output) and five backward (scores again, dP, dV, dQ, dK), each 2 N D
 operations per score.
+
+Shape legend: B samples, Q query and K key tokens, N query heads, G key-value heads, D features of a
+head.
 """
 
 # ruff: noqa: SLF001  kernels have no public names
@@ -29,8 +32,8 @@ def flop_counter() -> FlopCounterMode:
 
 @dataclass(frozen=True, slots=True)
 class _Formula:
-    """A FLOP count from the tensors of a call; without ``_get_raw`` torch's counter passes
-    shapes."""
+    """``count`` of an operator's tensors, in the form that torch's counter takes. Without
+    ``_get_raw`` it would pass their shapes alone."""
 
     count: Callable[..., int]
     _get_raw: ClassVar[bool] = True
@@ -84,7 +87,7 @@ def _flash(
 ) -> int:
     """FLOPs of the forward of flash attention: q [Q, N, D] where ``q_starts`` cut it into
     documents, [B, Q, N, D] without."""
-    return 4 * _width(q, -2) * _packed(q, k, q_starts, k_starts, q_most, k_most, causal)
+    return 4 * _width(q, -2) * _packed_scores(q, k, q_starts, k_starts, q_most, k_most, causal)
 
 
 def _flash_backward(
@@ -117,7 +120,7 @@ def _efficient(
 ) -> int:
     """FLOPs of the forward of memory-efficient attention: q [1, Q, N, D] where ``q_starts`` cut it
     into documents, [B, Q, N, D] without. ``mask`` is 0 for full attention."""
-    scores = _packed(q, k, q_starts, k_starts, q_most or 0, k_most or 0, bool(mask))
+    scores = _packed_scores(q, k, q_starts, k_starts, q_most or 0, k_most or 0, bool(mask))
     return 4 * _width(q, -2) * scores
 
 
@@ -146,7 +149,7 @@ def _efficient_backward(
     return 5 * forward // 2
 
 
-def _packed(
+def _packed_scores(
     q: torch.Tensor,
     k: torch.Tensor,
     q_starts: torch.Tensor | None,
@@ -155,8 +158,9 @@ def _packed(
     k_most: int,
     causal: bool,
 ) -> int:
-    """The number of scores that count, over all samples [B, ...], or over all documents where
-    ``*_starts`` [documents + 1] cut one row into them. ``*_most`` are the longest lengths."""
+    """The number of scores that are not masked: over all samples of q [B, Q, ...] and k
+    [B, K, ...], or over all documents where ``q_starts`` and ``k_starts`` [documents + 1] cut one
+    row of tokens into them. ``q_most`` and ``k_most`` are the longest documents' tokens."""
     if q_starts is None or k_starts is None:
         return q.shape[0] * _scores(q.shape[1], k.shape[1], causal)
     pairs = zip(_lengths(q_starts, q_most), _lengths(k_starts, k_most), strict=True)
@@ -172,8 +176,8 @@ def _lengths(starts: torch.Tensor, most: int) -> Sequence[int]:
 
 
 def _scores(rows: int, columns: int, causal: bool) -> int:
-    """Scores that count of a query block with a key block: all, or for causal attention those up to
-    the diagonal, which begins at the first row and column."""
+    """The number of scores of ``rows`` queries with ``columns`` keys: all, or for causal attention
+    those up to the diagonal, which begins at the first row and column."""
     if not causal:
         return rows * columns
     # the triangle with its diagonal, and whole rows below it where there are more rows than columns

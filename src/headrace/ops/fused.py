@@ -38,8 +38,10 @@ _LIBRARY = torch.library.Library("headrace", "FRAGMENT")
 
 
 class Fused:
-    """A pure function of tensors. ``kernels`` is how many kernels a device runs for it: sums over
-    tokens take more than one. ``plain`` is what a CPU runs, by default the function itself."""
+    """A pure function of tensors that is called as the function is. ``kernels`` is how many kernels
+    a device runs for it: sums over tokens take more than one. ``plain`` is what a CPU runs, by
+    default the function itself; ``written`` its Triton kernel, None before the first call on a
+    device, and where there is none."""
 
     def __init__(
         self,
@@ -48,8 +50,8 @@ class Fused:
         kernels: int,
         plain: Callable[..., Any] | None,
     ) -> None:
-        """Register ``function`` as the operator of ``schema``: compiled on CUDA into so many
-        kernels, and ``plain``, or itself, on a CPU."""
+        """Register ``function`` as the operator that ``schema`` declares, with torch's syntax, in
+        the namespace ``headrace``."""
         self.function, self.kernels = function, kernels
         self.name = schema.partition("(")[0]
         self._plain = plain or function
@@ -92,7 +94,7 @@ class Fused:
         operators from then on, with a warning."""
         if self._compiled is None:
             self._compiled = torch.compile(self.function, dynamic=True, fullgraph=True)
-        # compiling has failed before
+        # compiling has failed before: see below
         if self._compiled is self.function:
             return self.function(*args)
         try:
@@ -111,7 +113,7 @@ class Fused:
             return self.function(*args)
 
     def _warn(self, instead: str, error: Exception) -> None:
-        """Warn, once, that ``instead`` runs in place of what failed with ``error``."""
+        """Warn that from now on ``instead`` runs, as what is faster failed with ``error``."""
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         warnings.warn(f"{self.name} runs as {instead}, slower: {why}", stacklevel=3)
 
@@ -128,8 +130,9 @@ def _written_kernel(name: str) -> Callable[..., Any] | None:
 def fused(
     schema: str, *, kernels: int = 1, plain: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], Fused]:
-    """Decorator that makes a :class:`Fused` of a function of tensors; ``schema`` as torch writes
-    it."""
+    """Decorator that makes a :class:`Fused` of a function of tensors, with the same ``kernels`` and
+    ``plain``, and lists it in ``FUSED``; ``schema`` is the operator's name and signature as torch
+    writes them."""
 
     def make(function: Callable[..., Any]) -> Fused:
         operator = Fused(function, schema, kernels, plain)
@@ -146,10 +149,11 @@ def widened(x: torch.Tensor) -> torch.Tensor:
 
 _MOST_KEPT = 256
 _made: dict[Hashable, torch.Tensor] = {}
+"""The tensors that :func:`kept` has cached, by key."""
 
 
 def index_tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The values as an int64 tensor on ``device``; it is cached."""
+    """The values as an int64 tensor on ``device``, which is cached: nobody may write to it."""
     key = (tuple(values), device)
     return kept(key, lambda: to_device(torch.tensor(key[0], dtype=torch.int64), device))
 
@@ -172,7 +176,8 @@ def kept(key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def to_device(x: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """Copy a host tensor to ``device`` without waiting for work issued there before."""
+    """Copy a tensor in host memory to ``device``; the host waits for no work issued there
+    before."""
     if torch.device(device).type == "cuda" and detect_fake_mode() is None:
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)

@@ -43,8 +43,9 @@ __all__ = ["GatheredCore"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredCore:
-    """``blocks`` are the scores of the local queries with the pack; ``order`` [T] takes gathered
-    rows into the order of the pack and ``back`` undoes it, None where they are in order."""
+    """``sizes[r]`` tokens are on rank r; ``blocks`` are the scores of the local queries with the
+    tokens of the whole pack. ``order`` [T] is the index of each row of the pack among the gathered
+    rows, ``back`` [T] the inverse; None where gathered rows are in order."""
 
     heads: Heads
     sizes: Sequence[int]
@@ -99,15 +100,15 @@ class GatheredCore:
         """The gradients of all gathered rows [T, 2 G, D], in rank order, from the sums ``dk`` and
         ``dv`` in pack order. ``dkv`` is a buffer for them; where sums are added at once it is what
         they were added to, in pack order."""
-        kv_heads, rank_rows = self.heads.keys, self.order
-        if adds_at_once(dkv):
-            rank_rows = None
+        kv_heads = self.heads.keys
+        # sums that are in ``dkv`` already stay in pack order, others are written in rank order
+        rank_rows = None if adds_at_once(dkv) else self.order
         dk.write(dkv[:, :kv_heads], rank_rows)
         dv.write(dkv[:, kv_heads:], rank_rows)
-        # written in rank order, or both orders are the same; else still to be sorted
-        return (
-            dkv if rank_rows is self.order or self.back is None else dkv.index_select(0, self.back)
-        )
+        # written in rank order, or both orders are the same
+        if rank_rows is self.order or self.back is None:
+            return dkv
+        return dkv.index_select(0, self.back)
 
     def _gather(self, qkv: torch.Tensor) -> torch.Tensor:
         """The keys and values [T, 2 G, D] of all ranks, in the order of the pack."""
@@ -116,7 +117,8 @@ class GatheredCore:
             return all_gather_rows(kv, self.sizes, self.group)
         if adds_at_once(kv) or max(self.sizes) - min(self.sizes) != 1:
             return all_gather_rows(kv, self.sizes, self.group).index_select(0, self.order)
-        # Sizes differ by one, on a device: one selection drops the padding and sorts the rows.
+        # Sizes differ by one, on a device, where gathers are padded to equal sizes: one selection
+        # drops the padding and sorts the rows.
         coming = issue_padded_gather(kv, self.sizes, self.group)
         order = _padded_index(tuple(self.sizes), kv.device).index_select(0, self.order)
         return coming.wait().index_select(0, order)

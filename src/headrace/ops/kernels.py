@@ -26,11 +26,12 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Backend(Protocol):
-    """Attention over runs of documents, each within itself.
+    """Attention over runs of documents: queries of document i see the keys of document i.
 
     q [Q, N, D], k and v [K, G, D] with Q the sum of ``q_lengths`` and K that of ``k_lengths``;
-    lengths are not 0, and a causal document has as many keys as queries. ``backward`` is linear in
-    the scores given ``out`` and ``lse``, so these may come of more keys than k holds.
+    lengths are not 0, and a causal document has as many keys as queries. ``backward`` may be given
+    an ``out`` and ``lse`` over more keys than k holds: then its dq is the part that comes through
+    these keys.
     """
 
     @property
@@ -169,7 +170,8 @@ class Plain:
             delta = (do * out[rows].to(p.dtype)).sum(-1).t()[..., None]
             ds = p * (dp - delta) / math.sqrt(q.shape[-1])
             if self.softcap:
-                # The slope of c tanh(x / c) is 1 - tanh^2; masked scores have no share already.
+                # The slope of c tanh(x / c) is 1 - tanh^2. Masked scores are -inf and their ds is 0
+                # already: clamped, or 0 times infinity would be NaN.
                 ds *= 1 - (scores / self.softcap).clamp_min_(-1).square_()
             dq[rows] = torch.einsum("nqk,knd->qnd", ds, spread(k[keys], q).to(p.dtype)).to(q.dtype)
             dk[keys] += fold(torch.einsum("nqk,qnd->knd", ds, q[rows].to(p.dtype)), k[keys])
@@ -203,7 +205,7 @@ def _tiles(q: torch.Tensor, k: torch.Tensor, causal: bool) -> Iterator[tuple[sli
 
 
 def wide(x: torch.Tensor) -> torch.dtype:
-    """Type of sums over many tokens, and of the log-sum-exp."""
+    """Type of sums over many tokens, and of the log-sum-exp: fp64 for fp64, else fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -219,6 +221,7 @@ def spread(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def fold(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The adjoint of ``spread``: [K, N, D] to the shape of ``like``, [K, G, D]."""
+    """The adjoint of :func:`spread`: the gradients [K, N, D] of the query heads of a group are
+    added up, to the shape of ``like``, [K, G, D]."""
     length, heads, features = like.shape
     return grad.reshape(length, heads, grad.shape[1] // heads, features).sum(2)

@@ -24,10 +24,11 @@ from headrace.ops.kernels import Pair, Triple, dense, fold, spread
 __all__ = ["CudaEfficient", "CudaFlash", "flash_as_before", "take_newest_flash"]
 
 _GRID = 65_535
-"""Documents are a dimension of the kernels' grids, which is not the first: CUDA's limit."""
+"""Most documents of one call: CUDA's limit for all dimensions of a kernel's grid but the first;
+documents are one of these."""
 
 _TILE = 128
-"""Rows by which FlashAttention pads each document's sums."""
+"""Most rows by which FlashAttention pads each document's sums."""
 
 _PAD = 32
 """Rows of the efficient kernel's log-sum-exp come in multiples of this many."""
@@ -90,7 +91,7 @@ class CudaFlash:
         causal: bool,
     ) -> Triple:
         """(dq, dk, dv) of a run of documents, in the shapes of q, k, v."""
-        # The kernel reads lse and grad by address.
+        # The kernel reads lse and grad by address, so they are contiguous.
         unread = _unread((2,), torch.uint64, q.device)
         _ = _workspace(q, k, len(q_lengths)) if q.is_meta else ()  # alive until the end
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
@@ -116,7 +117,8 @@ class CudaEfficient:
     """Memory-efficient attention: fp32, and half types where FlashAttention does not run.
 
     It knows neither grouped heads (keys and values are repeated, their gradients added up) nor a
-    packed log-sum-exp (it has one padded row of rows per document).
+    packed log-sum-exp (its own is [documents, N, longest document], padded to multiples of
+    ``_PAD``).
     """
 
     documents: int = _GRID
@@ -200,8 +202,8 @@ class CudaEfficient:
 
 def take_newest_flash() -> str:
     """Have torch run FlashAttention 3 where its package is installed (``flash_attn_interface``),
-    the device is of the generation that it is for, and the user chose none; the name of what runs.
-    """
+    the device is of the generation that it is for, and the user chose none. Returns the name of
+    what runs, such as FA2; warns where the package cannot be used."""
     attention = torch.nn.attention
     implementation: str | None = attention.current_flash_attention_impl()
     fits = torch.cuda.get_device_capability() == (9, 0) and find_spec("flash_attn_interface")
@@ -217,9 +219,10 @@ def take_newest_flash() -> str:
 
 
 def _workspace(q: torch.Tensor, k: torch.Tensor, documents: int) -> tuple[torch.Tensor, ...]:
-    """Tensors that FlashAttention 2 allocates within its backward, to count their bytes where
-    tensors have no contents: sums of dq in fp32, padded for each document, a number for each row of
-    them, and dk, dv of every head where heads share keys."""
+    """Tensors like those that FlashAttention 2 allocates within its backward of q [Q, N, D] and k
+    [K, G, D], so that their bytes are counted where tensors have no contents: sums of dq in fp32,
+    padded for each document, a number for each row of them, and dk and dv of every query head where
+    query heads share keys."""
     padded_tokens, (heads, features) = len(q) + _TILE * documents, q.shape[1:]
     # features are padded to a multiple of 32
     dq_sums = q.new_empty((padded_tokens, heads, -(-features // 32) * 32), dtype=torch.float32)
@@ -255,7 +258,8 @@ def _starts(q_lengths: Sequence[int], k_lengths: Sequence[int], device: torch.de
 
 
 def _padded_index(lengths: Sequence[int], width: int, device: torch.device) -> torch.Tensor:
-    """The index [Q] of each token where every document is padded to ``width`` places."""
+    """[Q]: the place of each token where documents of these ``lengths``, one after the other, are
+    padded to ``width`` places each."""
 
     def make() -> torch.Tensor:
         counts, tokens = torch.tensor(lengths), sum(lengths)
@@ -268,7 +272,7 @@ def _padded_index(lengths: Sequence[int], width: int, device: torch.device) -> t
 
 
 def _unread(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor for an argument that the kernel does not read without dropout, the random state."""
+    """A tensor to pass as the random state, which kernels do not read without dropout."""
     return kept(
         ("unread", shape, dtype, device), lambda: torch.zeros(shape, dtype=dtype, device=device)
     )

@@ -1,5 +1,7 @@
 """Linear maps and the embedding over weights that may be spread over a group.
 
+Shape legend: T tokens, I and O features of input and output, V words, h features of a word.
+
 [Note: sources] A method does not hold weights; it asks a ``WeightSource`` for the rows when it
 needs them and hands gradients back. A source that holds all rows answers at once; one that holds a
 shard gathers on each request and reduce-scatters each gradient, so that neither direction keeps a
@@ -70,7 +72,7 @@ class WeightSource(Protocol):
         zeros, or the partial sum itself where it is local."""
 
     def add(self, grad: torch.Tensor) -> None:
-        """Add a partial gradient of all rows; may communicate."""
+        """Add a partial gradient of all rows, this rank's part of a sum; may communicate."""
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add the partial gradient left^T right, left [T, rows], right [T, columns]."""
@@ -126,8 +128,8 @@ class _Linear(torch.autograd.Function):
         bias: WeightSource | None,
         rows_are_outputs: bool,
     ) -> torch.Tensor:
-        """x W^T + b [t, out] of x [t, in], W [out, in] (``rows_are_outputs``) or x W of W [in,
-        out]."""
+        """x W^T + b [T, O] of x [T, I] and W [O, I] where ``rows_are_outputs``, else x W + b of W
+        [I, O]."""
         ctx.save_for_backward(x)
         ctx.rest = (weight, bias, rows_are_outputs)
         matrix = weight.rows()
@@ -154,7 +156,7 @@ class _NormedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, norm: Norm, weight: WeightSource, bias: WeightSource | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """norm(x) W^T + b [t, out], keeping x and not its norm; and x, for a residual sum."""
+        """norm(x) W^T + b [T, O], keeping x and not its norm; and x, for a residual sum."""
         y, stats = norm.forward(x)
         ctx.save_for_backward(x, *stats)
         ctx.rest = (norm, weight, bias)
@@ -179,7 +181,7 @@ class _NormedLinear(torch.autograd.Function):
 
 
 def _product(x: torch.Tensor, matrix: torch.Tensor, bias: WeightSource | None) -> torch.Tensor:
-    """x [T, in] times matrix [in, out], plus the bias where there is one."""
+    """x [T, I] times matrix [I, O], plus the bias [O] where there is one."""
     return x @ matrix if bias is None else torch.addmm(bias.rows(), x, matrix)
 
 
@@ -204,8 +206,8 @@ class _Embed(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, ids: torch.Tensor, weight: WeightSource
     ) -> torch.Tensor:
-        """The rows [t, h] of the tokens ``ids`` [t]; ``anchor`` is a tensor that has autograd call
-        the backward."""
+        """The rows [T, h] of the words ``ids`` [T]; ``anchor`` makes autograd call the
+        backward."""
         table = weight.rows()
         ctx.save_for_backward(ids)
         ctx.rest = (weight, table.shape, anchor)

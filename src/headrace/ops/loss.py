@@ -1,4 +1,7 @@
-"""The head and its loss in one pass, a chunk of tokens at a time."""
+"""The head and its loss in one pass, a chunk of tokens at a time.
+
+Shape legend: T or t tokens, h features, V words of the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ __all__ = [
 
 
 def logits_of(x: torch.Tensor, matrix: torch.Tensor, offset: torch.Tensor | None) -> torch.Tensor:
-    """x W^T + b [T, V]: wide on a CPU and with an offset, else of the type of x."""
+    """The logits x W^T + b [T, V] of x [T, h], ``matrix`` W [V, h] and ``offset`` b [V]: in at
+    least fp32 on a CPU and with an offset, else of the type of x."""
     logits = x @ matrix.t()
     if offset is None:
         return widened(logits) if x.device.type == "cpu" else logits
@@ -26,12 +30,12 @@ def logits_of(x: torch.Tensor, matrix: torch.Tensor, offset: torch.Tensor | None
 
 
 def label_terms(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two terms of each token's loss, normal - picked.
+    """The two terms of each token's loss, normal - picked, in at least fp32.
 
     logits   [T, V]   z; V may be 0
     labels   [T]      int64; negative for none
-    returns  normal [T] = logsumexp_v(z_t), wide
-             picked [T] = z_t[label_t], 0 for a token without a label; wide
+    returns  normal [T] = logsumexp_v(z_t)
+             picked [T] = z_t[label_t], 0 for a token without a label
     """
     if not logits.shape[1]:
         none = widened(logits).new_zeros(len(logits))
@@ -44,7 +48,8 @@ def logits_gradient(
 ) -> torch.Tensor:
     """dz = (exp(z - n) - onehot) f [T, V], in the type of ``logits``, which may be written over.
 
-    ``normal`` n and ``factor`` f are [T] and wide; the rest is as for :func:`label_terms`.
+    ``normal`` n [T] is each token's log-sum-exp and ``factor`` f [T] the gradient of its loss, both
+    in at least fp32; ``logits`` z and ``labels`` are as for :func:`label_terms`.
     """
     return _cross_entropy_backward(logits, labels, normal, factor)  # type: ignore[no-any-return]
 
@@ -58,7 +63,7 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
     return wide.logsumexp(1), picked.masked_fill(labels < 0, 0.0)
 
 
-def _written_over(
+def _plain_logits_gradient(
     logits: torch.Tensor, labels: torch.Tensor, normal: torch.Tensor, factor: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of the logits [t, V], written over them: (softmax - onehot(label)) factor, where
@@ -72,12 +77,12 @@ def _written_over(
 
 @fused(
     "cross_entropy_backward(Tensor logits, Tensor labels, Tensor normal, Tensor factor) -> Tensor",
-    plain=_written_over,
+    plain=_plain_logits_gradient,
 )
 def _cross_entropy_backward(
     logits: torch.Tensor, labels: torch.Tensor, normal: torch.Tensor, factor: torch.Tensor
 ) -> torch.Tensor:
-    """As :func:`_written_over`, in new memory, as a function that can be compiled."""
+    """As :func:`_plain_logits_gradient`, but in new memory, so that it can be compiled."""
     words = torch.arange(logits.shape[1], device=logits.device)
     softmax = (widened(logits) - normal[:, None]).exp()
     dz = (softmax - (words == labels[:, None]).to(softmax.dtype)) * factor[:, None]

@@ -78,7 +78,7 @@ def keep_mask(features: int, rate: float, key: DropoutKey, site: int) -> torch.T
 
 
 def _int32(value: int) -> int:
-    """The number of signed 32 bits that is ``value`` modulo 2^32."""
+    """The signed 32-bit number that equals ``value`` modulo 2^32."""
     return (value + 2**31) % 2**32 - 2**31
 
 

@@ -13,9 +13,10 @@ __all__ = ["region"]
 def region(fn: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
     """``fn(*inputs)``, keeping only the inputs for the backward.
 
-    ``fn`` must be a function of its inputs and of weights behind sources; randomness is keyed by
-    sample and position, so the second run draws the same. Communication inside is repeated:
-    methods put it outside unless the recompute level says otherwise.
+    ``fn`` must depend on nothing but its inputs and the weights that it asks sources for, whose
+    gradients it hands to them. Dropout is keyed by sample and position, so the second run draws the
+    same. Communication inside is repeated: methods put it outside unless the recompute level says
+    otherwise.
     """
     return _Region.apply(fn, *inputs)  # type: ignore[no-any-return]
 
@@ -25,7 +26,7 @@ class _Region(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, fn: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        """Run ``fn`` without a graph and keep its inputs alone."""
+        """Run ``fn`` without an autograd graph, keeping only its inputs."""
         ctx.fn = fn
         ctx.save_for_backward(*inputs)
         with torch.no_grad():
@@ -33,8 +34,8 @@ class _Region(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        """Compute the region again with gradients, and take the gradients of its inputs through
-        it."""
+        """Run ``fn`` again with a graph; returns the gradients of its inputs from ``grad``, that of
+        its result."""
         needed = ctx.needs_input_grad[1:]
         inputs = [
             x.detach().requires_grad_(need)

@@ -33,8 +33,8 @@ __all__ = ["Onto", "Ring", "RingCore"]
 
 
 Onto = Callable[[torch.Tensor | None], torch.Tensor]
-"""Adds this rank's gradient, in place, to the sum [t_s, ...] of the ranks before; with None, starts
-the sum."""
+"""Adds this rank's part of the gradient of a rank's rows to the sum [t_s, ...] of the ranks before,
+in place, and returns the sum; given None, it returns its part alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +51,24 @@ class Ring:
         return len(self.sizes)
 
     def source(self, step: int) -> int:
-        """The rank whose rows are here after ``step`` hops."""
+        """The rank whose rows are on this one after ``step`` hops."""
         return (self.member - step) % self.ranks
 
     def onward(self, x: torch.Tensor, step: int) -> Arriving | None:
-        """Issue the hop after ``step`` of rows that travel around the ring; None after the last."""
+        """Send rows ``x``, which have made ``step`` hops around the ring, on to the next rank, and
+        receive those of the rank before. None where they have made their last hop."""
         if step + 1 == self.ranks:
             return None
         return issue_shift(x, self.sizes[self.source(step + 1)], self.group)
 
     def sums(self, passing: torch.Tensor, attend: Callable[[torch.Tensor, int], Onto]) -> None:
-        """The backward walk of a ring, in which the sum of each rank's gradient travels one step
-        behind its rows and ends at that rank. ``attend(rows, source)`` computes what this rank adds
-        to the gradient of the rows of ``source``, and returns a function that does so once the sum
-        is here: a kernel need not wait for it. passing [t_r, ...]: this rank's rows, which go
-        round."""
+        """The walk of a backward: each rank's rows travel around the ring, and the sum of their
+        gradient one step behind them, which ends at that rank.
+
+        ``passing`` [t_r, ...] are this rank's rows. ``attend(rows, source)`` computes this rank's
+        part of the gradient of the ``rows`` of rank ``source``, and returns a function that adds it
+        to the sum once that has arrived, so that kernels need not wait for it. The sum of this
+        rank's own rows is given to the function that ``attend`` returned for them."""
         next_rows, partial_sums = self.onward(passing, 0), list[Arriving]()
         add_own = attend(passing, self.member)
         for step in range(1, self.ranks):
@@ -75,13 +78,14 @@ class Ring:
             add_to = attend(rows, self.source(step))
             dsum = add_to(partial_sums.pop().wait() if partial_sums else None)
             partial_sums.append(issue_shift(dsum, self.sizes[self.source(step + 1)], self.group))
-        # the own rows' sum comes home last
+        # the sum of this rank's own rows arrives last
         add_own(partial_sums.pop().wait() if partial_sums else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingCore:
-    """Ring attention; ``blocks(s)`` are the scores of the local queries with the tokens of s."""
+    """Ring attention; ``blocks(s)`` are the scores of the local queries with the tokens of rank
+    s."""
 
     heads: Heads
     ring: Ring
@@ -135,8 +139,9 @@ class RingCore:
 
 
 class _KeySums:
-    """The gradient of keys and values ``kv`` [t, 2 G, D] through the scores of this rank's queries.
-    ``own`` is where the whole sum goes if the keys are this rank's, else None."""
+    """The gradient of one rank's keys and values ``kv`` [t, 2 G, D] through the scores of this
+    rank's queries: sums ``dk`` and ``dv`` of G heads each. ``own`` [t, 2 G, D] is where the sum
+    over all ranks goes if the keys are this rank's, else None."""
 
     def __init__(self, kv: torch.Tensor, kv_heads: int, own: torch.Tensor | None) -> None:
         # of kv only shape and type are needed: a view of one element keeps them without memory
@@ -145,8 +150,8 @@ class _KeySums:
         self.dk, self.dv = (RowSum(len(kv), total=x) for x in self.into)
 
     def onto(self, behind: torch.Tensor | None) -> torch.Tensor:
-        """Add the gradient to ``behind`` [t, 2 G, D], the wide sum of the ranks before, None for
-        the first rank; returns the sum."""
+        """Add the gradient in place to ``behind`` [t, 2 G, D], the sum of the ranks before in at
+        least fp32, None on the first rank; returns the sum."""
         is_first = behind is None
         if behind is None:
             behind = self.kv.new_empty(self.kv.shape, dtype=wide_dtype(self.kv.dtype))
@@ -154,12 +159,16 @@ class _KeySums:
             (self.dk, behind[:, : self.kv_heads]),
             (self.dv, behind[:, self.kv_heads :]),
         ):
-            row_sum.write(part) if is_first else row_sum.add_to(part)
+            if is_first:
+                row_sum.write(part)
+            else:
+                row_sum.add_to(part)
         return behind
 
     def finish(self, behind: torch.Tensor | None) -> torch.Tensor:
-        """Write the whole gradient of this rank's keys and values into ``own``: ``behind`` is the
-        sum of the other ranks, None where there are none."""
+        """Write the gradient of this rank's keys and values, summed over all ranks, into ``own``
+        and return it; ``behind`` [t, 2 G, D] is the sum of the other ranks, None where there are
+        none."""
         assert self.own is not None, "of this rank's rows"
         if behind is not None:
             self.dk.add(0, behind[:, : self.kv_heads])

@@ -59,7 +59,7 @@ class _RotateAndSort(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        """The gradient of qkv from that of all queries, all keys and all values [t, N + 2 G, D]."""
+        """The gradient of qkv from that of all queries, all keys and all values [t, n + 2 g, D]."""
         groups = ctx.groups
         parts = grad.split([grad.shape[1] - 2 * groups, groups, groups], dim=1)
         return ctx.rotation.turned_back(*parts), None
@@ -67,10 +67,11 @@ class _RotateAndSort(torch.autograd.Function):
 
 @dataclass(slots=True, kw_only=True)
 class Turned:
-    """q, k and v of a projection, rotated, for one attention; ``qkv`` [t, n + 2 g, D].
+    """q, k and v of a projection, sorted and rotated, for one attention: ``qkv`` [t, n + 2 g, D].
 
-    Gradients of the three go back as they are made, by ``grads``, instead of being put into one
-    tensor: the graph between carries no values, only ``token``.
+    Their gradients go back as three tensors, without being copied into one: the backward of
+    attention appends (dq, dk, dv) to ``grads`` and that of the rotation takes them from there. The
+    graph of autograd in between carries no values: it follows ``token``, which is empty.
     """
 
     token: torch.Tensor
@@ -106,21 +107,22 @@ class _Turn(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """:func:`rotate_and_sort` without autograd. With ``order`` [t] twice row order[0][i] of what is
-    given comes to row i, and order[1] is the inverse; ``tables`` are those of the results' rows."""
+    """:func:`rotate_and_sort` without autograd, which may reorder rows, too: ``order`` is (rows,
+    their inverse), each [t], where row i of the result is row ``rows[i]`` of what is given.
+    ``tables`` are the cosines and sines [t, D / 2] of the result's rows."""
 
     tables: Pair | None
     order: Pair | None = None
 
     def turned(self, qkv: torch.Tensor) -> torch.Tensor:
-        """[t, g, m + 2, D] to [t, n + 2 g, D]."""
+        """Rotate and sort qkv [t, g, m + 2, D] to [t, n + 2 g, D]."""
         rows = None if self.order is None else self.order[0]
         if self.tables is None:
             return _sort(qkv if rows is None else qkv.index_select(0, rows))
         return _rotate_and_sort(qkv, *self.tables, rows)  # type: ignore[no-any-return]
 
     def turned_back(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> torch.Tensor:
-        """The adjoint: [t, n, D] and two of [t, g, D] to [t, g, m + 2, D]."""
+        """The adjoint: dq [t, n, D], dk and dv [t, g, D] to the gradient [t, g, m + 2, D]."""
         rows = None if self.order is None else self.order[1]
         if self.tables is None:
             return _unsort(*_select_rows((dq, dk, dv), rows))

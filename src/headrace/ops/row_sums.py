@@ -1,9 +1,10 @@
 """Sums whose parts come one after the other, each of some neighbouring rows.
 
-[Note: held parts] Added one by one, a sum is read and written for each part, wide where the parts
-are not. On a device, which runs at the pace of its memory, parts are held instead and all of a row
-are added by one kernel, in fp32 and rounded once; beyond ``HELD`` times the rows they are made one
-wide part. A CPU adds at once what is still in its caches.
+[Note: held parts] Adding parts one by one reads and writes the sum for each of them, and the sum is
+fp32 where parts are of half types. A device is limited by its memory's speed, so it holds the parts
+instead, and one kernel adds all parts of a row in fp32 and rounds once. Where more than ``HELD``
+times the rows of the sum are held, they are added up into one fp32 part. A CPU adds each part at
+once, while it is still in its caches.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ __all__ = [
 ]
 
 RowSpan = tuple[int, int, bool]
-"""Rows from, rows up to, whether they are marked."""
+"""(start, stop, whether the rows [start, stop) are marked)."""
 
 
 class KernelRun(NamedTuple):
-    """A run of consecutive documents of one kind, which one kernel call computes."""
+    """Consecutive documents that one kernel call computes: their rows ``queries`` of q and ``keys``
+    of k and v, and the lengths of each in tokens. All of them are ``causal`` and ``turned``, or
+    not, as :class:`Block` says."""
 
     queries: slice
     keys: slice
@@ -46,9 +49,9 @@ class KernelRun(NamedTuple):
 
 
 def runs_of(blocks: Iterable[Block], most: int) -> tuple[KernelRun, ...]:
-    """Blocks in their order as runs, one for each call of a kernel: neighbours are joined, up to
-    ``most`` documents in a run. Empty blocks are left out, and neighbouring queries that see the
-    same keys become one document."""
+    """Join ``blocks``, in their order, to runs, one for each call of a kernel. A block is a
+    document; a run has at most ``most`` of them. Empty blocks are left out, and neighbouring
+    queries that see the same keys become one document."""
     groups: list[list[Block]] = []
     for block in blocks:
         rows, columns = block.q_stop - block.q_start, block.k_stop - block.k_start
@@ -144,8 +147,11 @@ class MarkedRows:
 
 
 HELD = 9
-"""A ring of eight needs 8.5 on its last rank, 5 on its first. Parts of half types that are held
-take less than a gated feed-forward of 3.5 h features has in passing, which is not there then."""
+"""The rows that a sum may hold in parts, in multiples of its own rows; see [Note: held parts].
+
+It is just above the 8.5 that ring attention over eight ranks needs on its last rank. So many parts
+of half types take less memory than the temporary tensors of a gated feed-forward with 3.5 h
+features, which are not alive during attention."""
 
 
 class Segment(NamedTuple):
@@ -174,16 +180,14 @@ def segments(spans: Sequence[tuple[int, int]], rows: int) -> list[Segment]:
 
 
 class RowSum:
-    """The sum [rows, ...] of parts [n, ...], each with its first row.
-
-    ``total`` [rows, ...] is what a CPU adds to at once; ``fresh``: it holds nothing yet.
-    """
+    """A sum [rows, ...] of parts [n, ...], each of which is added to n rows from a given one on;
+    see [Note: held parts]."""
 
     __slots__ = ("_held", "_marked", "_parts", "_rows", "_total")
 
     def __init__(self, rows: int, *, total: torch.Tensor | None = None, fresh: bool = True) -> None:
-        """An empty sum of ``rows`` rows. On a CPU parts are added to ``total`` [rows, ...] at once;
-        not ``fresh``: it holds values already, which count."""
+        """An empty sum of ``rows`` rows. On a CPU parts are added to ``total`` [rows, ...] at once.
+        Where it is ``fresh``, its contents are overwritten; else parts are added to them."""
         self._total = total if total is not None and adds_at_once(total) else None
         self._rows, self._marked, self._held = rows, MarkedRows(), 0
         self._parts: list[tuple[int, torch.Tensor]] = []
@@ -203,8 +207,10 @@ class RowSum:
             self._join(part)
 
     def write(self, out: torch.Tensor, places: torch.Tensor | None = None) -> None:
-        """The sum into every row of ``out`` [rows, ...], of any strides and any type, 0 where there
-        is no part; its row i at ``places[i]`` where they are given. A total must be given again."""
+        """Write the sum to ``out`` [rows, ...], of any strides and any type; rows without a part
+        become 0. Row i of the sum goes to row ``places[i]`` of ``out`` where ``places`` [rows] are
+        given, else to row i. Where parts were added to a ``total`` at once, ``out`` must be that
+        tensor."""
         if self._total is not None:
             assert places is None, "parts were added in order"
             for begin, end, has_value in self._marked.pieces(0, self._rows):
@@ -234,8 +240,8 @@ class RowSum:
         return self._parts[0][1]
 
     def _segments(self) -> list[tuple[int, int, list[torch.Tensor]]]:
-        """(start, stop, the rows of every part in [start, stop)) of each segment between borders of
-        parts."""
+        """(start, stop, the rows [start, stop) of every part that has them) of each segment between
+        borders of parts."""
         spans = [(start, start + len(part)) for start, part in self._parts]
         return [
             (
@@ -247,8 +253,9 @@ class RowSum:
         ]
 
     def _join(self, like: torch.Tensor) -> None:
-        """Make all held parts one part for each segment, in fp32 where several add up, so that no
-        more is held than the rows; ``like`` is any part."""
+        """Replace all held parts by one for each segment, in at least fp32 where several add up, so
+        that each row is held once. ``like`` is any part: it gives type, device and the shape of a
+        row."""
         joined = list[tuple[int, torch.Tensor]]()
         for start, stop, parts in self._segments():
             if len(parts) > 1:
@@ -260,13 +267,16 @@ class RowSum:
         self._parts, self._held = joined, sum(len(part) for _, part in joined)
 
 
-def _add(total: torch.Tensor, part: torch.Tensor, pieces: Sequence[tuple[int, int, bool]]) -> None:
-    """Add ``part``, whose rows begin with the first of ``pieces`` (start, stop, holds a value), to
-    ``total``: to rows that hold a value, and as a copy to the others."""
+def _add(total: torch.Tensor, part: torch.Tensor, pieces: Sequence[RowSpan]) -> None:
+    """Add ``part`` to the rows of ``total`` in ``pieces``, in order. Marked rows hold a value
+    already, to which it is added; to the others it is copied."""
     start = pieces[0][0]
     for begin, end, has_value in pieces:
         rows = part if len(pieces) == 1 else part[begin - start : end - start]
-        total[begin:end].add_(rows) if has_value else total[begin:end].copy_(rows)
+        if has_value:
+            total[begin:end].add_(rows)
+        else:
+            total[begin:end].copy_(rows)
 
 
 def _put_sum(out: torch.Tensor, places: torch.Tensor, parts: list[torch.Tensor]) -> None:
@@ -281,7 +291,7 @@ def _put_sum(out: torch.Tensor, places: torch.Tensor, parts: list[torch.Tensor])
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
-    """The type of sums of tensors like x."""
+    """The type in which tensors like x are added up: fp64 for fp64, else fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

@@ -32,16 +32,16 @@ __all__ = ["ScoreRowsCore"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRowsCore:
-    """``blocks(s)`` are the scores of the local queries with the tokens of s; queries of a block
-    are all of this rank's piece of a document."""
+    """``blocks(s)`` are the scores of the local queries with the tokens of rank s; the queries of a
+    block are all that this rank has of a document."""
 
     heads: Heads
     ring: Ring
     blocks: Callable[[int], Sequence[Block]]
 
     def forward(self, qkv: torch.Tensor) -> tuple[torch.Tensor, Saved]:
-        """(out [t, N, D], the softmax P [N, rows, columns] of each block in the order of the
-        ring)."""
+        """(out [t, N, D], the softmax P [N, rows, columns] of each block, in the order in which
+        keys come round the ring)."""
         queries, kv_heads = self.heads.queries, self.heads.keys
         q, wide_type = qkv[:, :queries], wide_dtype(qkv.dtype)
         scores: list[torch.Tensor] = []

@@ -1,14 +1,16 @@
 """Gather and scatter of the sequence around matrix products, a chunk of tokens at a time.
 
-Shape legend: t_r tokens on rank r of a tensor group of R, T in all, h features, O and I features
-of this rank's shard of a matrix. Rows of whole length T stand in the order of the pack.
+Shape legend: t_r tokens on rank r of a tensor group of R, T in all, T_c in a chunk, h features, O
+and I features of this rank's shard of a matrix. Rows of whole length T stand in the order of the
+pack.
 
 A chunk is the same share of every rank's tokens. The next one is on its way while one is
 multiplied: two chunks of gathered activations are alive and never all of them, where Megatron-LM's
 sequence parallelism holds R local activations in passing.
 
-[Note: map] Chunks go through ``map``, which drops one before it asks for the next; variables
-of a loop or a generator, ``enumerate`` and ``zip`` hold it on, and a third would be alive.
+[Note: map] Chunks go through ``map``, which keeps no reference to one when it asks for the next.
+The variable of a loop or a generator, ``enumerate`` and ``zip`` would keep one, so that three
+chunks were alive.
 """
 
 from __future__ import annotations
@@ -78,8 +80,8 @@ class Spread:
         return [share.stop - share.start for share in shares]
 
     def gathered(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The chunks of all ranks' rows of x [t_r, h], each gathered while the one before is
-        used."""
+        """The chunks [T_c, ...] of all ranks' rows of x [t_r, ...], rank after rank, each gathered
+        while the one before is used."""
         coming: Arriving | None = self._issue(x, 0)
         for chunk in range(self.chunks):
             assert coming is not None
@@ -93,14 +95,14 @@ class Spread:
         return issue_all_gather(x[self.mine(chunk)], self.counts(chunk), self.group)
 
     def take(self, whole: torch.Tensor, chunk: int) -> torch.Tensor:
-        """The rows of a chunk in rank order, taken from ``whole`` [T, ...]."""
+        """The rows of a chunk in rank order, taken from ``whole`` [T, ...], which is in the order
+        of the pack."""
         if self.places is not None:
-            return whole.index_select(
-                0, torch.cat([self.places[rows] for rows in self._slices(chunk)])
-            )
-        return (
-            whole if self.chunks == 1 else torch.cat([whole[rows] for rows in self._slices(chunk)])
-        )
+            places = torch.cat([self.places[rows] for rows in self._slices(chunk)])
+            return whole.index_select(0, places)
+        if self.chunks == 1:
+            return whole
+        return torch.cat([whole[rows] for rows in self._slices(chunk)])
 
     def put(self, whole: torch.Tensor, chunk: int, rows: torch.Tensor) -> None:
         """Write the rows of a chunk back to ``whole``: the inverse of :meth:`take`."""
@@ -142,9 +144,9 @@ class Spread:
     def scattered(
         self, chunks: Iterator[torch.Tensor], like: torch.Tensor, onto: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Reduce-scatter of ``chunks`` [T_c, h], one after the other: this rank's rows [t_r, h] of
-        the sum over ranks, plus ``onto`` [t_r, h] where it is given. ``like`` [t_r, h] gives type
-        and shape."""
+        """Reduce-scatter of ``chunks`` [T_c, h] of this rank's partial sums, each sent while the
+        next is computed. Returns this rank's rows [t_r, h] of the sum over ranks, plus ``onto``
+        [t_r, h] where it is given. ``like`` [t_r, h] gives type and shape."""
         out, previous = torch.empty_like(like), Arriving.there(like[:0])
         for chunk in range(self.chunks):
             rows, mine = next(chunks), self.mine(chunk)
@@ -221,8 +223,8 @@ class _GatherLinear(torch.autograd.Function):
         norm: Norm | None,
         spread: Spread,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """all_gather(norm(x)) W^T + b [T, out] of x [t_r, in], a chunk of tokens at a time; and x,
-        for a residual sum."""
+        """all_gather(norm(x)) W^T + b [T, O] of x [t_r, h], a chunk of tokens at a time; and x, for
+        a residual sum."""
         y, stats = (x, ()) if norm is None else norm.forward(x)
         ctx.save_for_backward(x, *stats)
         ctx.rest = (weight, bias, norm, spread)
@@ -239,8 +241,9 @@ class _GatherLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, passed: torch.Tensor | None) -> Any:  # type: ignore[override]
-        """The gradient of x [t_r, in], summed over ranks as chunks arrive; y is gathered again for
-        that of the weight."""
+        """The gradient of x [t_r, h] from ``grad`` [T, O], summed over ranks a chunk at a time, and
+        with ``passed`` [t_r, h], that of the second result, added. norm(x) is gathered again for
+        the gradient of the weight."""
         if grad is None:
             return passed, None, None, None, None
         x, *stats = ctx.saved_tensors
@@ -249,7 +252,8 @@ class _GatherLinear(torch.autograd.Function):
         y = x if norm is None else norm.again(x, tuple(stats))
 
         def part(chunk: int, rows: torch.Tensor) -> torch.Tensor:
-            """One chunk's gradient of y, [rows, in], adding that of the weight."""
+            """Add one chunk's part of the weight's gradient; returns its gradient of norm(x)
+            [T_c, h]."""
             dy = grad[spread.rows(chunk)]
             weight.add_product(dy, rows)
             return dy @ matrix
@@ -299,8 +303,7 @@ class _LinearScatter(torch.autograd.Function):
         spread: Spread,
         in_pack: bool,
     ) -> torch.Tensor:
-        """reduce_scatter(y W) + b + onto [t_r, out] of y [T, in], in rank order or, with
-        ``in_pack``, in the order of the pack."""
+        """reduce_scatter(y W) + b + onto [t_r, h] of y [T, I], a chunk of tokens at a time."""
         ctx.save_for_backward(y)
         ctx.rest = (weight, bias, spread, in_pack)
         matrix = weight.rows()
@@ -308,7 +311,7 @@ class _LinearScatter(torch.autograd.Function):
         like = y.new_empty(()).expand(spread.own, matrix.shape[1])
 
         def part(chunk: int) -> torch.Tensor:
-            """One chunk's products [rows, out], in rank order."""
+            """One chunk's products [T_c, h], in rank order."""
             apart = spread.apart(y, chunk) if in_pack else None
             if apart is not None:
                 return torch.bmm(apart, matrix.expand(len(apart), -1, -1)).flatten(0, 1)
@@ -321,7 +324,8 @@ class _LinearScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        """The gradient of y [T, in] from the gathered gradient [T, out], a chunk at a time."""
+        """The gradient of y [T, I] from ``grad`` [t_r, h], gathered a chunk at a time; that of
+        ``onto`` is ``grad`` itself."""
         (y,) = ctx.saved_tensors
         weight, bias, spread, in_pack = ctx.rest
         matrix, out = weight.rows(), torch.empty_like(y)
@@ -346,7 +350,8 @@ class _LinearScatter(torch.autograd.Function):
 
 
 def _chunk_rows(whole: torch.Tensor, chunk: int, spread: Spread, in_pack: bool) -> torch.Tensor:
-    """The rows of a chunk out of ``whole`` [T, ...]."""
+    """The rows of a chunk, in rank order, out of ``whole`` [T, ...]: in the order of the pack where
+    ``in_pack``, else a chunk after the other."""
     return spread.take(whole, chunk) if in_pack else whole[spread.rows(chunk)]
 
 
@@ -357,15 +362,15 @@ def _takes_blocks(x: torch.Tensor) -> bool:
 
 
 def _run(steps: Iterator[None]) -> None:
-    """Run all steps of a ``map`` that returns nothing; see [Note: map]."""
+    """Run all steps of a ``map`` whose results are not needed; see [Note: map]."""
     for _ in steps:
         pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForward:
-    """The parts of a feed-forward whose matrices are this rank's rows; ``norm`` and ``out_bias``
-    are whole."""
+    """The parts of a feed-forward: of ``matrix_in``, ``bias_in`` and ``matrix_out`` this rank's
+    rows, ``norm`` and ``bias_out`` whole. None stands for a part that the model does not have."""
 
     norm: Norm | None
     matrix_in: WeightSource
@@ -413,7 +418,8 @@ class _SpreadFeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, passed: torch.Tensor | None) -> Any:  # type: ignore[override]
-        """The gradient of x [t_r, h]; each chunk is computed again from the gathered norm of x."""
+        """The gradient of x [t_r, h] from ``grad`` [t_r, h], with ``passed`` [t_r, h], that of the
+        second result, added. Each chunk is computed again from the gathered norm of x."""
         if grad is None:
             return passed, None, None
         x, *stats = ctx.saved_tensors
@@ -422,7 +428,8 @@ class _SpreadFeedForward(torch.autograd.Function):
         into, out = parts.matrix_in.rows(), parts.matrix_out.rows()
 
         def part(rows: torch.Tensor, dz: torch.Tensor) -> torch.Tensor:
-            """One chunk's gradient of the input, [rows, h], adding those of the matrices."""
+            """Add one chunk's parts of the matrices' gradients; returns its gradient of norm(x)
+            [T_c, h]. ``rows`` are norm(x), ``dz`` the gradient of the result, [T_c, h] each."""
             wide = _product(rows, into.t(), parts.bias_in)
             parts.matrix_out.add_product(parts.activation.forward(wide), dz)
             dwide = parts.activation.backward(dz @ out.t(), wide)

@@ -58,7 +58,7 @@ _Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Which of ``total`` places of a dim each rank takes, in the order in which it wants them.
+    """Which of ``total`` places of a dim each rank takes: rank r those in ``of[r]``, in that order.
 
     Lists may overlap: what several ranks take is copied on the way out, and added in rank order on
     the way back.
@@ -74,7 +74,7 @@ class Columns:
 
     @classmethod
     def consecutive(cls, sizes: Sequence[int]) -> Columns:
-        """``sizes[r]`` neighbours for rank r."""
+        """``sizes[r]`` neighbouring places for rank r, rank after rank."""
         stops = list(accumulate(sizes))
         spans = zip(stops, sizes, strict=True)
         return cls(total=sum(sizes), of=tuple(range(end - size, end) for end, size in spans))
@@ -95,16 +95,16 @@ class Columns:
         )
 
     def index(self, rank: int, device: torch.device) -> torch.Tensor:
-        """The places of one rank as an index tensor."""
+        """The places of one rank as an int64 tensor on ``device``."""
         return index_tensor(tuple(self.of[rank]), device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Section:
-    """Places that ranks take in a regular pattern, as ranks of grouped heads do. Rank r takes the
-    ``count`` consecutive places from ``start + r // share * count`` on, so that ``share``
-    neighbouring ranks take the same ones; they are the places from index ``at`` on in its own
-    list."""
+    """Places that ranks take in a regular pattern, as they do with heads where several ranks need
+    the same key-value heads. Rank r takes the ``count`` consecutive places from
+    ``start + r // share * count`` on, so that ``share`` neighbouring ranks take the same ones; in
+    the list of its places these are the entries ``at`` to ``at + count - 1``."""
 
     at: int
     start: int
@@ -114,8 +114,8 @@ class _Section:
 
 @lru_cache(maxsize=256)
 def _sections(columns: Columns) -> tuple[_Section, ...]:
-    """Sections that cover every place of ``columns``, so that one copy serves all ranks; none where
-    the places of ranks follow no such pattern."""
+    """Sections that together have every place of ``columns``, so that one strided copy for each
+    serves all ranks; none where the places of ranks follow no such pattern."""
     ranks, own_count = len(columns.of), len(columns.of[0])
     if not own_count or any(len(places) != own_count for places in columns.of):
         return ()
@@ -139,8 +139,8 @@ def _sections(columns: Columns) -> tuple[_Section, ...]:
 
 
 def _cuts(columns: Columns) -> list[int]:
-    """The indices, with 0 and the end, at which the lists of places are cut: where for some rank a
-    place does not directly follow the one before."""
+    """The indices at which the ranks' equally long lists of places are cut into sections: where for
+    some rank a place does not directly follow the one before. 0 and the length are among them."""
     own_count = len(columns.of[0])
     if all(isinstance(own, range) and own.step == 1 for own in columns.of):
         return [0, own_count]
@@ -150,8 +150,8 @@ def _cuts(columns: Columns) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Coming:
-    """An exchange in flight: the received values go to ``out``; ``in_place`` if they are received
-    right there."""
+    """An exchange in flight, whose result is to be in ``out``. ``arriving`` gives the received
+    values as a flat tensor, which is a view of ``out`` where they are received ``in_place``."""
 
     arriving: Arriving
     out: torch.Tensor
@@ -160,7 +160,8 @@ class Coming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resharding:
-    """The exchange between two dims of a tensor, and its adjoint.
+    """The exchange between a tensor whose ``from_dim`` is sharded, ``sizes[r]`` places on rank r,
+    and the same whose ``to_dim`` is, ``columns.of[r]`` on rank r; and its adjoint.
 
         out        [.., sizes[r], .., total, ..] -> [.., sum(sizes), .., |columns.of[r]|, ..]
         back       the other way; places that several ranks held are added
@@ -184,38 +185,39 @@ class Resharding:
         return self.joined(self.issue_out(x))
 
     def back(self, x: torch.Tensor) -> torch.Tensor:
-        """The adjoint of :meth:`out`: shards of ``from_dim`` again."""
+        """The adjoint of :meth:`out`: shards of ``from_dim`` again, all places of ``to_dim``."""
         return self.added(self.issue_back(x))
 
     def issue_out(self, x: torch.Tensor) -> Coming:
         """Start :meth:`out`; :meth:`joined` returns its result."""
-        own_count = len(self.columns.of[self.rank])
-        parts = [self._shape(x, self.sizes[self.rank], len(theirs)) for theirs in self.columns.of]
+        own_size, own_count = self.sizes[self.rank], len(self.columns.of[self.rank])
+        sent_shapes = [self._shape(x, own_size, len(places)) for places in self.columns.of]
         # what each rank gets is adjacent in memory already: nothing is copied
-        if self.columns.in_turn and _leads(x.shape, self.to_dim) and x.is_contiguous():
+        if self.columns.in_turn and _is_outermost(x.shape, self.to_dim) and x.is_contiguous():
             sent = x.reshape(-1)
         # one strided copy for each section, instead of one for each rank
         elif sections := _sections(self.columns):
-            sent = x.new_empty((len(parts), *parts[0]))
+            by_rank = x.new_empty((len(sent_shapes), *sent_shapes[0]))
             for section in sections:
-                into, places = self._alike(section, sent, x)
+                into, places = self._section_views(section, by_rank, x)
                 into.copy_(places[:, None])
-            sent = sent.view(-1)
+            sent = by_rank.view(-1)
         else:
-            sent = _flat(x, parts, self._take)
-        shapes = [self._shape(x, size, own_count) for size in self.sizes]
-        whole = self._shape(x, sum(self.sizes), own_count)
-        return self._sent(sent, parts, shapes, whole, in_place=_leads(whole, self.from_dim))
+            sent = _flat(x, sent_shapes, self._copy_columns)
+        received_shapes = [self._shape(x, size, own_count) for size in self.sizes]
+        out_shape = self._shape(x, sum(self.sizes), own_count)
+        in_place = _is_outermost(out_shape, self.from_dim)
+        return self._issue(sent, sent_shapes, received_shapes, out_shape, in_place=in_place)
 
     def joined(self, coming: Coming) -> torch.Tensor:
         """The received values as one tensor; waits for them."""
         flat, out = coming.arriving.wait(), coming.out
         if coming.in_place:
             return out
-        # equal shares: one strided copy for all ranks
+        # equal sizes: one strided copy for all ranks
         if len(set(self.sizes)) == 1:
-            places = _apart(out, self.from_dim, len(self.sizes))
-            places.copy_(flat.view(places.shape))
+            by_rank = _in_blocks(out, self.from_dim, len(self.sizes))
+            by_rank.copy_(flat.view(by_rank.shape))
             return out
         offset, start = 0, 0
         for size in self.sizes:
@@ -226,33 +228,34 @@ class Resharding:
 
     def issue_back(self, x: torch.Tensor) -> Coming:
         """Start :meth:`back`; :meth:`added` returns its result."""
-        held, own = self.columns.of[self.rank], self.sizes[self.rank]
-        parts = [self._shape(x, size, len(held)) for size in self.sizes]
-        if _leads(x.shape, self.from_dim) and x.is_contiguous():
+        own_size, own_count = self.sizes[self.rank], len(self.columns.of[self.rank])
+        sent_shapes = [self._shape(x, size, own_count) for size in self.sizes]
+        if _is_outermost(x.shape, self.from_dim) and x.is_contiguous():
             sent = x.reshape(-1)
         elif len(set(self.sizes)) == 1:
-            sent = _apart(x, self.from_dim, len(parts)).reshape(-1)
+            sent = _in_blocks(x, self.from_dim, len(sent_shapes)).reshape(-1)
         else:
-            sent = _flat(x, parts, self._take_back)
-        shapes = [self._shape(x, own, len(theirs)) for theirs in self.columns.of]
-        whole = self._shape(x, own, self.columns.total)
-        in_place = self.columns.in_turn and _leads(whole, self.to_dim)
-        return self._sent(sent, parts, shapes, whole, in_place=in_place)
+            sent = _flat(x, sent_shapes, self._copy_shard)
+        received_shapes = [self._shape(x, own_size, len(places)) for places in self.columns.of]
+        out_shape = self._shape(x, own_size, self.columns.total)
+        in_place = self.columns.in_turn and _is_outermost(out_shape, self.to_dim)
+        return self._issue(sent, sent_shapes, received_shapes, out_shape, in_place=in_place)
 
     def added(self, coming: Coming) -> torch.Tensor:
         """The received values, summed at their places; waits for them."""
         flat, out = coming.arriving.wait(), coming.out
         if coming.in_place:
             return out
-        shapes = [self._shape(out, out.shape[self.from_dim], len(own)) for own in self.columns.of]
+        own_size = out.shape[self.from_dim]
+        shapes = [self._shape(out, own_size, len(places)) for places in self.columns.of]
         if sections := _sections(self.columns):
-            received = flat.view(len(shapes), *shapes[0])
+            by_rank = flat.view(len(shapes), *shapes[0])
             for section in sections:
-                of_ranks, places = self._alike(section, received, out)
-                places.copy_(of_ranks[:, 0])
+                received, places = self._section_views(section, by_rank, out)
+                places.copy_(received[:, 0])
                 # the ranks that held the same places, in rank order
                 for turn in range(1, section.share):
-                    places.add_(of_ranks[:, turn])
+                    places.add_(received[:, turn])
             return out
         if not self.columns.in_turn:
             out.zero_()
@@ -265,45 +268,49 @@ class Resharding:
                 out.index_add_(self.to_dim, self.columns.index(rank, flat.device), part)
         return out
 
-    def _alike(
-        self, section: _Section, of_ranks: torch.Tensor, x: torch.Tensor
+    def _section_views(
+        self, section: _Section, by_rank: torch.Tensor, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of one section in the values of all ranks ``of_ranks`` [R, ...] and in the tensor
-        x: [R / share, share, ...] and [R / share, ...]. Block i of both has the same places, which
-        ``share`` ranks hold."""
-        blocks = len(of_ranks) // section.share
-        theirs = of_ranks.narrow(self.to_dim + 1, section.at, section.count)
+        """Views of one section in the messages of all ranks, ``by_rank`` [R, ...], and in the
+        tensor x that has all places of ``to_dim``: [R / share, share, ...] and [R / share, ...].
+        Block i of both has the same places, which ``share`` ranks hold."""
+        blocks = len(by_rank) // section.share
+        messages = by_rank.narrow(self.to_dim + 1, section.at, section.count)
         places = x.narrow(self.to_dim, section.start, blocks * section.count)
-        return theirs.unflatten(0, (blocks, section.share)), _apart(places, self.to_dim, blocks)
+        return (
+            messages.unflatten(0, (blocks, section.share)),
+            _in_blocks(places, self.to_dim, blocks),
+        )
 
-    def _sent(
+    def _issue(
         self,
         sent: torch.Tensor,
-        parts: Sequence[_Shape],
-        shapes: Sequence[_Shape],
-        whole: _Shape,
+        sent_shapes: Sequence[_Shape],
+        received_shapes: Sequence[_Shape],
+        out_shape: _Shape,
         *,
         in_place: bool,
     ) -> Coming:
-        """Issue the all-to-all of the flat tensor ``sent``: a piece of shape ``parts[r]`` goes to
-        rank r, one of shape ``shapes[r]`` comes from it. The result has shape ``whole``;
-        ``in_place`` where the pieces are received right in it."""
-        out = sent.new_empty(whole)
+        """Issue the all-to-all of the flat tensor ``sent``: a piece of ``sent_shapes[r]`` goes to
+        rank r, one of ``received_shapes[r]`` comes from it. The result will have ``out_shape``;
+        ``in_place``: in it the received pieces follow each other in memory, so that they are
+        received right there."""
+        out = sent.new_empty(out_shape)
         arriving = issue_all_to_all(
             sent,
-            _counts(parts),
-            _counts(shapes),
+            _counts(sent_shapes),
+            _counts(received_shapes),
             self.group,
             out=out.view(-1) if in_place else None,
         )
         return Coming(arriving=arriving, out=out, in_place=in_place)
 
-    def _take_back(self, x: torch.Tensor, rank: int, out: torch.Tensor) -> None:
-        """Copy the places of ``from_dim`` that ``rank`` holds into ``out``."""
+    def _copy_shard(self, x: torch.Tensor, rank: int, out: torch.Tensor) -> None:
+        """Copy ``rank``'s shard of ``from_dim``, of which x has all places, into ``out``."""
         out.copy_(x.narrow(self.from_dim, sum(self.sizes[:rank]), self.sizes[rank]))
 
-    def _take(self, x: torch.Tensor, rank: int, out: torch.Tensor) -> None:
-        """Copy the places of ``to_dim`` that ``rank`` takes into ``out``."""
+    def _copy_columns(self, x: torch.Tensor, rank: int, out: torch.Tensor) -> None:
+        """Copy the places of ``to_dim`` that ``rank`` takes, of which x has all, into ``out``."""
         own = self.columns.of[rank]
         if isinstance(own, range) and own.step == 1:
             out.copy_(x.narrow(self.to_dim, own.start, len(own)))
@@ -319,29 +326,29 @@ class Resharding:
 
 def _flat(
     x: torch.Tensor,
-    parts: Sequence[_Shape],
-    take: Callable[[torch.Tensor, int, torch.Tensor], None],
+    shapes: Sequence[_Shape],
+    copy: Callable[[torch.Tensor, int, torch.Tensor], None],
 ) -> torch.Tensor:
-    """The parts for all ranks, of shapes ``parts``, in one flat tensor; ``take(x, rank, out)``
-    copies a rank's part into ``out``."""
-    flat, offset = x.new_empty(sum(_counts(parts))), 0
-    for rank, shape in enumerate(parts):
+    """The parts of x for all ranks, of these ``shapes``, one after the other in a flat tensor;
+    ``copy(x, rank, out)`` copies a rank's part into ``out``."""
+    flat, offset = x.new_empty(sum(_counts(shapes))), 0
+    for rank, shape in enumerate(shapes):
         count = _count(shape)
         if count:
-            take(x, rank, flat[offset : offset + count].view(shape))
+            copy(x, rank, flat[offset : offset + count].view(shape))
         offset += count
     return flat
 
 
-def _apart(x: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
-    """View a dim of x as ``blocks`` blocks, which come first: [.., blocks n, ..] as [blocks, .., n,
-    ..]."""
+def _in_blocks(x: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
+    """A view of x in which a dim is cut into ``blocks`` blocks of n places, with the blocks first:
+    [.., blocks n, ..] as [blocks, .., n, ..]."""
     return x.unflatten(dim, (blocks, x.shape[dim] // blocks)).movedim(dim, 0)
 
 
-def _leads(shape: Sequence[int], dim: int) -> bool:
-    """Whether ``dim`` is the outermost dim with more than one place, so that its parts are
-    contiguous."""
+def _is_outermost(shape: Sequence[int], dim: int) -> bool:
+    """Whether all dims before ``dim`` have one place, so that parts of ``dim`` are adjacent in
+    memory."""
     return all(size == 1 for size in shape[:dim])
 
 
@@ -354,6 +361,7 @@ def _count(shape: _Shape) -> int:
 
 
 def _counts(shapes: Sequence[_Shape]) -> list[int]:
+    """The number of elements of each shape."""
     return [_count(shape) for shape in shapes]
 
 
@@ -376,9 +384,9 @@ def switch(
         returns   [.., sum(sizes), .., to_sizes[r], ..]
         backward  switch(grad, to_dim, from_dim)
 
-    ``sizes`` are as many on every rank where they are left out, ``to_sizes`` as even as can be.
-    Raises SpecError for dims that are not there or the same, sizes that are not those of ``x``, and
-    a group without this rank.
+    Where they are left out, ``sizes`` are the same on every rank, and ``to_sizes`` as even as can
+    be. Raises SpecError for dims that are not there or the same, sizes that are not those of ``x``,
+    and a group without this rank.
     """
     return issue_switch(x, from_dim, to_dim, group, sizes=sizes, to_sizes=to_sizes).wait()
 
@@ -399,16 +407,17 @@ def issue_switch(
         return Switching(value=x)
     sizes = shard_sizes(x, own, group, sizes)
     to_sizes = whole_sizes(x, other, group, to_sizes)
-    how = Resharding(
+    resharding = Resharding(
         from_dim=own, to_dim=other, sizes=sizes, columns=Columns.consecutive(to_sizes), group=group
     )
-    messages = _Messages(how=how)
+    messages = _Messages(resharding=resharding)
     return Switching(value=_Issued.apply(x, messages), _coming=messages)
 
 
 @dataclass(slots=True, kw_only=True)
 class Switching:
-    """A switch in flight; :meth:`wait` is called once."""
+    """A switch in flight; :meth:`wait` is called once. ``value`` is the empty tensor by which
+    autograd connects start and end, or the result itself where there is nothing to send."""
 
     value: torch.Tensor
     _coming: _Messages | None = None
@@ -422,33 +431,37 @@ class Switching:
 
 @dataclass(slots=True, kw_only=True)
 class _Messages:
-    """The exchange of a switch in flight, which the autograd functions of its start and its end
-    share, as the graph between them carries no values. ``adjoint``: it is the switch back."""
+    """The exchange of a switch in flight, ``under_way`` between its start and its end. The autograd
+    functions of both share this object, as the graph between them carries no values. ``adjoint``:
+    it is the switch back."""
 
-    how: Resharding
+    resharding: Resharding
     adjoint: bool = False
     under_way: list[Coming] = field(default_factory=list)
     _reverse: _Messages | None = None
 
     @property
     def reverse(self) -> _Messages:
-        """The exchange of the gradients, the other way; the same object for both halves."""
+        """The exchange of the gradients, the other way; the same object for start and end."""
         if self._reverse is None:
-            self._reverse = _Messages(how=self.how, adjoint=not self.adjoint)
+            self._reverse = _Messages(resharding=self.resharding, adjoint=not self.adjoint)
         return self._reverse
 
     def issue(self, x: torch.Tensor) -> None:
         """Start to send x to the other ranks."""
-        self.under_way.append(self.how.issue_back(x) if self.adjoint else self.how.issue_out(x))
+        self.under_way.append(
+            self.resharding.issue_back(x) if self.adjoint else self.resharding.issue_out(x)
+        )
 
     def arrived(self) -> torch.Tensor:
         """Wait for what the other ranks sent; returns it as one tensor."""
         coming = self.under_way.pop()
-        return self.how.added(coming) if self.adjoint else self.how.joined(coming)
+        return self.resharding.added(coming) if self.adjoint else self.resharding.joined(coming)
 
 
 class _Issued(torch.autograd.Function):
-    """Autograd of :func:`issue_switch`."""
+    """The first half of a switch: issues its messages; the backward waits for those of the
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, messages: _Messages) -> torch.Tensor:

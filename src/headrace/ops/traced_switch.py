@@ -1,4 +1,7 @@
-"""Switch and gather as registered operators, for traced graphs; a number stands for their group."""
+"""Switch and gather as registered operators, for traced graphs.
+
+A registered operator takes tensors and numbers only, so a number, its handle, stands for a group.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,17 @@ from headrace.ops.switch import Columns, Resharding
 
 __all__ = ["GroupSlot", "traced_gather", "traced_switch"]
 
-# A registered operator takes tensors and numbers only: it looks up the group by number.
 _slots: WeakValueDictionary[int, GroupSlot] = WeakValueDictionary()
+"""The slots by their handles."""
+
 _slot_of_group: WeakKeyDictionary[dist.ProcessGroup, GroupSlot] = WeakKeyDictionary()
 _handles = count(1)
 
 
 class GroupSlot:
-    """Registers a group under the number ``handle``, by which graphs find it as long as this object
-    and the group exist; it does not keep the group."""
+    """Registers a group under the number ``handle``, by which operators find it as long as this
+    object and the group exist; it does not keep the group alive. ``rank`` is this process's in the
+    group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.handle = ref(group), next(_handles)
@@ -64,7 +69,7 @@ def traced_switch(
     handle: int,
     rank: int,
 ) -> torch.Tensor:
-    """:func:`headrace.ops.switch.switch` on the group of a handle, of which this is a ``rank``.
+    """:func:`headrace.ops.switch.switch` on the group of a handle, in which this is rank ``rank``.
 
     x         [.., sizes[rank], .., sum(to_sizes), ..]
     returns   [.., sum(sizes), .., to_sizes[rank], ..]
@@ -96,7 +101,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Keep all arguments but x for the adjoint."""
+    """Keep all arguments but the first, x, for the adjoint."""
     ctx.rest = inputs[1:]
 
 
@@ -114,7 +119,7 @@ traced_switch.register_autograd(_adjoint, setup_context=_keep)
 def traced_gather(
     x: torch.Tensor, dim: int, sizes: list[int], handle: int, rank: int
 ) -> torch.Tensor:
-    """:func:`headrace.ops.switch.gather` on the group of a handle, of which this is a ``rank``.
+    """:func:`headrace.ops.switch.gather` on the group of a handle, in which this is rank ``rank``.
 
     x         [.., sizes[rank], ..]
     returns   [.., sum(sizes), ..]

@@ -57,12 +57,13 @@ class _SpreadEmbed(torch.autograd.Function):
         first: int,
         spread: Spread,
     ) -> torch.Tensor:
-        """The rows [t_r, h] of local ids [t_r]: each rank looks up the words that it holds, from
-        ``first`` on, for all ranks' tokens."""
+        """The rows [t_r, h] of this rank's ids [t_r]: each rank looks up the words that it holds,
+        from ``first`` on, for all ranks' tokens."""
+        # for each chunk the two results of ``_own_words``
         table, places_and_words = weight.rows(), list[torch.Tensor]()
 
         def part(ids: torch.Tensor) -> torch.Tensor:
-            """The rows of one chunk of ids whose words are here; zeros for the others."""
+            """The rows [T_c, h] of one chunk of ids [T_c]: zeros where the word is not here."""
             places, words = _own_words(ids, first, len(table))
             places_and_words.extend((places, words))
             rows = table.new_zeros((len(ids), *table.shape[1:]))
@@ -76,12 +77,14 @@ class _SpreadEmbed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        """Gather the gradients [t_r, h] of all ranks, and add those of this rank's words up."""
+        """Gather the gradients [t_r, h] of all ranks, and add those of this rank's words up into
+        the gradient of the weight [v, h]."""
         places_and_words = ctx.saved_tensors
         weight, table_shape, anchor, spread = ctx.rest
         table_grad = grad.new_zeros(table_shape, dtype=wide_dtype(grad.dtype))
 
         def add(rows: torch.Tensor, places: torch.Tensor, words: torch.Tensor) -> None:
+            """Add one chunk's gradients ``rows`` [T_c, h] at ``places`` to those of ``words``."""
             table_grad.index_add_(0, words, rows.index_select(0, places).to(table_grad.dtype))
 
         # map drops each chunk before the next one: see [Note: map] of ops/spread
@@ -151,7 +154,8 @@ def spread_head_loss(
 
 
 def _own_words(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The indices in ``ids`` of this rank's words, and these words counted from ``first``."""
+    """(indices in ``ids`` [T_c] of the words that this rank holds, these words counted from
+    ``first``); it holds ``count`` words from ``first`` on."""
     places = ((ids >= first) & (ids < first + count)).nonzero().squeeze(1)
     return places, ids.index_select(0, places) - first
 

@@ -46,7 +46,8 @@ class ProfileOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchTarget:
-    """One branch of one method and level, or the ends (``part`` None), on groups of p."""
+    """What one sweep measures: a branch of a method at a recompute level, or the ends (``part``
+    None), on groups of ``p`` ranks."""
 
     p: int
     part: Branch | None
@@ -60,7 +61,7 @@ class BranchTarget:
 
     @property
     def text(self) -> str:
-        """The option text of its points."""
+        """The text by which its profile points name it, such as ``attention:METHOD``."""
         return ENDS if self.part is None else f"{self.part}:{self.option}"
 
     def order(self, a: Architecture) -> TokenOrder:
@@ -80,22 +81,22 @@ def targets(a: Architecture, p: int, options: ProfileOptions) -> list[BranchTarg
     Raises SpecError when the size is supported by none of the methods.
     """
     wanted = (SINGLE_RANK,) if p == 1 else options.methods
-    attention = [n for n in methods_for(a, p, "attention") if n in wanted]
-    feed = [n for n in methods_for(a, p, "feed_forward") if n in wanted]
-    owners = dict.fromkeys(FACTS[name].owner for name in feed)
-    if not attention or not owners:
-        rules = "; ".join(
-            rule for name in wanted if (rule := FACTS[name].supports(a, p)) is not None
-        )
+    attention_methods = [name for name in methods_for(a, p, "attention") if name in wanted]
+    feed_forward_methods = [name for name in methods_for(a, p, "feed_forward") if name in wanted]
+    owners = dict.fromkeys(FACTS[name].owner for name in feed_forward_methods)
+    if not attention_methods or not owners:
+        broken_rules = [FACTS[name].supports(a, p) for name in wanted]
+        rules = "; ".join(rule for rule in broken_rules if rule is not None)
         raise SpecError(f"methods on groups of {p}", got=", ".join(wanted), wanted=rules)
     levels = [level for level in RECOMPUTE[:-1] if level in {"none", *options.levels}]
-    parts: tuple[tuple[Branch, list[str]], ...] = (
-        ("attention", attention),
+    methods_of_branch: tuple[tuple[Branch, list[str]], ...] = (
+        ("attention", attention_methods),
         ("feed_forward", list(owners)),
     )
-    return [BranchTarget(p=p, part=None, method=attention[0], level="none")] + [
+    ends = BranchTarget(p=p, part=None, method=attention_methods[0], level="none")
+    return [ends] + [
         BranchTarget(p=p, part=part, method=name, level=level)
-        for part, names in parts
+        for part, names in methods_of_branch
         for name in names
         for level in levels
         if level == "none" or part not in FACTS[name].unlevelled
@@ -105,10 +106,10 @@ def targets(a: Architecture, p: int, options: ProfileOptions) -> list[BranchTarg
 def with_equal_levels(
     target: BranchTarget, points: list[ProfilePoint], options: ProfileOptions
 ) -> list[ProfilePoint]:
-    """The points of a target, and the same as those of level ``attention`` where its branch does
-    the same there."""
+    """The points of a target, followed by copies of them as points of the level ``attention`` where
+    its branch does the same at that level, which was not measured."""
     same = target.part is not None and target.part in FACTS[target.method].unlevelled
     if not same or "attention" not in {"none", *options.levels}:
         return points
-    other = replace(target, level="attention").text
-    return points + [replace(point, option=other) for point in points]
+    attention_level = replace(target, level="attention").text
+    return points + [replace(point, option=attention_level) for point in points]

@@ -40,60 +40,63 @@ def working_bytes(a: Architecture, ranks: int, p: int, dtype: torch.dtype) -> di
     weights that are sharded over all, need no gradients of their own, and no values either where
     their type is the stored one or they are matrices' shards, which are cast when they are used.
     """
-    each = dtype.itemsize + max(4, dtype.itemsize)  # of a weight, and of its gradient in fp32
-    stored = dtype.itemsize if dtype.itemsize < 4 else 0  # of a weight worked with where it lies
+    # Bytes of an element: its value and its gradient, in fp32; and where its rank stores it.
+    both_bytes = dtype.itemsize + max(4, dtype.itemsize)
+    stored_bytes = dtype.itemsize if dtype.itemsize < 4 else 0
     replicated = shards = gathered = 0
     for weight in weight_table(a):
-        replicated += (stored if ranks == 1 else each) * weight.elements
+        replicated += (stored_bytes if ranks == 1 else both_bytes) * weight.elements
+        is_sharded = p > 1 and weight.unit is not None
         parts = group_shards(weight, p)
-        here = p == ranks and parts == storage_partition(weight, ranks).parts
-        kept = each if not here else 0 if p > 1 and weight.unit is not None else stored
-        shards += kept * max(map(len, parts)) * weight.row_elements
+        if p != ranks or parts != storage_partition(weight, ranks).parts:
+            shard_bytes = both_bytes
+        else:
+            shard_bytes = 0 if is_sharded else stored_bytes
+        shards += shard_bytes * max(map(len, parts)) * weight.row_elements
         # Matrices of the first layer, bucket 1: all layers are alike, and one is there at a time.
-        if p > 1 and weight.unit is not None and weight.bucket == 1:
-            gathered += each * weight.elements
+        if is_sharded and weight.bucket == 1:
+            gathered += both_bytes * weight.elements
     return {"replicated": replicated, "sharded": min(replicated, shards + gathered)}
 
 
 def sharded_share(a: Architecture, ranks: int, node_ranks: int | None) -> float:
     """What a rank receives in a pull, or sends in a push, where one group of all ``ranks`` shards
-    weights, as a share of what it would where they are replicated. ``node_ranks`` are neighbours on
-    each node, None where all are on one."""
+    weights, as a share of what it would where they are replicated. ``node_ranks`` is the number of
+    ranks on each node, None where all are on one."""
     if ranks == 1:
         return 1.0
     table = list(weight_table(a))
     stored = storage_partitions(table, ranks, node_ranks)
-    kinds: dict[tuple[int, int | None], int] = {}
-    received = everything = 0
+    most_rows: dict[tuple[int, int | None], int] = {}  # that a rank receives, by kind of weight
+    received = elements = 0
     for weight in table:
-        key = weight.rows, weight.unit
-        if key not in kinds:
+        kind = weight.rows, weight.unit
+        if kind not in most_rows:
             parts = zip(group_shards(weight, ranks), stored[weight.name].parts, strict=True)
-            kinds[key] = max(len(own) - len(own.meet(here)) for own, here in parts)
-        received += kinds[key] * weight.row_elements
-        everything += weight.elements
-    return received / (everything * (ranks - 1) / ranks)
+            most_rows[kind] = max(len(shard) - len(shard.meet(own)) for shard, own in parts)
+        received += most_rows[kind] * weight.row_elements
+        elements += weight.elements
+    return received / (elements * (ranks - 1) / ranks)
 
 
 class StepConstants:
-    """Measures them on the ranks of ``groups``; every rank gets the same numbers."""
+    """Measures what does not depend on lengths on the ranks of ``groups``, with the weights of
+    ``storage`` and of ``layers``; every rank gets the same numbers."""
 
     def __init__(self, storage: Storage, layers: TwoLayers, groups: Groups, clock: Clock) -> None:
         self._storage, self._two = storage, layers
         self._groups, self._clock = groups, clock
 
     def exchange(self, memory_bytes: int) -> dict[str, float]:
-        """Seconds of pull, push and update of the whole model, from two nearly empty steps: of
-        two layers, scaled by their weights, where a rank cannot hold the whole model."""
-        storage, whole = (
-            self._storage,
-            working_bytes(self._storage.architecture, self._groups.ranks, 1, self._two.dtype)[
-                "replicated"
-            ],
-        )
+        """Seconds of pull, push and update of the whole model (``pull_s``, ``push_s``,
+        ``update_s``), from two nearly empty steps: of two layers, scaled by their weights, where a
+        rank of ``memory_bytes`` cannot hold the whole model. Weights are left as they were, the
+        optimizer's state is reset. Collective."""
         dtype, device = self._two.dtype, self._two.device
-        scale = 1.0
-        if self._storage.bytes_held() + whole > _ROOMY * memory_bytes:
+        architecture, ranks = self._storage.architecture, self._groups.ranks
+        replicated_bytes = working_bytes(architecture, ranks, 1, dtype)["replicated"]
+        storage, scale = self._storage, 1.0
+        if self._storage.bytes_held() + replicated_bytes > _ROOMY * memory_bytes:
             storage = Storage(
                 self._two.two,
                 self._groups,
@@ -102,7 +105,7 @@ class StepConstants:
                 working_dtype=dtype,
                 device=device,
             )
-            scale = parameter_count(self._storage.architecture) / parameter_count(self._two.two)
+            scale = parameter_count(architecture) / parameter_count(self._two.two)
         saved = {name: master.clone() for name, master in storage.masters.items()}
         best = self._nearly_empty_steps(storage)
         for name, master in storage.masters.items():
@@ -111,29 +114,33 @@ class StepConstants:
         return {name: seconds * scale for name, seconds in best.items()}
 
     def _nearly_empty_steps(self, storage: Storage) -> dict[str, float]:
-        """Seconds of pull, push and update in steps with one token on each rank, those of the
-        slowest rank, the best of two. Collective."""
+        """Seconds of pull, push and update in steps with one token on each rank, as
+        :meth:`exchange` names them: those of the slowest rank, the less of two steps each.
+        Collective."""
         executor = Executor(storage, self._groups, seed=0, device=self._two.device)
-        plan = self._everyone(storage.architecture.layers)
+        plan = self._plan_of_lone_ranks(storage.architecture.layers)
         tokens = tuple(np.zeros(1, np.int32) for _ in range(self._groups.ranks))
-        best = dict.fromkeys(("pull", "push", "update"), float("inf"))
+        kinds = ("pull", "push", "update")
+        best = [float("inf")] * len(kinds)
         for _ in range(2):
             rows = executor.run(plan, tokens, step=0, lr=0.0).rows
-            local = [sum(r.seconds for r in rows if r.kind == kind) for kind in best]
+            local = [sum(row.seconds for row in rows if row.kind == kind) for kind in kinds]
             agreed = slowest(self._groups, local)
-            best = {k: min(x) for k, *x in zip(best, best.values(), agreed, strict=True)}
-        return {f"{kind}_s": seconds for kind, seconds in best.items()}
+            best = [min(pair) for pair in zip(best, agreed, strict=True)]
+        return {f"{kind}_s": seconds for kind, seconds in zip(kinds, best, strict=True)}
 
     def _seconds(self, work: Callable[[], Any]) -> float:
+        """The seconds that ``work`` takes on this rank."""
         start = self._clock.mark()
         work()
         return self._clock.between(start, self._clock.mark())
 
     def gather(self, p: int) -> tuple[float, float]:
-        """Seconds that sharded weights add to one layer: a gather forward; a gather and a
-        reduce-scatter backward."""
-        mine = block(self._groups, p)
-        shards = self._two.shards(self._groups, mine) if mine else []
+        """(forward, backward) seconds that sharded weights add to one layer on groups of p: a
+        gather forward; a gather and a reduce-scatter backward. The slowest rank's, the less of two
+        runs each. Collective."""
+        group_ranks = block(self._groups, p)
+        shards = self._two.shards(self._groups, group_ranks) if group_ranks else []
         best = [float("inf")] * 2
         for _ in range(2):
             gather_s = sum(self._seconds(shard.rows) for shard in shards)
@@ -149,44 +156,51 @@ class StepConstants:
                 self._seconds(lambda shard=shard, whole=whole: shard.add(whole))
                 for shard, whole in zip(shards, wholes, strict=True)
             )
-            local = slowest(self._groups, [gather_s, scatter_s])
-            best = [min(x) for x in zip(best, local, strict=True)]
+            agreed = slowest(self._groups, [gather_s, scatter_s])
+            best = [min(pair) for pair in zip(best, agreed, strict=True)]
         return best[0], best[0] + best[1]
 
     def link(self, p: int) -> tuple[float, float]:
         """(seconds to start, bytes per second) of an all-to-all within groups of p, all of them at
-        the same time: bytes are those that leave a rank."""
-        mine = block(self._groups, p)
-        group = self._groups.get(mine) if mine else None
-        best = []
+        the same time: bytes are those that leave a rank. The slowest rank's, the least of four
+        runs. Collective."""
+        group_ranks = block(self._groups, p)
+        group = self._groups.get(group_ranks) if group_ranks else None
+        seconds = []
         for size in _MESSAGES:
             x = torch.zeros(p * size, dtype=torch.uint8, device=self._two.device)
             times = [float("inf")]
             for _ in range(4):  # the first makes connections
-                send = [size] * p
-                local = self._seconds(lambda x=x, send=send: all_to_all_rows(x, send, send, group))
-                times.append(slowest(self._groups, [local if mine else 0.0])[0])
-            best.append(min(times))
-        return _line([(p - 1) * size for size in _MESSAGES], best)
+                sizes = [size] * p
+                local = self._seconds(
+                    lambda x=x, sizes=sizes: all_to_all_rows(x, sizes, sizes, group)
+                )
+                times.append(slowest(self._groups, [local if group_ranks else 0.0])[0])
+            seconds.append(min(times))
+        return _latency_and_speed([(p - 1) * size for size in _MESSAGES], seconds)
 
-    def _everyone(self, layers: int) -> Plan:
-        """Every rank alone with one token, holding all weights."""
+    def _plan_of_lone_ranks(self, layers: int) -> Plan:
+        """A plan in which every rank runs one token alone and holds all weights."""
         ranks = self._groups.ranks
         pipelines = tuple(Pipeline(scheme=Scheme(), ranks=(rank,)) for rank in range(ranks))
-        plan = LayerPlan.uniform(LayerOption.of(SINGLE_RANK), layers)
+        layer_plan = LayerPlan.uniform(LayerOption.of(SINGLE_RANK), layers)
         return Plan(
             lengths=Lengths(tokens=(1,) * ranks),
             devices=ranks,
             pipelines=pipelines,
             micro_batches=tuple(
-                MicroBatch(pipeline=rank, sequences=(rank,), layers=plan) for rank in range(ranks)
+                MicroBatch(pipeline=rank, sequences=(rank,), layers=layer_plan)
+                for rank in range(ranks)
             ),
             predicted_s=0.0,
             lower_bound_s=0.0,
         )
 
 
-def _line(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
-    """(latency, bytes per second): the slope between the least and the largest message."""
-    slope = max((seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0]), 1e-15)
-    return max(0.0, min(s - slope * n for n, s in zip(sizes, seconds, strict=True))), 1 / slope
+def _latency_and_speed(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
+    """(latency in seconds, bytes per second) from the ``seconds`` of messages of ``sizes`` bytes.
+    The speed is that between the least and the largest message; the latency the least that any
+    message took beyond its bytes."""
+    s_per_byte = max((seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0]), 1e-15)
+    latencies = [s - s_per_byte * size for size, s in zip(sizes, seconds, strict=True)]
+    return max(0.0, min(latencies)), 1 / s_per_byte

@@ -46,15 +46,14 @@ class LinkClock(TorchDispatchMode, ABC):
     """
 
     def __init__(self, hardware: Hardware) -> None:
-        """A clock at 0 s, of links as in ``hardware``; ``_arrives`` has the second at which each
-        storage's data has come."""
+        """A clock at 0 s, of links as in ``hardware``."""
         super().__init__()
         self.hardware = hardware
         self.comm_s = 0.0
         self.stalled_s = 0.0
         self._link_free_s = 0.0
-        self._arrives: dict[int, float] = {}
-        self._links: dict[str, Link] = {}
+        self._arrives: dict[int, float] = {}  # by storages' addresses: when their data has come
+        self._links: dict[str, Link] = {}  # by names of process groups
 
     @abstractmethod
     def now(self) -> float:
@@ -80,49 +79,51 @@ class LinkClock(TorchDispatchMode, ABC):
         sent = sent_bytes(func, args)
         if sent is not None:
             return self._collective(func, args, rest, sent)
-        known = {x.untyped_storage()._cdata for x in tensors_in((args, rest))}
+        read = {x.untyped_storage()._cdata for x in tensors_in((args, rest))}
         out = func(*args, **rest)
-        if not _is_view(func, out, known):
-            self._wait(known)
+        if not _is_view(func, out, read):
+            self._wait(read)
             self._ran(func, args, rest, out)
         return out
 
     def _collective(
         self, func: Any, args: tuple[Any, ...], rest: Any, sent: tuple[int, Any]
     ) -> Any:
-        """Put a collective that sends ``count`` bytes in the link's queue, and note when its
-        results will be there."""
+        """Put a collective in the link's queue, and note when its results will be there; ``sent``
+        is (bytes that leave this rank, the process group). Returns the collective's results."""
         count, group = sent
         name = group.group_name
         if name not in self._links:
             self._links[name] = self.hardware.link(dist.get_process_group_ranks(group))
         link = self._links[name]
-        delivered, given = args[0], args[1]
-        ready = [self._arrives.get(x.untyped_storage()._cdata, 0.0) for x in tensors_in(given)]
+        outputs, inputs = args[0], args[1]
+        ready_s = [self._arrives.get(x.untyped_storage()._cdata, 0.0) for x in tensors_in(inputs)]
         seconds = self._seconds(link, count)
-        start = max(self.now(), self._link_free_s, *ready)
-        self._link_free_s = start + seconds
+        start_s = max(self.now(), self._link_free_s, *ready_s)
+        self._link_free_s = start_s + seconds
         self.comm_s += seconds
-        for x in tensors_in(delivered):
+        for x in tensors_in(outputs):
             storage = x.untyped_storage()
             self._arrives[storage._cdata] = self._link_free_s
             weakref.finalize(storage, self._arrives.pop, storage._cdata, None)
-        return self._sent(func, args, rest)
+        return self._run_collective(func, args, rest)
 
     def _seconds(self, link: Link, count: int) -> float:
+        """Seconds that the link takes for ``count`` bytes which leave this rank."""
         return link.seconds(count)
 
-    def _sent(self, func: Any, args: tuple[Any, ...], rest: Any) -> Any:
-        """The handle and results of a collective, which is called as it is."""
+    def _run_collective(self, func: Any, args: tuple[Any, ...], rest: Any) -> Any:
+        """Call a collective of the fake process group; returns its results and handle."""
         return func(*args, **rest)
 
-    def _wait(self, used: set[int]) -> None:
-        """Let time pass until the data of the storages ``used`` has come."""
-        late = [self._arrives.pop(key) for key in used & self._arrives.keys()]
-        if late:
-            self._stall(max(0.0, max(late) - self.now()))
+    def _wait(self, read: set[int]) -> None:
+        """Let time pass until the data of the storages ``read``, by their addresses, has come."""
+        arrivals_s = [self._arrives.pop(key) for key in read & self._arrives.keys()]
+        if arrivals_s:
+            self._stall(max(0.0, max(arrivals_s) - self.now()))
 
     def _stall(self, seconds: float) -> None:
+        """Let time pass in which the rank waits for the link."""
         self.stalled_s += seconds
 
 
@@ -172,20 +173,21 @@ class Modelled(LinkClock):
     def __init__(self, hardware: Hardware) -> None:
         super().__init__(hardware)
         self._now_s = 0.0
-        self._handle: Any = None  # of the first exchange: every later one is answered with it
+        self._handle: Any = None  # of the first all-to-all: every later one is answered with it
         self._flops = {**flop_registry, **FLOPS}
 
     def now(self) -> float:
         """Seconds of all operators so far, waits for the link included."""
         return self._now_s
 
-    def _sent(self, func: Any, args: tuple[Any, ...], rest: Any) -> Any:
-        """The handle of the first one of its kind: nothing is sent or written, and torch takes
-        milliseconds to see that among the sizes for each of a thousand ranks there is no tensor."""
+    def _run_collective(self, func: Any, args: tuple[Any, ...], rest: Any) -> Any:
+        """Call a collective, of all-to-alls only the first and answer the others with its handle:
+        nothing is sent or written, and torch takes milliseconds to see that among the sizes for
+        each of a thousand ranks there is no tensor."""
         if func is not torch.ops.c10d.alltoall_base_.default:
-            return super()._sent(func, args, rest)
+            return super()._run_collective(func, args, rest)
         if self._handle is None:
-            self._handle = super()._sent(func, args, rest)
+            self._handle = super()._run_collective(func, args, rest)
         return self._handle
 
     def _stall(self, seconds: float) -> None:
@@ -193,18 +195,17 @@ class Modelled(LinkClock):
         self._now_s += seconds
 
     def _ran(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
-        """Let time pass for an operator: that of its kernels' starts, its memory or its FLOPs,
+        """Let time pass for an operator: that of its kernels' launches, its memory or its FLOPs,
         whichever is longest."""
         if func.namespace not in ("aten", "headrace") or _allocates(func):
             return
         device = self.hardware.device
-        kernels = FUSED[name].kernels if (name := func._opname) in FUSED else 1
-        tensors = [*tensors_in((args, kwargs)), *(x for x in tensors_in(out))]
-        moved = sum(x.nbytes for x in _distinct(tensors))
-        memory_s = moved / (device.memory_bytes_per_s * device.attained_memory)
-        self._now_s += max(
-            kernels * device.launch_s, memory_s, self._compute_s(func, args, kwargs, out)
-        )
+        kernels = FUSED[func._opname].kernels if func._opname in FUSED else 1
+        tensors = [*tensors_in((args, kwargs)), *tensors_in(out)]
+        moved_bytes = sum(x.nbytes for x in _one_of_each_storage(tensors))
+        memory_s = moved_bytes / (device.memory_bytes_per_s * device.attained_memory)
+        compute_s = self._compute_s(func, args, kwargs, out)
+        self._now_s += max(kernels * device.launch_s, memory_s, compute_s)
 
     def _compute_s(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> float:
         """Seconds of an operator's FLOPs at the speed of its type; 0 where it has none worth
@@ -215,8 +216,8 @@ class Modelled(LinkClock):
             return 0.0
         device = self.hardware.device
         # The type of the factors: what their product is added to may be wider.
-        taken = (x.dtype for x in tensors_in(args) if x.is_floating_point())
-        dtype = str(min(taken, key=lambda kind: kind.itemsize)).removeprefix("torch.")
+        dtypes = [x.dtype for x in tensors_in(args) if x.is_floating_point()]
+        dtype = str(min(dtypes, key=lambda kind: kind.itemsize)).removeprefix("torch.")
         peak = device.flops_per_s.get(dtype)
         if peak is None:
             raise SpecError(
@@ -228,22 +229,23 @@ class Modelled(LinkClock):
         return float(formula(*args, **kwargs, out_val=out)) / (peak * share)
 
 
-def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Each storage once, by the largest part of it that an operator touches."""
-    found: dict[int, torch.Tensor] = {}
+def _one_of_each_storage(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of all tensors that share a storage only the largest."""
+    largest: dict[int, torch.Tensor] = {}
     for x in tensors:
         key = x.untyped_storage()._cdata
-        if key not in found or found[key].nbytes < x.nbytes:
-            found[key] = x
-    return list(found.values())
+        if key not in largest or largest[key].nbytes < x.nbytes:
+            largest[key] = x
+    return list(largest.values())
 
 
-def _is_view(func: Any, out: Any, known: set[int]) -> bool:
-    """Whether an operator only makes a view of a tensor, or queries its metadata."""
+def _is_view(func: Any, out: Any, read: set[int]) -> bool:
+    """Whether an operator that reads the storages ``read`` only makes a view of them, or queries a
+    tensor's metadata."""
     if func._schema.is_mutable:
         return False
-    made = [x.untyped_storage()._cdata for x in tensors_in(out)]
-    return all(key in known for key in made)
+    out_storages = [x.untyped_storage()._cdata for x in tensors_in(out)]
+    return all(key in read for key in out_storages)
 
 
 def _allocates(func: Any) -> bool:

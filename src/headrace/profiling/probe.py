@@ -38,8 +38,7 @@ class Probe(Protocol):
 class ChainProbe:
     """Functions of one tensor, such as a model's layers, each fed with what the one before made.
 
-    ``entry`` makes the first one's input. Functions are taken to be equal, so that each one's
-    costs are the last one's.
+    Functions are taken to be equal, so that each one's costs are the last one's.
     """
 
     def __init__(
@@ -50,10 +49,10 @@ class ChainProbe:
         """A probe of layers that follow each other; ``entry`` makes the first one's input."""
         self.segments = len(layers)
         self._entry, self._layers = entry, layers
-        self._done: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._done: list[tuple[torch.Tensor, torch.Tensor]] = []  # each layer's input and output
 
     def forward(self, passed: Passed) -> None:
-        """All functions forward, each on a leaf of its own."""
+        """Run all functions forward, each on an input of its own that is cut from the graph."""
         x, done = self._entry(), list[tuple[torch.Tensor, torch.Tensor]]()
         passed()
         for layer in self._layers:
@@ -64,7 +63,8 @@ class ChainProbe:
         self._done = done
 
     def backward(self, passed: Passed) -> None:
-        """All functions backward, the last one first."""
+        """Run all functions backward, the last one first, from a random gradient; each frees what
+        it kept."""
         done = self._done
         self._done = list[tuple[torch.Tensor, torch.Tensor]]()
         grad = torch.randn_like(done[-1][1])
@@ -86,7 +86,7 @@ def observe(
     seconds are those of the counting too, unless the clock is a model.
     """
     marks: list[Any] = []
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[int, int]] = []  # (bytes alive, their peak since the last look)
 
     def passed() -> None:
         marks.append(clock.mark())
@@ -102,11 +102,12 @@ def observe(
     seconds = [forward_s, clock.between(marks[-2], marks[-1])]
     if not seen:
         return seconds, [0, 0]
-    # Going backward the last segment is the first, and everything kept is alive as it starts.
-    before, after = seen[probe.segments - 1], seen[probe.segments]
-    first_back = seen[probe.segments + 1]
-    transient = max(after[1] - after[0], first_back[1] - start_bytes)
-    return seconds, [max(0, after[0] - before[0]), max(0, transient)]
+    # The last segment is the first that goes backward, and everything kept is alive as it starts.
+    alive_before, _ = seen[probe.segments - 1]
+    alive_after, forward_peak = seen[probe.segments]
+    _, backward_peak = seen[probe.segments + 1]
+    transient = max(forward_peak - alive_after, backward_peak - start_bytes)
+    return seconds, [max(0, alive_after - alive_before), max(0, transient)]
 
 
 def seconds_of(probe: Probe, clock: Clock) -> list[float]:
@@ -115,7 +116,9 @@ def seconds_of(probe: Probe, clock: Clock) -> list[float]:
 
 
 def bytes_of(probe: Probe, counter: Callable[[], Counter], times: int = 1) -> list[int]:
-    """[kept, transient] bytes of the segments that count: of several ``times`` the middle one of
-    what is kept, and the least of what is transient, as buffers that are freed late come on top."""
+    """[kept, transient] bytes of the segments that count, from ``times`` runs, each with a counter
+    of its own: the median of what is kept, and the least of what is transient, as buffers that are
+    freed late come on top."""
     seen = [observe(probe, HostClock(), counter())[1] for _ in range(times)]
-    return [sorted(kept for kept, _ in seen)[times // 2], min(passing for _, passing in seen)]
+    kept = sorted(kept for kept, _ in seen)
+    return [kept[times // 2], min(transient for _, transient in seen)]

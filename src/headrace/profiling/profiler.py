@@ -51,7 +51,8 @@ class Profiler:
         device: str = "cpu",
         progress: Callable[[str, int, int], None] = lambda what, done, of: None,
     ) -> None:
-        """A profiler of two layers as large as those of the model in ``storage``."""
+        """A profiler of two layers as large as those of the model in ``storage``.
+        ``progress(what, done, of)`` is called before each sweep and at the end."""
         self._storage, self._groups, self._options = storage, groups, options
         self._dtype, self._device, self._progress = dtype, device, progress
         self._two = TwoLayers(storage.architecture, dtype=dtype, device=device)
@@ -70,19 +71,19 @@ class Profiler:
             room_bytes=self._room_in(cluster),
             device=self._device,
         )
-        found = [
+        all_targets = [
             target
             for p in self._options.sizes
             for target in targets(self._two.two, p, self._options)
         ]
-        sweeper.prepare(map(self._two.sweep, found))
+        sweeper.prepare(map(self._two.sweep, all_targets))
         self._warm_up(sweeper.clock)
         points: list[ProfilePoint] = []
-        for done, target in enumerate(found):
-            self._progress(f"profile cp{target.p} {target.text}", done, len(found))
-            own = sweeper.points(self._two.sweep(target))
-            points += with_equal_levels(target, own, self._options)
-        self._progress("profile", len(found), len(found))
+        for done, target in enumerate(all_targets):
+            self._progress(f"profile cp{target.p} {target.text}", done, len(all_targets))
+            own_points = sweeper.points(self._two.sweep(target))
+            points += with_equal_levels(target, own_points, self._options)
+        self._progress("profile", len(all_targets), len(all_targets))
         constants = StepConstants(self._storage, self._two, self._groups, sweeper.clock)
         return Profile(
             fingerprint=fingerprint,
@@ -107,8 +108,8 @@ class Profiler:
         )
 
     def _room_in(self, cluster: Cluster) -> float:
-        """Bytes left for activations on the fullest rank, beside storage and two layers'
-        weights."""
+        """Bytes left for activations on the fullest rank, beside storage and two layers' weights;
+        raises InfeasiblePlan where nothing is left. Collective."""
         held = self._agreed_max(self._storage.bytes_held() + self._two.bytes_held)
         if held >= cluster.memory_bytes:
             raise InfeasiblePlan(
@@ -120,7 +121,8 @@ class Profiler:
         return cluster.memory_bytes - held
 
     def _warm_up(self, clock: Clock) -> None:
-        """One small pack through everything: first calls load and allocate."""
+        """Run a small pack through ends and branches, forward and backward, on this rank alone:
+        first calls load and allocate."""
         lengths = (min(256, self._options.longest),)
         alone = (self._groups.rank,)
         for part in (None, *BRANCHES):
@@ -128,4 +130,5 @@ class Profiler:
             seconds_of(self._two.probe(self._groups, alone, target, lengths), clock)
 
     def _agreed_max(self, value: int) -> int:
+        """The largest ``value`` of all ranks. Collective."""
         return int(slowest(self._groups, [float(value)])[0])

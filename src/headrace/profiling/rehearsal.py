@@ -79,21 +79,21 @@ class Rehearsal:
         """
         started = time.perf_counter()
         a, options = self.architecture, self._options
-        found = [target for p in self.sizes for target in targets(a, p, options)]
+        all_targets = [target for p in self.sizes for target in targets(a, p, options)]
         points: list[ProfilePoint] = []
         gathers: dict[int, tuple[float, float]] = {}
-        with fake_world(self.rank, self.ranks) as groups, self._tensors():
-            two = TwoLayers(a, dtype=self.dtype, device=self.device or self._absent)
-            groups.prepare(self._wanted_groups(two, found))
-            for done, target in enumerate(found):
-                progress(f"rehearse cp{target.p} {target.text}", done, len(found))
+        with fake_world(self.rank, self.ranks) as groups, self._kind_of_tensors():
+            two = TwoLayers(a, dtype=self.dtype, device=self.device or self._shapes_device)
+            groups.prepare(self._wanted_groups(two, all_targets))
+            for done, target in enumerate(all_targets):
+                progress(f"rehearse cp{target.p} {target.text}", done, len(all_targets))
                 lengths = self._lengths(target.p)
-                own = [self._point(two, groups, target, n) for n in lengths]
-                points += with_equal_levels(target, own, options)
+                own_points = [self._point(two, groups, target, tokens) for tokens in lengths]
+                points += with_equal_levels(target, own_points, options)
             for p in self.sizes:
                 if p > 1:
                     gathers[p] = self._gather(two, groups, p)
-        progress("rehearse", len(found), len(found))
+        progress("rehearse", len(all_targets), len(all_targets))
         return Profile(
             fingerprint=fingerprint,
             shape=a.shape,
@@ -112,62 +112,71 @@ class Rehearsal:
 
     @property
     def _options(self) -> ProfileOptions:
+        """What to play, in the form that :func:`targets` takes."""
         return ProfileOptions(
             sizes=self.sizes, longest=self.longest, methods=self.methods, levels=self.levels
         )
 
     @property
-    def _wide(self) -> int:
-        """Bytes of an element of masters and sums."""
+    def _stored_element_bytes(self) -> int:
+        """Bytes of an element of masters, gradient sums and moments."""
         return max(4, self.dtype.itemsize)
 
     @property
     def state_bytes(self) -> int:
-        """What a rank stores: its rows of masters, gradient sums and optimizer state."""
-        rows = -(-parameter_count(self.architecture) // self.ranks)
-        return _OPTIMIZER_TENSORS * self._wide * rows
+        """Bytes that a rank stores: its rows of masters, gradient sums and optimizer state."""
+        elements = -(-parameter_count(self.architecture) // self.ranks)
+        return _OPTIMIZER_TENSORS * self._stored_element_bytes * elements
 
     def _working(self, p: int) -> dict[Working, int]:
+        """Bytes of working weights and gradients of a rank in groups of p, by how they are held."""
         return working_bytes(self.architecture, self.ranks, p, self.dtype)
 
     @property
-    def _absent(self) -> str:
-        """The kind of tensors that have shapes only: a GPU's run its kernels, a CPU's those of a
-        CPU."""
+    def _shapes_device(self) -> str:
+        """The device of tensors that have shapes only, which decides the operators that run: a
+        GPU's on ``meta``, a CPU's on fake tensors of ``cpu``."""
         return "cpu" if self.hardware.device.is_cpu else "meta"
 
-    def _tensors(self) -> AbstractContextManager[object]:
-        """Shapes only, or real tensors."""
-        if self.device is not None or self._absent == "meta":
+    def _kind_of_tensors(self) -> AbstractContextManager[object]:
+        """Within it, tensors on ``cpu`` are fake ones where a CPU is played by shapes; else nothing
+        changes."""
+        if self.device is not None or self._shapes_device == "meta":
             return nullcontext()
         return FakeTensorMode(allow_non_fake_inputs=True)
 
     def _clock(self) -> LinkClock:
+        """A new clock: of real operators on the device, or of the hardware's roofline."""
         if self.device is not None:
             return Timed(self.hardware, self.device)
         return Modelled(self.hardware)
 
     def _members(self, p: int) -> tuple[int, ...]:
-        """The ranks of this rank's group of p."""
+        """The ranks of this rank's group of p; the last p ranks for a rank that is left over."""
         first = min(self.rank // p * p, self.ranks - p)
         return tuple(range(first, first + p))
 
-    def _wanted_groups(self, two: TwoLayers, found: Iterable[BranchTarget]) -> set[tuple[int, ...]]:
-        """The sets of ranks within this rank's groups that the branches need."""
+    def _wanted_groups(
+        self, two: TwoLayers, all_targets: Iterable[BranchTarget]
+    ) -> set[tuple[int, ...]]:
+        """The sets of ranks within this rank's groups that the targets need."""
         return {
-            group for target in found for group in two.groups_of(target, self._members(target.p))
+            group
+            for target in all_targets
+            for group in two.groups_of(target, self._members(target.p))
         }
 
     def _lengths(self, p: int) -> list[int]:
-        """Three packs: enough for a square, a line and a constant."""
+        """The tokens of three sequences to run on groups of p: enough to fit a square, a line and a
+        constant."""
         longest = max(self.longest, 32 * p)
-        return [max(2 * p, longest // k) for k in (16, 4, 1)]
+        return [max(2 * p, longest // divisor) for divisor in (16, 4, 1)]
 
     def _point(
         self, two: TwoLayers, groups: Groups, target: BranchTarget, tokens: int
     ) -> ProfilePoint:
-        """Measure one branch on one sequence of so many tokens: on the device, or by the hardware's
-        model where there is none."""
+        """The profile point of one target on one sequence of ``tokens`` tokens: measured on the
+        device, or by the hardware's roofline where there is none."""
         probe = two.probe(groups, self._members(target.p), target, (tokens,))
         if self.device is None:
             with self._clock() as clock:
@@ -198,42 +207,46 @@ class Rehearsal:
         them (it would slow them down), plus waits for links from runs under such clocks."""
         device = self.device or "cpu"
         alone = _least(lambda: seconds_of(probe, clock_of(device)))
-        seen = _least(lambda: self._under(Timed(self.hardware, device), probe))
+        intercepted = _least(lambda: self._under(Timed(self.hardware, device), probe))
         waits = _least(lambda: self._under(Stalls(self.hardware, device), probe))
-        slower = max(1.0, (sum(seen) - sum(waits)) / max(sum(alone), 1e-9))
+        slower = max(1.0, (sum(intercepted) - sum(waits)) / max(sum(alone), 1e-9))
         waits = _least(lambda: self._under(Stalls(self.hardware, device, slower), probe))
         return [sum(both) for both in zip(alone, waits, strict=True)]
 
     @staticmethod
     def _under(clock: LinkClock, probe: Probe) -> list[float]:
+        """[forward, backward] seconds of a probe by a clock that intercepts its operators."""
         with clock:
             return seconds_of(probe, clock)
 
     def _gather(self, two: TwoLayers, groups: Groups, p: int) -> tuple[float, float]:
-        """Seconds that sharded weights add to one layer's forward and backward."""
+        """Seconds that sharded weights add to one layer's forward (a gather) and backward (a gather
+        and a reduce-scatter)."""
         shards = two.shards(groups, self._members(p))
         with self._clock() as clock:
-            start = clock.now()
-            wholes = [shard.rows().add_(0) for shard in shards]  # waits for it
-            gathered = clock.now()
+            start_s = clock.now()
+            wholes = [shard.rows().add_(0) for shard in shards]  # the sum waits for the gather
+            gathered_s = clock.now()
             for shard, whole in zip(shards, wholes, strict=True):
                 shard.add(whole)
-            scattered = clock.now()
-        return gathered - start, scattered - start
+            scattered_s = clock.now()
+        return gathered_s - start_s, scattered_s - start_s
 
     def _link(self, p: int) -> tuple[float, float]:
+        """(seconds to start, bytes per second) of the link that joins this rank's group of p."""
         link = self.hardware.link(self._members(p))
         return link.latency_s, link.bytes_per_s * link.attained
 
     def _exchange(self) -> dict[str, float]:
-        """Pull and push of all weights, which cross to a node once, and the update of a rank's
-        rows."""
+        """Seconds of pull and push of all weights, which cross to a node once, and of the update of
+        a rank's rows, which reads and writes all that it stores."""
         device, weights = self.hardware.device, parameter_count(self.architecture)
         moved_s = self.hardware.gather_s(self.ranks, weights * self.dtype.itemsize)
-        touched = 2 * self.state_bytes / (device.memory_bytes_per_s * device.attained_memory)
-        return {"pull_s": moved_s, "push_s": moved_s, "update_s": touched}
+        update_s = 2 * self.state_bytes / (device.memory_bytes_per_s * device.attained_memory)
+        return {"pull_s": moved_s, "push_s": moved_s, "update_s": update_s}
 
 
-def _least(seconds: Callable[[], list[float]]) -> list[float]:
-    """Of three times, each number by itself."""
-    return [min(of_each) for of_each in zip(*(seconds() for _ in range(3)), strict=True)]
+def _least(measure: Callable[[], list[float]]) -> list[float]:
+    """Call ``measure`` three times; of each number that it gives the least."""
+    runs = [measure() for _ in range(3)]
+    return [min(numbers) for numbers in zip(*runs, strict=True)]

@@ -80,19 +80,20 @@ class SweepOptions:
 
 
 def blocks(ranks: int, p: int) -> list[Ranks]:
-    """The groups of p that can work side by side."""
+    """The groups of p neighbouring ranks that can work side by side."""
     return [tuple(range(k * p, (k + 1) * p)) for k in range(ranks // p)]
 
 
 def block(groups: Groups, p: int) -> Ranks | None:
     """This rank's group of p; None where p does not divide the ranks and this rank is left over."""
-    return next((b for b in blocks(groups.ranks, p) if groups.rank in b), None)
+    return next((ranks for ranks in blocks(groups.ranks, p) if groups.rank in ranks), None)
 
 
 def slowest(groups: Groups, values: list[float]) -> list[float]:
-    """The largest of every rank's values. Collective."""
-    rows = gather_floats(values, groups.world)
-    return [max(column) for column in zip(*rows, strict=True)]
+    """Of each of some values, of which every rank has its own, the largest on any rank.
+    Collective."""
+    values_by_rank = gather_floats(values, groups.world)
+    return [max(column) for column in zip(*values_by_rank, strict=True)]
 
 
 class Sweeper:
@@ -109,35 +110,42 @@ class Sweeper:
         self.not_fitting: list[NotFitting] = []
         self.clock: Clock = clock_of(device)
         self._groups, self._options = groups, options
-        self._room, self._device = room_bytes, device
-        self._absent: Groups | None = None
+        self._room_bytes, self._device = room_bytes, device
+        self._fake_groups: Groups | None = None  # in which ranks try packs without communication
 
     def prepare(self, sweeps: Iterable[Sweep]) -> None:
         """Make the groups that sweeps need. Collective, before the first of them."""
         self._groups.prepare(g for sweep in sweeps for g in self._needed_groups(sweep))
 
     def points(self, sweep: Sweep) -> list[ProfilePoint]:
-        """The points of a sweep, pack after pack until one is too slow or does not fit.
-        Collective."""
-        points, counted = list[ProfilePoint](), list[ProfilePoint]()
+        """The points of a sweep, pack after pack until one is too slow or does not fit; a pack that
+        does not fit is added to ``not_fitting``. Collective."""
+        points: list[ProfilePoint] = []
+        counted: list[ProfilePoint] = []  # those whose bytes were counted
         last_s, last_tokens = 0.0, 1
-        for lengths, counting in self._packs(sweep.p):
+        for lengths, count_bytes in self._packs(sweep.p):
             tokens = sum(lengths)
             growth = tokens / last_tokens
             slow = last_s * growth * max(1.0, growth) > self._options.point_s
             if len(counted) >= 2 and slow and not self._options.lengths:
                 break
-            needs = _extrapolate_bytes(counted, tokens)
-            if needs > self._room or (
-                needs > _RISKY * self._room and not self._survives(sweep, lengths)
-            ):
+            if not self._fits(sweep, lengths, _extrapolate_bytes(counted, tokens)):
                 self.not_fitting.append(NotFitting(p=sweep.p, option=sweep.option, tokens=tokens))
                 break
-            points.append(self._point(sweep, lengths, counting=counting))
-            counted += [points[-1]] if counting else []
-            last_s = 2 * (points[-1].forward_s + points[-1].backward_s)
+            point = self._point(sweep, lengths, count_bytes=count_bytes)
+            points.append(point)
+            if count_bytes:
+                counted.append(point)
+            last_s = 2 * (point.forward_s + point.backward_s)  # of the probe's two layers
             last_tokens = tokens
         return points
+
+    def _fits(self, sweep: Sweep, lengths: tuple[int, ...], expected_bytes: float) -> bool:
+        """Whether a pack, which is expected to need so many bytes, fits in the memory of every
+        rank. Collective where it may take more than half of it: then each rank tries alone."""
+        if expected_bytes > self._room_bytes:
+            return False
+        return expected_bytes <= _RISKY * self._room_bytes or self._survives(sweep, lengths)
 
     def _needed_groups(self, sweep: Sweep) -> Iterator[Ranks]:
         """The groups of the sweep's size, each followed by the sets of its ranks that the layers
@@ -147,11 +155,11 @@ class Sweeper:
             yield from sweep.groups_of(ranks)
 
     def _packs(self, p: int) -> Iterator[tuple[tuple[int, ...], bool]]:
-        """Single documents of growing length, the first ones also as packs of eight short ones;
-        and whether to count bytes there."""
+        """(lengths of a pack's documents in tokens, whether to count bytes there): single documents
+        of growing length, some of the first ones also as packs of eight short ones."""
         longest = self._options.longest
         if self._options.lengths:
-            yield from (((n,), True) for n in self._options.lengths)
+            yield from (((length,), True) for length in self._options.lengths)
             return
         length, step = max(1, min(64 * p, longest // 16)), 0
         while length < longest:
@@ -162,45 +170,48 @@ class Sweeper:
         yield (longest,), step < 5
 
     def _survives(self, sweep: Sweep, lengths: tuple[int, ...]) -> bool:
-        """Whether every rank could run a pack alone; the same answer on all ranks. Collective."""
-        mine, failed = block(self._groups, sweep.p), False
-        if self._absent is None:
-            self._absent = fake_groups()
-        self._absent.prepare(self._needed_groups(sweep))
+        """Whether every rank can run a pack without running out of memory, each with absent
+        partners; the same answer on all ranks. Collective."""
+        group_ranks, failed = block(self._groups, sweep.p), False
+        if self._fake_groups is None:
+            self._fake_groups = fake_groups()
+        self._fake_groups.prepare(self._needed_groups(sweep))
         try:
-            if mine is not None:
-                seconds_of(sweep.probe(self._absent, mine, lengths), self.clock)
+            if group_ranks is not None:
+                seconds_of(sweep.probe(self._fake_groups, group_ranks, lengths), self.clock)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             failed = True
         return not slowest(self._groups, [float(failed)])[0]
 
-    def _point(self, sweep: Sweep, lengths: tuple[int, ...], *, counting: bool) -> ProfilePoint:
-        """The point of a pack: the largest values of all ranks, of times the least of some runs."""
-        mine = block(self._groups, sweep.p)
-        probe = sweep.probe(self._groups, mine, lengths) if mine else None
-        seconds = [inf] * 2
+    def _point(self, sweep: Sweep, lengths: tuple[int, ...], *, count_bytes: bool) -> ProfilePoint:
+        """The point of a pack: the largest values of all ranks, of times the least of some runs.
+        Collective."""
+        group_ranks = block(self._groups, sweep.p)
+        probe = sweep.probe(self._groups, group_ranks, lengths) if group_ranks else None
+        best = [inf] * 2
         spent_s, repeat = 0.0, 0
         while repeat < self._options.repeats or (repeat < 6 and spent_s < _NOISY_S):
-            local = slowest(self._groups, seconds_of(probe, self.clock) if probe else [0.0] * 2)
-            seconds = [min(x) for x in zip(seconds, local, strict=True)]
-            spent_s, repeat = spent_s + sum(local), repeat + 1
-        counts = slowest(self._groups, self._count(probe, sweep)) if counting else []
+            local = seconds_of(probe, self.clock) if probe else [0.0] * 2
+            agreed = slowest(self._groups, local)
+            best = [min(pair) for pair in zip(best, agreed, strict=True)]
+            spent_s, repeat = spent_s + sum(agreed), repeat + 1
+        counts = slowest(self._groups, self._count(probe, sweep)) if count_bytes else []
         return ProfilePoint(
             p=sweep.p,
             option=sweep.option,
             lengths=lengths,
-            forward_s=seconds[0],
-            backward_s=seconds[1],
-            kept_bytes=int(counts[0]) if counting else None,
-            transient_bytes=int(counts[1]) if counting else None,
+            forward_s=best[0],
+            backward_s=best[1],
+            kept_bytes=int(counts[0]) if count_bytes else None,
+            transient_bytes=int(counts[1]) if count_bytes else None,
             order=sweep.order,
             fetched=sweep.fetched,
         )
 
     def _count(self, probe: Probe | None, sweep: Sweep) -> list[float]:
-        """[kept, passing] bytes of a probe on this rank, zeros on a rank that has no probe."""
+        """[kept, transient] bytes of a probe on this rank, zeros on a rank that has no probe."""
         if probe is None:
             return [0.0, 0.0]
         if self._device != "cpu":
@@ -213,7 +224,8 @@ class Sweeper:
 
 
 def _extrapolate_bytes(counted: list[ProfilePoint], tokens: int) -> float:
-    """Bytes that two layers will need for so many tokens, in proportion to the last count."""
+    """Bytes that two layers are expected to need for so many tokens, in proportion to the last
+    point in ``counted``, whose points have bytes; 0 without points."""
     if not counted:
         return 0.0
     last = counted[-1]

@@ -36,8 +36,10 @@ class EndsProbe:
 
     run: MicroBatchRun
     segments: int = 1
+    # Of the last forward: the embedding's output; the same as an input, cut from its graph; and
+    # what the head was given. Then the gradient of the latter.
     _done: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    _last: torch.Tensor | None = None
+    _ending_grad: torch.Tensor | None = None
 
     def forward(self, passed: Passed) -> None:
         """Run the embedding, then the head and the loss, which computes its gradient at once."""
@@ -46,18 +48,20 @@ class EndsProbe:
         x = run.model.embedding(run.ids, run.weights, run.context)
         entry = x.detach().requires_grad_()
         ending, labels = run.model.ending(entry, run.labels, run.weights)
-        _, self._last = run.model.head(ending.detach(), labels, run.weights, run.scale, run.context)
+        _, self._ending_grad = run.model.head(
+            ending.detach(), labels, run.weights, run.scale, run.context
+        )
         self._done = (x, entry, ending)
         passed()
 
     def backward(self, passed: Passed) -> None:
-        """Run the backward of the last forward, and of the loss."""
+        """Run the backward of the last forward, and free what that kept."""
         assert self._done is not None
         x, entry, ending = self._done
         self._done = None
-        ending.backward(self._last)
+        ending.backward(self._ending_grad)
         del ending
-        self._last = None
+        self._ending_grad = None
         x.backward(entry.grad)
         passed()
 
@@ -66,10 +70,12 @@ def branch_probe(run: MicroBatchRun, part: Branch, option: LayerOption, layers: 
     """A probe of one branch of the first ``layers`` layers, run as a micro-batch would run it."""
 
     def entry() -> torch.Tensor:
+        """Random activations [T / R, h]."""
         shape = (len(run.ids), run.context.architecture.hidden)
         return torch.randn(shape, dtype=run.context.place.dtype, device=run.ids.device)
 
     def branch(index: int, x: torch.Tensor) -> torch.Tensor:
+        """The branch of layer ``index``, x [T / R, h] to [T / R, h]."""
         inner = replace(run.context, recompute=option.recompute, layer=index)
         return run.model.branch(x, part, option, run.states[index], inner)
 
@@ -77,7 +83,8 @@ def branch_probe(run: MicroBatchRun, part: Branch, option: LayerOption, layers: 
 
 
 class TwoLayers:
-    """Makes probes of ``architecture`` for this rank; ``two`` is the model that is run.
+    """Makes probes of ``architecture`` for this rank; ``two`` is the architecture of the model that
+    is run, with two layers, or one where there are no more.
 
     Weights are whole on every rank, of ``dtype``; gradients are fp32 for half types.
     """
@@ -89,11 +96,11 @@ class TwoLayers:
         self.two = replace(architecture, layers=min(2, architecture.layers))
         self.dtype, self.device = dtype, device
         self.model = Transformer(self.two)
-        wide = dtype if dtype.itemsize >= 4 else torch.float32
-        self._held: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        grad_dtype = dtype if dtype.itemsize >= 4 else torch.float32
+        self._held: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}  # value, gradient, unit
         for weight in weight_table(self.two):
             value = torch.empty(weight.shape, dtype=dtype, device=device).normal_(std=0.02)
-            grad = torch.zeros(weight.shape, dtype=wide, device=device)
+            grad = torch.zeros(weight.shape, dtype=grad_dtype, device=device)
             self._held[weight.name] = (value, grad, weight.unit or 1)
 
     @property
@@ -102,9 +109,9 @@ class TwoLayers:
         return sum(value.nbytes + grad.nbytes for value, grad, _ in self._held.values())
 
     def groups_of(self, target: BranchTarget, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The groups that a target needs on ``ranks``."""
-        members = [tuple(range(target.p)), *subgroups(target.option, self.two, target.p)]
-        return [tuple(ranks[member] for member in group) for group in members]
+        """The groups that a target needs: ``ranks`` themselves, and some of these each."""
+        groups = [tuple(range(target.p)), *subgroups(target.option, self.two, target.p)]
+        return [tuple(ranks[member] for member in group) for group in groups]
 
     def sweep(self, target: BranchTarget) -> Sweep:
         """The sweep that measures a target."""
@@ -124,7 +131,8 @@ class TwoLayers:
     def probe(
         self, groups: Groups, ranks: tuple[int, ...], target: BranchTarget, lengths: tuple[int, ...]
     ) -> Probe:
-        """A target's probe on ``ranks`` of ``groups``, for a pack of documents."""
+        """A target's probe on ``ranks`` of ``groups``, for a pack of documents of ``lengths``
+        tokens."""
         layers = LayerPlan.uniform(target.option, self.two.layers)
         order = target.order(self.two)
         micro = MicroBatch(
@@ -155,24 +163,28 @@ class TwoLayers:
         return branch_probe(run, target.part, target.option, self.two.layers)
 
     def shards(self, groups: Groups, ranks: tuple[int, ...]) -> list[Shard]:
-        """One layer's matrices, spread over ``ranks``."""
+        """This rank's shards of one layer's matrices, sharded over ``ranks``."""
         group = groups.get(ranks)
         assert group is not None, "a group of several ranks"
-        found = []
+        shards = []
         for weight in buckets(self.two)[1]:
             if weight.unit is not None:
                 value, grad, _ = self._held[weight.name]
                 parts = group_shards(weight, len(ranks))
+                # Any rows serve, as only their number counts for costs.
                 rows = len(parts[ranks.index(groups.rank)])
-                found.append(Shard(value=value[:rows], grad=grad[:rows], shards=parts, group=group))
-        return found
+                shard = Shard(value=value[:rows], grad=grad[:rows], shards=parts, group=group)
+                shards.append(shard)
+        return shards
 
     def _weights(self, member: int) -> dict[str, Weight]:
+        """All weights of the model by name, whole, for one member of a group."""
         return {
             name: Whole(value=value, grad=grad, member=member, unit=unit)
             for name, (value, grad, unit) in self._held.items()
         }
 
     def _tokens(self, lengths: Sequence[int]) -> tuple[np.ndarray, ...]:
+        """Random documents of these lengths, ids [L] each."""
         rng = np.random.default_rng(sum(lengths))
         return tuple(rng.integers(self.two.vocabulary, size=n).astype(np.int32) for n in lengths)
