@@ -66,10 +66,10 @@ class AxisExample:
             ModelError: For a model that cannot run on shards.
         """
         whole = self.results(alone(**self.inputs))
-        draw = torch.Generator().manual_seed(len(whole))
-        weights = [torch.randn(x.shape, generator=draw, dtype=x.dtype) for x, _ in whole]
-        parts = [(x * w).sum() for (x, _), w in zip(whole, weights, strict=True)]
-        wanted = torch.stack(parts).sum()
+        generator = torch.Generator().manual_seed(len(whole))
+        weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x, _ in whole]
+        sums = [(x * w).sum() for (x, _), w in zip(whole, weights, strict=True)]
+        wanted = torch.stack(sums).sum()
         wanted.backward()
         run = self.adapted(self.model)
         run.check = False  # errors are to be measured
@@ -77,6 +77,7 @@ class AxisExample:
         loss = torch.zeros(())
         for (x, dims), weight in zip(self.results(out), weights, strict=True):
             part = (x * run.local(weight, dims)).sum()
+            # What ranks with the same samples all have counts once.
             loss = loss + (part if run.is_sharded(dims) else part / run.mates)
         run.backward(loss)
         total = float(run.add_up(loss))
@@ -164,8 +165,9 @@ def wan(
     checkpoints: bool = False,
     steps_of_places: bool = False,
 ) -> AxisExample:
-    """A small Wan of diffusers, which takes norms in single precision; a timestep of each place as
-    TI2V has. Raises MissingExtra without it."""
+    """A small Wan of diffusers, which takes norms in single precision. With ``steps_of_places``
+    each place has its own timestep, as in TI2V, else each sample has. Raises MissingExtra without
+    diffusers."""
     try:
         from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
     except ImportError:
@@ -185,13 +187,13 @@ def wan(
     model = model.double().train()
     if checkpoints:
         model.enable_gradient_checkpointing()
-    places = (samples, frames * (side // 2) ** 2) if steps_of_places else (samples,)
+    step_shape = (samples, frames * (side // 2) ** 2) if steps_of_places else (samples,)
     return AxisExample(
         model=model,
         single=True,
         inputs={
             "hidden_states": torch.randn(samples, 4, frames, side, side, dtype=torch.float64),
-            "timestep": torch.randint(0, 1000, places),
+            "timestep": torch.randint(0, 1000, step_shape),
             "encoder_hidden_states": torch.randn(samples, 3, 12, dtype=torch.float64),
         },
         results=lambda out: [(out.sample, "b c t y x")],
@@ -215,7 +217,7 @@ def cogvideox(
     except ImportError:
         raise MissingExtra("diffusers", extra="video", needed_for="CogVideoX") from None
     torch.manual_seed(0)
-    text, places = 4, frames * (side // 2) ** 2
+    words, places = 4, frames * (side // 2) ** 2
     model: Any = CogVideoXTransformer3DModel(
         num_attention_heads=3,
         attention_head_dim=16,
@@ -226,7 +228,7 @@ def cogvideox(
         num_layers=2,
         sample_width=side,
         sample_height=side,
-        max_text_seq_length=text,
+        max_text_seq_length=words,
         use_rotary_positional_embeddings=rotary,
     )
     model = model.double().train()
@@ -239,7 +241,7 @@ def cogvideox(
         inputs={
             "hidden_states": torch.randn(samples, frames, 4, side, side, dtype=torch.float64),
             "timestep": torch.randint(0, 1000, (samples,)),
-            "encoder_hidden_states": torch.randn(samples, text, 12, dtype=torch.float64),
+            "encoder_hidden_states": torch.randn(samples, words, 12, dtype=torch.float64),
             **positions,
         },
         results=lambda out: [(out.sample, "b t c y x")],
@@ -308,14 +310,14 @@ def ltx(
     model = model.double().train()
     if checkpoints:
         model.enable_gradient_checkpointing()
-    kept = torch.tensor([[1, 1, 1]] + [[1, 1, 0]] * (samples - 1))
+    word_mask = torch.tensor([[1, 1, 1]] + [[1, 1, 0]] * (samples - 1))
     return AxisExample(
         model=model,
         inputs={
             "hidden_states": torch.randn(samples, frames * side * side, 4, dtype=torch.float64),
             "timestep": torch.randint(0, 1000, (samples,)),
             "encoder_hidden_states": torch.randn(samples, 3, 12, dtype=torch.float64),
-            "encoder_attention_mask": kept,
+            "encoder_attention_mask": word_mask,
             "num_frames": frames,
             "height": side,
             "width": side,
@@ -388,7 +390,8 @@ EXAMPLES: dict[str, dict[str, Callable[[], AxisExample]]] = {
         ("wan", wan),
     )
 }
-"""Each model's examples by the names that the command line takes."""
+"""The examples of each model: functions that make them, by the name of the model, which the command
+line takes, and that of the case."""
 
 EXAMPLES["cogvideox"]["4 frames, added positions"] = partial(cogvideox, frames=4, rotary=False)
 EXAMPLES["cogvideox"]["3 frames, recomputed"] = partial(cogvideox, frames=3, checkpoints=True)

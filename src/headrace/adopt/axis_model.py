@@ -56,7 +56,7 @@ _GRAPHS = 1 << 16
 """Graphs that a compiler may make of one model before it gives up."""
 
 _FEWEST = 3
-"""Places of a sample on which a model is tried."""
+"""Places that a sample on which a model is tried has on every axis, at least."""
 
 Sizes = Callable[[Mapping[str, torch.Tensor]], Mapping[str, int]] | None
 """A function from the inputs by name to the sizes of axes by name."""
@@ -100,8 +100,7 @@ class AxisModel:
         compare: bool = True,
         other_dims: Mapping[str, str] | None = None,
     ) -> None:
-        """Hook ``model``: ``inputs`` and ``other_dims`` name the dims of tensors, ``axis`` is in
-        shards first, and ``check`` has the model tried on shards of its first batch."""
+        """Hook ``model``; it stays the user's plain model until a batch is sharded and run."""
         self.model = model
         self._compare = compare
         self._other_dims = {name: Dims.parse(x) for name, x in (other_dims or {}).items()}
@@ -111,23 +110,25 @@ class AxisModel:
         self.axis, self.batch = axis, batch
         self._sizes, self.check = sizes, bool(check)
         self._first_step = check == "first step"
-        self._untried: Mapping[str, Any] | None = None
-        # Results that all shards have alike; whether a backward may meet one; and what is refused
-        # in the one at work: to meet any, or one that is the model's own loss.
+        # A batch on which the plain model failed: it is tried on it again in its first call.
+        self._unprobed_batch: Mapping[str, Any] | None = None
+        # From the probe, for each tensor of a result: whether every rank has the whole of it.
         self._alike = tuple[bool, ...]()
-        self._may_meet, self._refuses, self._refuses_own = False, False, False
-        self._backwards = set[bool]()  # ``alike`` of those since the last sum
+        # Whether tensors that ranks have alike are guarded, so that they do not count once for each
+        # rank; and which guards raise in the backward at work: all, or those of own losses.
+        self._has_guards, self._refuses_alike, self._refuses_own = False, False, False
+        self._alike_of_backwards = set[bool]()  # given to backwards since the last add_up
         if sizes is None and not any(axis in dims for dims in self.inputs.values()):
             raise SpecError("axis of the inputs", got=axis, wanted="one of an input's dims")
-        self._given, self._met = groups, groups is not None
+        self._known_groups, self._groups_are_known = groups, groups is not None
         self._manager = HookManager(self.inner, stages, axis)
         self._manager.switched = tuple(switched)
         self.traceable = True
         self._compiled: Callable[..., Any] | None = None
-        shown = [name for name, dims in self.inputs.items() if axis in dims]
-        self._main = shown[0] if shown else None
+        inputs_with_axis = [name for name, dims in self.inputs.items() if axis in dims]
+        self._main_input = inputs_with_axis[0] if inputs_with_axis else None
         self._label_name = "labels"
-        self._takes = {*inspect.signature(self.inner.forward).parameters, *self.inputs}
+        self._argument_names = {*inspect.signature(self.inner.forward).parameters, *self.inputs}
         self._watch = CallWatch()
         weakref.finalize(self, self._watch.close)
 
@@ -139,9 +140,11 @@ class AxisModel:
         hooks exist already. Returns a function that undoes this."""
 
         def back(_: Any, out: Any) -> Any:
+            """Put the result back on the shards of the inputs, and prepare it for a backward."""
             if not self._manager.spread:
                 return None
-            return self._bound(self.back(out, str(self._main)), self._manager.at_work)
+            on_input_shards = self.back(out, str(self._main_input))
+            return self._spread_in_backward(on_input_shards, self._manager.at_work)
 
         return self._manager.on(self.inner, after=back)
 
@@ -216,9 +219,9 @@ class AxisModel:
         """The groups that were given, else those of the world, which may be set up after the model
         was adapted; None in a process that is no rank. Raises
         LaunchError on a launched rank whose process group is not initialized."""
-        if not self._met:
-            self._given, self._met = groups_here(device_of(self.model)), True
-        return self._given
+        if not self._groups_are_known:
+            self._known_groups, self._groups_are_known = groups_here(device_of(self.model)), True
+        return self._known_groups
 
     @property
     def ranks(self) -> int:
@@ -229,7 +232,7 @@ class AxisModel:
     def mates(self) -> int:
         """The number of ranks that work on the same samples. What they have alike counts once: a
         loss is taken to be divided by it where it is asked for after the forward."""
-        self._may_meet = False
+        self._has_guards = False  # the caller divides, so the backward has nothing to refuse
         return self._manager.at_work.ranks
 
     @property
@@ -237,8 +240,8 @@ class AxisModel:
         """What a mean over samples on this rank, as a model's own loss, counts in that over the
         whole batch, ``run.backward(loss * run.share)``: its part of the samples, over the ranks
         that have the same ones."""
-        _, count, of = self._manager.at_work.samples
-        return count / of / self.mates
+        _, own_samples, all_samples = self._manager.at_work.samples
+        return own_samples / all_samples / self.mates
 
     def shard(self, batch: Mapping[str, Any], *, replicas: int = 1) -> BatchPart:
         """This rank's part of inputs that all ranks have alike: its places of ``axis``, and its
@@ -271,46 +274,53 @@ class AxisModel:
         with self._watch.during("sharding"):
             if groups is not None:
                 self._watch.begin(groups)
-                apart = [some for block in blocks for some in self.groups_of(block)]
-                groups.prepare(needed if replicas == 1 else apart)
+                # Replicas may split their samples differently, and all ranks make the same groups.
+                any_needed = [some for block in blocks for some in self.groups_of(block)]
+                groups.prepare(needed if replicas == 1 else any_needed)
                 if self._compare:
-                    own = groups.world if replicas == 1 else groups.get(members)
-                    agree("inputs", fingerprint(_all_tensors(batch), (needed,)), own)
+                    replica = groups.world if replicas == 1 else groups.get(members)
+                    agree("inputs", fingerprint(_all_tensors(batch), (needed,)), replica)
                 if replicas > 1:
-                    counts = gather_floats([float(places)], groups.world)
-                    places = round(sum(counts[block[0]][0] for block in blocks))
-            self._look_once(batch, may_wait=True)
-        shards, found = self._place_batch(batch, members, None)
-        labels = self._local_labels(found, shards)
-        if self._label_name not in self._takes:
-            found.pop(self._label_name, None)
-        if self._first_step and replicas == 1 and self._untried is None:
+                    places_by_rank = gather_floats([float(places)], groups.world)
+                    places = round(sum(places_by_rank[block[0]][0] for block in blocks))
+            self._probe_once(batch, may_wait=True)
+        shards, inputs = self._place_batch(batch, members, None)
+        labels = self._local_labels(inputs, shards)
+        if self._label_name not in self._argument_names:
+            inputs.pop(self._label_name, None)
+        if self._first_step and replicas == 1 and self._unprobed_batch is None:
             self._first_step = False
-            self._compare_whole(found, {k: v for k, v in batch.items() if k in found})
-            shards, found = self._place_batch({k: batch[k] for k in found}, members, None)
+            self._compare_whole(inputs, {k: v for k, v in batch.items() if k in inputs})
+            shards, inputs = self._place_batch({k: batch[k] for k in inputs}, members, None)
         return BatchPart(
-            inputs=found,
+            inputs=inputs,
             labels=labels,
             group=shards.group,
             targets=places,
-            tokens=self._tokens(shards),
+            tokens=self._local_places(shards),
             placed=shards,
         )
 
     def _compare_whole(self, local: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
-        """Compare a batch of all ranks with the plain model, by the squares of its results."""
+        """Compare the spread model on this rank's ``local`` inputs with the plain one on the
+        ``whole`` batch, where the loss is the sum of squares of all results. Collective. Raises
+        ModelError where losses or gradients differ."""
 
         def spread() -> torch.Tensor:
-            """The sum of squares of the results of all ranks, [], after its backward."""
+            """The loss of all ranks, [], after its backward."""
             values = list(result_tensors(self(**local)))
             known = self._alike if len(self._alike) == len(values) else [False] * len(values)
-            parts = zip(values, known, strict=True)
-            sizes = [x.square().sum() / (self.mates if alike else 1) for x, alike in parts]
-            loss = torch.stack(sizes).sum()
+            # What all mates have alike counts once.
+            squares = [
+                x.square().sum() / (self.mates if alike else 1)
+                for x, alike in zip(values, known, strict=True)
+            ]
+            loss = torch.stack(squares).sum()
             self.backward(loss)
             return self.add_up(loss)
 
         def plain() -> torch.Tensor:
+            """The loss of the plain model on this rank alone, [], after its backward."""
             values = result_tensors(self.model(**whole))
             loss = torch.stack([x.square().sum() for x in values]).sum()
             (loss / ranks_that_add_up(self.model, self._groups)).backward()
@@ -330,30 +340,35 @@ class AxisModel:
         """:meth:`shard` without a check that ``ranks`` have the same batch: no communication. Their
         groups (:meth:`groups_for`) must exist in ``groups``. Fields that the model does not take
         are in ``rest``."""
-        known = {name: value for name, value in values.items() if name in self.inputs}
-        others = {name: value for name, value in values.items() if name not in known}
-        shards, placed = self._place_batch(known, ranks, groups)
-        first, count, of = shards.samples
-        own = {
-            name: value.narrow(0, first, count)
-            if self._dims(name) is None and value.dim() and len(value) == of
-            else value
+        declared = {name: value for name, value in values.items() if name in self.inputs}
+        others = {name: value for name, value in values.items() if name not in declared}
+        shards, placed = self._place_batch(declared, ranks, groups)
+        local = {
+            name: self._own_samples(name, value, shards)
             for name, value in {**placed, **others}.items()
         }
-        takes = self._takes
+        taken = self._argument_names
         return BatchPart(
-            inputs={name: value for name, value in own.items() if name in takes},
+            inputs={name: value for name, value in local.items() if name in taken},
             rest={
                 name: value
-                for name, value in own.items()
-                if name not in takes and name != self._label_name
+                for name, value in local.items()
+                if name not in taken and name != self._label_name
             },
-            labels=self._local_labels(own, shards),
+            labels=self._local_labels(local, shards),
             group=shards.group,
             targets=targets or 0,
-            tokens=self._tokens(shards),
+            tokens=self._local_places(shards),
             placed=shards,
         )
+
+    def _own_samples(self, name: str, value: torch.Tensor, shards: AxisShards) -> torch.Tensor:
+        """A field without declared dims, cut to the samples of ``shards`` where its first dim has
+        as many entries as the batch has samples; any other field as it is."""
+        first, count, all_samples = shards.samples
+        if self._dims(name) is None and value.dim() and len(value) == all_samples:
+            return value.narrow(0, first, count)
+        return value
 
     def take(self, part: BatchPart) -> None:
         """Spread the model: its forwards work on ``part`` from now on."""
@@ -370,90 +385,106 @@ class AxisModel:
     def _place_batch(
         self, batch: Mapping[str, Any], ranks: Members, groups: Groups | None
     ) -> tuple[AxisShards, dict[str, Any]]:
-        """The shards of a batch on this rank, and the local inputs."""
+        """(the shards of a batch on this rank, the batch with its inputs cut to them). ``ranks``
+        share the batch; their process groups are taken from ``groups``, those of this model where
+        None. The model's next forward runs on these shards. Raises InfeasiblePlan and DataError."""
         if isinstance(self.model, FSDPModule):
             add_plainly(self.model)
-        tensors, groups = self._tensors(batch), groups or self._groups
+        tensors, groups = self._declared_inputs(batch), groups or self._groups
         totals = self._totals(tensors)
-        samples = self._samples(totals)
-        parts = self._parts(totals, len(ranks))
-        each = len(ranks) // parts
+        samples = self._samples_of(totals)
+        parts = self._parts_for(totals, len(ranks))
+        group_ranks = len(ranks) // parts  # ranks of each group, which has the same samples
         if parts > 1:
             self._require_declared(batch, samples)
-        block, me = divmod(0 if groups is None else ranks.index(groups.rank), each)
-        sizes = split_sizes(samples, parts)
+        own_index = 0 if groups is None else ranks.index(groups.rank)
+        own_part, index_in_group = divmod(own_index, group_ranks)
+        samples_by_part = split_sizes(samples, parts)
+        first_sample, own_samples = sum(samples_by_part[:own_part]), samples_by_part[own_part]
         if self.batch is not None:
-            totals[self.batch] = sizes[block]
+            totals[self.batch] = own_samples
+        first_rank = own_part * group_ranks
+        own_group = ranks[first_rank : first_rank + group_ranks]
         shards = AxisShards(
             axis=self.axis,
             totals=totals,
-            samples=(sum(sizes[:block]), sizes[block], samples),
-            group=groups.get(ranks[block * each : (block + 1) * each]) if groups else None,
-            across=groups.get(ranks[me::each]) if groups else None,
+            samples=(first_sample, own_samples, samples),
+            group=groups.get(own_group) if groups else None,
+            across=groups.get(ranks[index_in_group::group_ranks]) if groups else None,
             members=ranks,
             beside=self._manager.beside,
         )
-        return shards, self._on(shards, batch)
+        return shards, self._cut_inputs(shards, batch)
 
-    def _on(self, shards: AxisShards, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Inputs on shards, which the model works on from here on."""
+    def _cut_inputs(self, shards: AxisShards, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch with its inputs cut to ``shards`` and its counts set to the places there. The
+        model works on these shards from here on, and finds them by the tensors returned."""
         self._manager.take(shards)
-        found = dict(batch)
-        for name, value in self._tensors(batch).items():
+        cut = dict(batch)
+        for name, value in self._declared_inputs(batch).items():
             part = self.local(value, str(self._dims_of(name, value)))
-            found[name] = part.view_as(part) if part is value else part  # not the input itself
-            self._manager.know(found[name], shards)
+            # Another tensor in any case: only what was cut is recorded, not the user's input.
+            cut[name] = part.view_as(part) if part is value else part
+            self._manager.know(cut[name], shards)
         for name, axis in self.counts.items():
-            if type(found.get(name)) is int:
-                found[name] = self._manager.at_work.counted(axis)
-        return found
+            if type(cut.get(name)) is int:
+                cut[name] = self._manager.at_work.counted(axis)
+        return cut
 
-    def _look_once(self, batch: Mapping[str, Any], *, may_wait: bool = False) -> None:
-        """Try the model on shards of a batch, the first one that has places for two ranks. Raises
-        ModelError, on all ranks, where results differ. Where the plain model fails it ``may_wait``
-        for the first call, which may have more inputs, or other types of numbers (autocast)."""
+    def _probe_once(self, batch: Mapping[str, Any], *, may_wait: bool = False) -> None:
+        """Try the model on shards of a batch, unless that was done, is not wanted, or the axis has
+        too few places for two ranks. Raises ModelError, on all ranks, where results differ on any.
+
+        Where the plain model fails and this ``may_wait``, the batch is kept for the first call of
+        the model, which may have more inputs, or other types of numbers (autocast). Collective."""
         refuse_batch_norms(self.inner)
         if not self.check or self._places_of_axis(batch) < 2:
             return
         error: Exception | None = None
         try:
-            self._probe(batch)
+            self._run_probe(batch)
         except Exception as found:
             error = found
-        later = isinstance(error, WholeFails) and may_wait
+        waits = isinstance(error, WholeFails) and may_wait
         if self._groups is not None:
-            worst = torch.tensor([float(error is not None and not later), float(later)])
-            worst = worst.to(device_of(self.model))
-            dist.all_reduce(worst, dist.ReduceOp.MAX)
-            later = later or (error is None and bool(worst[1]))
-            if worst[0] and (error is None or later):
-                error, later = _elsewhere(self.inner), False
-        self._untried = batch if later else None
-        if error is not None and not later:
+            # Over all ranks: whether one has an error to raise, and whether one waits.
+            any_rank = torch.tensor([float(error is not None and not waits), float(waits)])
+            any_rank = any_rank.to(device_of(self.model))
+            dist.all_reduce(any_rank, dist.ReduceOp.MAX)
+            waits = waits or (error is None and bool(any_rank[1]))
+            if any_rank[0] and (error is None or waits):
+                error, waits = _elsewhere(self.inner), False
+        self._unprobed_batch = batch if waits else None
+        if error is not None and not waits:
             raise error
-        self.check = later
+        self.check = waits
 
     def _places_of_axis(self, batch: Mapping[str, Any]) -> int:
-        return self._totals(self._tensors(batch))[self.axis]
+        """The places in a whole batch of the axis that is sharded first."""
+        return self._totals(self._declared_inputs(batch))[self.axis]
 
-    def _probe(self, batch: Mapping[str, Any]) -> None:
-        """:func:`probe_axes` on two samples; on all where something may count them."""
+    def _run_probe(self, batch: Mapping[str, Any]) -> None:
+        """Try the model on shards of a batch in this process, by :func:`probe_axes`, and record
+        which results are alike on all ranks. Two samples suffice; where a number or a tensor
+        without declared dims may count the samples, all are taken. Raises ModelError."""
         inputs = {
             name: value
             for name, value in batch.items()
-            if name != self._label_name or name in self._takes
+            if name != self._label_name or name in self._argument_names
         }
         others = [value for name, value in inputs.items() if name not in self.inputs]
         if not any(isinstance(x, torch.Tensor) or type(x) is int for x in others):
-            for name, value in self._tensors(inputs).items():
-                at = self._at(self.inputs[name])
-                inputs[name] = value if at is None else value.narrow(at, 0, min(2, value.shape[at]))
-        totals = self._totals(self._tensors(inputs))
-        samples = self._samples(totals)
+            for name, value in self._declared_inputs(inputs).items():
+                dim = self._sample_dim(self.inputs[name])
+                if dim is not None:
+                    inputs[name] = value.narrow(dim, 0, min(2, value.shape[dim]))
+        totals = self._totals(self._declared_inputs(inputs))
+        samples = self._samples_of(totals)
 
         def placed(shards: AxisShards) -> Mapping[str, Any]:
+            """The inputs on shards of all samples."""
             shards.samples = (0, samples, samples)
-            return self._on(shards, inputs)
+            return self._cut_inputs(shards, inputs)
 
         suspects = [
             name
@@ -463,11 +494,12 @@ class AxisModel:
         self._alike = probe_axes(self._manager, inputs, totals, placed, suspects=suspects)
 
     def _local_labels(self, values: Mapping[str, Any], shards: AxisShards) -> torch.Tensor | None:
-        """The labels of this rank's places; their dims are those of the first input with axes."""
+        """The labels among ``values``, or None; they are cut to this rank's places where they have
+        no dims of their own (then they have those of the main input), else they are cut already."""
         labels = values.get(self._label_name)
-        if labels is None or self._label_name in self.inputs or self._main is None:
-            return None if labels is None else labels
-        return self.local(labels, str(self.inputs[self._main]))
+        if labels is None or self._label_name in self.inputs or self._main_input is None:
+            return labels
+        return self.local(labels, str(self.inputs[self._main_input]))
 
     def groups_for(self, batch: Mapping[str, Any], ranks: Members) -> list[Members]:
         """List the groups in which ranks work on a batch.
@@ -482,7 +514,7 @@ class AxisModel:
         Raises:
             InfeasiblePlan: Where there are more ranks than samples and places together.
         """
-        parts = self._parts(self._totals(self._tensors(batch)), len(ranks))
+        parts = self._parts_for(self._totals(self._declared_inputs(batch)), len(ranks))
         return axis_groups(ranks, len(ranks) // parts)
 
     def most_ranks(self, batch: Mapping[str, Any], ranks: int) -> int:
@@ -495,10 +527,10 @@ class AxisModel:
         Returns:
             A number of at most ``ranks``.
         """
-        totals = self._totals(self._tensors(batch))
+        totals = self._totals(self._declared_inputs(batch))
         for count in range(ranks, 1, -1):
             try:
-                self._parts(totals, count)
+                self._parts_for(totals, count)
             except InfeasiblePlan:
                 continue
             return count
@@ -513,11 +545,11 @@ class AxisModel:
         Returns:
             The product of the places of the axes.
         """
-        totals = self._totals(self._tensors(sample))
+        totals = self._totals(self._declared_inputs(sample))
         return math.prod(n for name, n in totals.items() if name in self.axes)
 
-    def _tokens(self, shards: AxisShards) -> int:
-        """The places of all axes and samples on this rank."""
+    def _local_places(self, shards: AxisShards) -> int:
+        """The number of places on this rank: the product over all axes and the samples."""
         here = shards.here()
         return math.prod(n for name, n in here.items() if name not in shards.beside)
 
@@ -567,10 +599,10 @@ class AxisModel:
         layout, shards = Dims.parse(dims), self._manager.at_work
         whole = shards.whole(x, layout)
         if shards.across is None or self.batch is None or (self.batch,) not in layout.names:
-            return self._marked(whole)
+            return self._guarded(whole)
         sizes = split_sizes(shards.samples[2], dist.get_world_size(shards.across))
-        at = layout.names.index((self.batch,))
-        return self._marked(gather(whole, at, shards.across, sizes=sizes))
+        sample_dim = layout.names.index((self.batch,))
+        return self._guarded(gather(whole, sample_dim, shards.across, sizes=sizes))
 
     def back(self, out: Any, like: str) -> Any:
         """Put a result on the shards that inputs have. Collective.
@@ -607,18 +639,18 @@ class AxisModel:
             raise ModelError(
                 "inputs of the model", got="others than were sharded", wanted="what shard() gave"
             )
-        if self._untried is not None:
+        if self._unprobed_batch is not None:
             more = {k: v for k, v in inputs.items() if not isinstance(v, torch.Tensor)}
-            self._look_once({**more, **self._untried})
-        before = self._manager.spread
+            self._probe_once({**more, **self._unprobed_batch})
+        spread_before = self._manager.spread
         self._manager.take(shards)
         self._manager.spread = True
         try:
             with self._watch.during("forward"):
                 out = self._run(inputs)
         finally:
-            self._manager.spread = before
-        return self._bound(out, self._manager.at_work)
+            self._manager.spread = spread_before
+        return self._spread_in_backward(out, self._manager.at_work)
 
     def _run(self, inputs: Mapping[str, Any]) -> Any:
         """The model's result, compiled where that is asked for and the order of stages is known."""
@@ -633,32 +665,34 @@ class AxisModel:
         shards.axis = self._manager.last_axis if shards.group is not None else self.axis
         return out
 
-    def _bound(self, out: Any, shards: AxisShards) -> Any:
-        """Have the backward of a result run while the model is spread, on the shards of its
-        forward: checkpoints run stages again there."""
+    def _spread_in_backward(self, out: Any, shards: AxisShards) -> Any:
+        """Have the backward of a result ``out`` run while the model is spread, on the ``shards`` of
+        its forward, as checkpoints run stages again there. Results that ranks have alike are
+        guarded. Returns ``out`` itself."""
         queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 
         def begin(_: Sequence[torch.Tensor]) -> None:
             self._manager.resume(shards, queue)
 
         values = list(result_tensors(out))
-        known = len(self._alike) == len(values)
-        flags = self._alike if known else [not x.dim() for x in values]
+        was_probed = len(self._alike) == len(values)
+        flags = self._alike if was_probed else [not x.dim() for x in values]
         for value, alike in zip(values, flags, strict=True):
             if value.grad_fn is not None:
                 value.grad_fn.register_prehook(begin)
-            own = not value.dim() and (known or shards.across is not None)
-            if alike and (own or shards.group is not None):
-                self._marked(value, own=own)
+            is_own_loss = not value.dim() and (was_probed or shards.across is not None)
+            if alike and (is_own_loss or shards.group is not None):
+                self._guarded(value, own=is_own_loss)
         return out
 
-    def _marked(self, x: torch.Tensor, *, own: bool = False) -> torch.Tensor:
-        """A tensor that ranks have alike, or the model's ``own`` loss, a mean. Its gradient is
-        refused in a backward that counts it for each rank."""
+    def _guarded(self, x: torch.Tensor, *, own: bool = False) -> torch.Tensor:
+        """Guard a tensor ``x`` that ranks have alike, or (``own``) the model's own loss, a mean
+        over samples: a backward that would count it once for each rank raises ModelError there.
+        Returns ``x``."""
 
-        def meet(_: torch.Tensor) -> None:
+        def refuse(_: torch.Tensor) -> None:
             """Refuse a backward that would count the tensor's gradient once for every rank."""
-            if self._refuses or (own and self._refuses_own):
+            if self._refuses_alike or (own and self._refuses_own):
                 raise ModelError(
                     "loss that the model makes of its samples" if own else "loss of what is alike",
                     got="a backward that counts it for every rank",
@@ -668,13 +702,14 @@ class AxisModel:
                 )
 
         if x.requires_grad and self.ranks > 1:
-            x.register_hook(meet)
-            self._may_meet = True
+            x.register_hook(refuse)
+            self._has_guards = True
         return x
 
     def _is_alike(self, loss: torch.Tensor) -> bool:
-        """Whether ranks that share samples, or all that have others, have the same number. It is
-        asked for where a backward may meet what is alike. Collective among them."""
+        """Whether ``loss`` is the same number, up to rounding and not 0, on all ranks with the same
+        samples; where this rank has its samples alone, on those with other samples. Collective
+        among these ranks."""
         shards = self._manager.at_work
         group = shards.group if shards.group is not None else shards.across
         if group is None or loss.dim():
@@ -722,18 +757,21 @@ class AxisModel:
         """
         shards = self._manager.at_work
         axis = shards.axis
-        self._backwards.add(alike)
-        if self._may_meet:
-            parts = shards.samples[2] / max(1, shards.samples[1])
+        self._alike_of_backwards.add(alike)
+        if self._has_guards:
+            _, own_samples, all_samples = shards.samples
+            parts = all_samples / max(1, own_samples)
+            # The mean of all ranks' means is that over the samples only for parts of one size.
             self._refuses_own = not alike or parts * shards.ranks != len(shards.members)
-            self._refuses = not alike and self._is_alike(loss)
+            self._refuses_alike = not alike and self._is_alike(loss)
         try:
             with self._watch.during("backward"):
                 summed_loss(self.model, loss / len(shards.members) if alike else loss).backward()
         finally:
-            self._refuses = self._refuses_own = False
+            self._refuses_alike = self._refuses_own = False
             self._manager.end_backward()
-            self._manager.shards, shards.axis = shards, axis  # checkpoints go back to others
+            # Recomputes may have left other shards and another axis.
+            self._manager.shards, shards.axis = shards, axis
 
     def add_up(self, loss: torch.Tensor, *, alike: bool = False) -> torch.Tensor:
         """Sum the loss over all ranks, and gradients too, where no wrapper does; call it after the
@@ -750,10 +788,10 @@ class AxisModel:
             ModelError: Where every backward since the last sum was given another ``alike``: the
                 loss would be that of all ranks times their number, or a part of it.
         """
-        before = frozenset(self._backwards)
-        self._backwards.clear()
+        given_before = frozenset(self._alike_of_backwards)
+        self._alike_of_backwards.clear()
         # Without a backward before, or after some of either kind, the caller knows what adds up.
-        if self.ranks > 1 and before == {not alike}:
+        if self.ranks > 1 and given_before == {not alike}:
             raise ModelError(
                 "add_up of a loss",
                 got=f"alike={alike}",
@@ -786,26 +824,28 @@ class AxisModel:
                 wanted="one",
                 hint="hr.adapt(model, ..., batch='b')",
             )
-        if self._main is None:
+        if self._main_input is None:
             raise ModelError(
                 f"loop over {type(self.inner).__name__}",
                 got="no input with places of its axis",
                 wanted=f"one with a dim {self.axis}",
                 hint="use hr.adapt and a loop of your own",
             )
-        self._given, self._met, self._label_name = groups, True, label_name
+        self._known_groups, self._groups_are_known, self._label_name = groups, True, label_name
 
     def read(self, item: Any, what: str) -> Item:
-        """Make a sample of an item: its tensors, with a dim of one sample where inputs have one."""
-        if not isinstance(item, Mapping) or self._main not in item:
+        """Make a sample of an item: its tensors and numbers as tensors, with a dim of one sample
+        where inputs have such a dim. Raises DataError for an item without the main input, and for
+        other dims; ``what`` is what errors call the item."""
+        if not isinstance(item, Mapping) or self._main_input not in item:
             got = ", ".join(map(str, item)) if isinstance(item, Mapping) else type(item).__name__
-            raise DataError(what, got=got or "nothing", wanted=f"a field {self._main!r}")
-        found = {
+            raise DataError(what, got=got or "nothing", wanted=f"a field {self._main_input!r}")
+        tensors = {
             name: torch.as_tensor(value)
             for name, value in item.items()
             if is_numbers(value) or isinstance(value, int | float)
         }
-        return {name: self._with_batch_dim(name, value, what) for name, value in found.items()}
+        return {name: self._with_batch_dim(name, value, what) for name, value in tensors.items()}
 
     def forget_fields(self) -> None:
         """Do nothing: samples may have any fields."""
@@ -818,11 +858,11 @@ class AxisModel:
         """Try the model on shards of a sample, grown where it has few places, and :meth:`install`;
         returns what takes that back. Raises ModelError for a model that cannot be run on them."""
         grown = {name: value.to(device) for name, value in self._grown(sample).items()}
-        given = {name: value for name, value in grown.items() if name in self._takes}
-        self._look_once(given, may_wait=True)
-        self._untried = None  # it is called by others
-        if self._first_step and self.most_ranks(given, self.ranks) == self.ranks:
-            self.shard(given)
+        inputs = {name: value for name, value in grown.items() if name in self._argument_names}
+        self._probe_once(inputs, may_wait=True)
+        self._unprobed_batch = None  # the loop calls the model itself, so nothing would try it
+        if self._first_step and self.most_ranks(inputs, self.ranks) == self.ranks:
+            self.shard(inputs)  # compares the first step
         installed = self.install()
 
         def end() -> None:
@@ -832,27 +872,30 @@ class AxisModel:
         return end
 
     def packs(self, samples: Sequence[Item]) -> list[Pack]:
-        """Put samples of one shape together into one pack each."""
-        alike: dict[Any, list[Item]] = {}
+        """Put samples together into packs, one for each shape."""
+        samples_by_key: dict[Any, list[Item]] = {}
         for sample in samples:
-            alike.setdefault(self._kind(sample), []).append(sample)
-        return [self._pack(some) for some in alike.values()]
+            samples_by_key.setdefault(self._pack_key(sample), []).append(sample)
+        return [self._pack(some) for some in samples_by_key.values()]
 
     def made(self, sample: Item, lengths: Sequence[int], ranks: int, *, document: int) -> Pack:
-        """Make a pack of samples of one shape: each axis that inputs show is shortened alike."""
+        """Make a pack with about as many places as ``lengths`` together, from copies of one sample:
+        as many as there are lengths, or more where a copy would have more than ``document`` places.
+        The sample is cut to that size by the same factor on all axes that its inputs show."""
         total = sum(lengths)
         count = max(len(lengths), -(-total // document))
-        one = self._shrunk(sample, total / count, ranks)
-        return self._pack([one] * count)
+        shrunk = self._shrunk(sample, total / count, ranks)
+        return self._pack([shrunk] * count)
 
     def ranks_for(self, pack: Pack, ranks: Members) -> Members:
-        """Choose as many ranks as samples and axes have places for."""
+        """The first of ``ranks``, as many as the samples and axes of a pack have places for."""
         return ranks[: self.most_ranks(pack.values, len(ranks))]
 
     def groups_of(self, ranks: Members) -> list[Members]:
-        """List the groups of axes and those across them, however samples are split."""
-        sizes = [each for each in range(1, len(ranks) + 1) if len(ranks) % each == 0]
-        return sorted({some for each in sizes for some in axis_groups(ranks, each)})
+        """List all groups that ``ranks`` may need: for each way to split samples among them, the
+        groups that share an axis and those across."""
+        group_sizes = [each for each in range(1, len(ranks) + 1) if len(ranks) % each == 0]
+        return sorted({some for each in group_sizes for some in axis_groups(ranks, each)})
 
     def prepare(self, groups: Iterable[Members]) -> None:
         """Make groups of ranks. Collective: every rank of the world calls it alike."""
@@ -868,11 +911,14 @@ class AxisModel:
         return "natural"
 
     def levels(self, layers: Sequence[torch.nn.Module]) -> Levels | None:
-        """Recompute of whole stages, in models whose layers each have a flag for it; else None."""
+        """The level ``full``, which recomputes a whole layer, for models each of whose layers has a
+        flag ``gradient_checkpointing``; else None."""
         if not all("gradient_checkpointing" in vars(layer) for layer in layers):
             return None
 
         def choose(levels: Sequence[Recompute]) -> None:
+            """Set the flag of every layer by its level; layers beyond the levels recompute
+            nothing."""
             for layer, level in zip(layers, chain(levels, repeat("none")), strict=False):
                 vars(layer)["gradient_checkpointing"] = level != "none"
 
@@ -891,7 +937,7 @@ class AxisModel:
         return sum(inner in self._manager.stages for inner in module.modules())
 
     def forget(self) -> None:
-        """Drop what was learnt of stages, where a forward may have failed on some ranks."""
+        """Drop the recorded order of stages, where a forward may have failed on some ranks."""
         self._manager.forget()
 
     def detach(self) -> None:
@@ -899,11 +945,14 @@ class AxisModel:
         self._watch.close()
         self._manager.close()
 
-    def _tensors(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _declared_inputs(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The inputs of a batch whose dims are declared, by name; without those that are None."""
         return {name: batch[name] for name in self.inputs if batch.get(name) is not None}
 
     def _totals(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """The places of every name in the inputs. Raises DataError where they differ."""
+        """The places in whole inputs of the model's axes, of sequences beside them, and of the
+        samples, by name: from the shapes of ``tensors``, and from ``sizes``. Raises DataError where
+        inputs differ from their dims or from each other, and where the axis is missing."""
         found: dict[str, int] = {}
         for name, x in tensors.items():
             dims = self._dims_of(name, x)
@@ -923,7 +972,8 @@ class AxisModel:
         return {name: n for name, n in found.items() if name in wanted}
 
     def _dims_of(self, name: str, x: torch.Tensor) -> Dims:
-        """The dims of an input, of two that it may have those of as many as it has."""
+        """The dims of an input ``x``: those of ``other_dims`` where their number is that of ``x``,
+        else the declared ones."""
         other = self._other_dims.get(name)
         fits = other is not None and x.dim() == len(other.names)
         return other if other is not None and fits else self.inputs[name]
@@ -941,14 +991,16 @@ class AxisModel:
                     hint=f'hr.adapt(model, inputs={{"{name}": "{self.batch} ...", ...}})',
                 )
 
-    def _samples(self, totals: Mapping[str, int]) -> int:
+    def _samples_of(self, totals: Mapping[str, int]) -> int:
+        """The samples of a batch with these places; 1 where no axis counts them."""
         return totals.get(self.batch, 1) if self.batch else 1
 
-    def _parts(self, totals: Mapping[str, int], ranks: int) -> int:
-        """Parts of the samples that ``ranks`` work on apart: the axes that will be in shards have
-        places for all ranks of a part."""
-        places = self._manager.fewest(totals)
-        return split_batch(self._samples(totals), totals[self.axis], ranks, fewest=places)
+    def _parts_for(self, totals: Mapping[str, int], ranks: int) -> int:
+        """The number of parts into which to split the samples of a batch among ``ranks``, so that
+        every axis that will be sharded has places for all ranks of a part. Raises InfeasiblePlan
+        where there is none."""
+        fewest = self._manager.fewest(totals)
+        return split_batch(self._samples_of(totals), totals[self.axis], ranks, fewest=fewest)
 
     def _with_batch_dim(self, name: str, value: torch.Tensor, what: str) -> torch.Tensor:
         """A field of one sample with the dim of samples, of size 1; raises DataError where its dims
@@ -956,40 +1008,41 @@ class AxisModel:
         dims = self._dims(name)
         if dims is None:
             return value[None]
-        at = self._at(dims)
-        if value.dim() != len(dims.names) - (at is not None):
+        sample_dim = self._sample_dim(dims)
+        if value.dim() != len(dims.names) - (sample_dim is not None):
             raise DataError(
                 f"{name} of {what}", got=list(value.shape), wanted=f"dims {dims}, of one sample"
             )
-        return value if at is None else value.unsqueeze(at)
+        return value if sample_dim is None else value.unsqueeze(sample_dim)
 
     def _dims(self, name: str) -> Dims | None:
-        """The dims of a field; labels without dims of their own have those of the main input."""
-        if name == self._label_name and self._main is not None and name not in self.inputs:
-            name = self._main
+        """The dims of a field, None where none are declared; labels without dims of their own have
+        those of the main input."""
+        if name == self._label_name and self._main_input is not None and name not in self.inputs:
+            name = self._main_input
         return self.inputs.get(name)
 
-    def _at(self, dims: Dims) -> int | None:
-        """The dim along which the samples of a tensor stand."""
+    def _sample_dim(self, dims: Dims) -> int | None:
+        """The index of the dim of samples in a tensor of ``dims``; None where it has none."""
         names = (self.batch or "",)
         return dims.names.index(names) if names in dims.names else None
 
     def _sample_count(self, values: Mapping[str, torch.Tensor]) -> int:
         """The samples of a batch; 1 where no dim counts them."""
-        if self._main is None or self._main not in values:
+        if self._main_input is None or self._main_input not in values:
             return 1
-        at = self._at(self.inputs[self._main])
-        return 1 if at is None else int(values[self._main].shape[at])
+        sample_dim = self._sample_dim(self.inputs[self._main_input])
+        return 1 if sample_dim is None else int(values[self._main_input].shape[sample_dim])
 
-    def _kind(self, sample: Item) -> Any:
-        """A key that is equal for samples of one pack: their shapes, and the values of inputs that
-        have no dim of samples."""
-        found: list[Any] = []
+    def _pack_key(self, sample: Item) -> Any:
+        """A key that is equal for samples that may be in one pack: for each field (name, shape, and
+        for inputs without a dim of samples, which a pack has once, the values)."""
+        key: list[Any] = []
         for name, value in sorted(sample.items()):
             dims = self._dims(name)
-            alone = dims is not None and self._at(dims) is None
-            found.append((name, value.shape, tuple(value.flatten().tolist()) if alone else None))
-        return tuple(found)
+            is_shared = dims is not None and self._sample_dim(dims) is None
+            key.append((name, value.shape, tuple(value.flatten().tolist()) if is_shared else None))
+        return tuple(key)
 
     def _pack(self, samples: Sequence[Item]) -> Pack:
         """The samples as one batch, joined along the dim of samples; each place of each sample
@@ -997,49 +1050,51 @@ class AxisModel:
         values = dict[str, torch.Tensor]()
         for name, value in samples[0].items():
             dims = self._dims(name)
-            at = 0 if dims is None else self._at(dims)
-            values[name] = value if at is None else torch.cat([s[name] for s in samples], dim=at)
+            dim = 0 if dims is None else self._sample_dim(dims)
+            values[name] = value if dim is None else torch.cat([s[name] for s in samples], dim=dim)
         places = self.length(samples[0]) * len(samples)
         return Pack(values=values, tokens=places, targets=places)
 
     def _shrunk(self, sample: Item, places: float, ranks: int) -> Item:
-        """A sample cut to about ``places`` places, with at least one for each rank on every
-        axis."""
+        """A sample resized to about ``places`` places, by the same factor on each axis that its
+        inputs show, with at least one place for each of ``ranks`` on every axis."""
         sizes = dict[str, int]()
         for name, dims in self.inputs.items():
             for at, names in enumerate(dims.names):
                 if len(names) == 1 and names[0] in self.axes and name in sample:
                     sizes[names[0]] = sample[name].shape[at]
-        share = (places / self.length(sample)) ** (1 / len(sizes))
-        wanted = {name: max(ranks, round(n * share)) for name, n in sizes.items()}
-        return {name: self._cut(name, value, wanted) for name, value in sample.items()}
+        factor = (places / self.length(sample)) ** (1 / len(sizes))
+        wanted = {name: max(ranks, round(n * factor)) for name, n in sizes.items()}
+        return {name: self._resized(name, value, wanted) for name, value in sample.items()}
 
     def _grown(self, sample: Item) -> Item:
-        """A sample of several places on every axis that inputs show."""
-        shown = self._totals(self._tensors(sample))
+        """A sample with at least ``_FEWEST`` places on each axis that its inputs show; shorter axes
+        are repeated."""
+        shown = self._totals(self._declared_inputs(sample))
         wanted = {name: max(_FEWEST, n) for name, n in shown.items() if name in self.axes}
-        return {name: self._cut(name, value, wanted) for name, value in sample.items()}
+        return {name: self._resized(name, value, wanted) for name, value in sample.items()}
 
-    def _cut(self, name: str, value: torch.Tensor, wanted: Mapping[str, int]) -> torch.Tensor:
-        """A field cut, or repeated and cut, to the number of places that ``wanted`` has for each of
-        its axes."""
+    def _resized(self, name: str, value: torch.Tensor, wanted: Mapping[str, int]) -> torch.Tensor:
+        """A field cut to the places that ``wanted`` has for each of its axes, by name; where it has
+        fewer places they are repeated."""
         dims = self._dims(name)
         for at, names in enumerate(dims.names if dims is not None else ()):
             count = wanted.get(names[0]) if len(names) == 1 else None
             if count is not None:
-                times = [1] * value.dim()
-                times[at] = -(-count // value.shape[at])
-                value = value.repeat(times).narrow(at, 0, count)
+                repeats = [1] * value.dim()
+                repeats[at] = -(-count // value.shape[at])
+                value = value.repeat(repeats).narrow(at, 0, count)
         return value
 
 
 def _all_tensors(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors among the values of a batch, by name."""
     return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
 def _elsewhere(model: torch.nn.Module) -> ModelError:
-    """The error for ranks on which the comparison was right, where another rank found a
-    difference."""
+    """The error for ranks on which results were equal, or could not be compared yet, where another
+    rank found a difference."""
     return ModelError(
         f"{type(model).__name__} on shards of its axes",
         got="another result than on the whole, on another rank",
@@ -1048,7 +1103,8 @@ def _elsewhere(model: torch.nn.Module) -> ModelError:
 
 
 def axis_groups(ranks: Members, each: int) -> list[Members]:
-    """Blocks of ``each`` consecutive ranks, and the groups of ranks that have the same index in all
-    blocks."""
+    """The groups of ``ranks`` where ``each`` of them share a sample: blocks of ``each`` consecutive
+    ranks, which shard an axis, then the ranks with the same index in all blocks, which have other
+    samples."""
     blocks = [ranks[at : at + each] for at in range(0, len(ranks), each)]
     return [*blocks, *(ranks[at::each] for at in range(each))]

@@ -210,12 +210,11 @@ class ProbeShards(AxisShards):
         first = kept.shape[dim] - each * total
         if rest or first < 0 or not _alike(part.narrow(dim, 0, first), kept.narrow(dim, 0, first)):
             return False
-        part_behind, kept_behind = (
-            x.narrow(dim, first, x.shape[dim] - first) for x in (part, kept)
-        )
+        behind = part.narrow(dim, first, part.shape[dim] - first)
+        kept_behind = kept.narrow(dim, first, kept.shape[dim] - first)
         # The axis may lie at any depth of a flattened dim: try every number of outer places.
         for outer in (divisor for divisor in range(1, each + 1) if each % divisor == 0):
-            own = part_behind.unflatten(dim, (outer, count, each // outer))
+            own = behind.unflatten(dim, (outer, count, each // outer))
             whole = kept_behind.unflatten(dim, (outer, total, each // outer))
             if _alike(own, whole.narrow(dim + 1, start, count)):
                 return True

@@ -39,38 +39,43 @@ _REDUCTIONS = {1: "mean", 2: "sum"}  # as torch numbers them
 
 
 class Compiler:
-    """A backend of torch.compile: rewrites the graph where the model is reached through it (by
-    ``slot``), then calls ``backend``. ``times`` counts compiled graphs."""
+    """A backend of torch.compile: rewrites each graph for the local tokens, then has the backend of
+    that name compile it. Without a ``slot``, as the model's attention is reached in another way,
+    graphs are not rewritten. ``times`` counts compiled graphs."""
 
     def __init__(self, backend: str, slot: ModelSlot | None = None) -> None:
         self.times = 0
         self._backend, self._slot = backend, slot
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        """Compile one graph, rewritten for the local tokens where there is a slot."""
+        """Compile one graph, rewritten where there is a slot, for example ``inputs``: returns the
+        function that runs it."""
         if self._slot is not None:
             _rewrite(module, self._slot.handle)
-        made: Compiled = module.forward
+        compiled: Compiled = module.forward
         if self._backend != "eager":
-            made = torch._dynamo.lookup_backend(self._backend)(module, list(inputs))  # noqa: SLF001
+            backend = torch._dynamo.lookup_backend(self._backend)  # noqa: SLF001
+            compiled = backend(module, list(inputs))
         self.times += 1  # at the end: a backend may have a graph traced again
-        return made
+        return compiled
 
 
 def _rewrite(module: GraphModule, handle: int) -> None:
     """Replace the nodes of a traced graph, and of graphs within it, that depend on other tokens by
-    operators that find the placement by ``handle``."""
+    operators that find the placement by ``handle``. The graphs are changed in place."""
     width = _width(module)
-    for graph in (m for m in module.modules() if isinstance(m, GraphModule)):
-        for node in list(graph.graph.nodes):
+    for graph_module in (m for m in module.modules() if isinstance(m, GraphModule)):
+        for node in list(graph_module.graph.nodes):
             if node.op == "call_function":
                 _replace(node, handle, width)
-        graph.graph.lint()
-        graph.recompile()
+        graph_module.graph.lint()
+        graph_module.recompile()
 
 
 def _width(module: GraphModule) -> str | None:
-    """The symbol of the number of tokens in a row: the second size of the graph's token ids."""
+    """The number of tokens in a row, as text: the second size of the first input of two dims that
+    is not floating, which are the token ids; None where there is none. It is a symbol of the graph
+    as a rule, so sizes with the same text are no chance."""
     for node in module.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
@@ -79,8 +84,8 @@ def _width(module: GraphModule) -> str | None:
 
 
 def _replace(node: Node, handle: int, width: str | None) -> None:
-    """Replace one node where it is attention, cross-entropy, a count of all places or a cut by
-    them; ``width`` is the symbol of the tokens in a row."""
+    """Replace one node where it is attention, cross-entropy, an arange that counts tokens, or a
+    cut of a table to the first rows by their number; ``width`` is the text of that number."""
     target = node.target
     if target is torch._C._nn.scaled_dot_product_attention:  # noqa: SLF001
         _call(node, scaled_dot_product_attention, handle=handle)
@@ -90,53 +95,53 @@ def _replace(node: Node, handle: int, width: str | None) -> None:
         _call(node, cross_entropy, handle=handle)
     elif target is torch.nn.functional.multi_head_attention_forward:
         _call(node, multi_head_attention, handle=handle)
-    elif target is torch.arange and _counts(node, width):
+    elif target is torch.arange and _counts_tokens(node, width):
         _after(node, torch.ops.headrace.positions.default, handle)
     elif target is operator.getitem and (cut := _table_cut(node, width)) is not None:
         _call(node, rows_of, **cut._asdict(), handle=handle)
 
 
-def _call(node: Node, function: Callable[..., Any], **more: Any) -> None:
-    """Replace the function that a node calls by ``function``, with the same arguments and
-    ``more``."""
-    node.target, node.kwargs = function, {**node.kwargs, **more}
+def _call(node: Node, function: Callable[..., Any], **added: Any) -> None:
+    """Have a node call ``function`` instead, with the same arguments and those ``added``."""
+    node.target, node.kwargs = function, {**node.kwargs, **added}
 
 
 def _after(node: Node, function: Callable[..., Any], handle: int) -> None:
-    """Insert a call of ``function`` on the result of ``node``, and have all users of ``node`` use
-    it."""
+    """Insert a call ``function(result of node, handle)`` after ``node``, and have all users of
+    ``node`` use its result."""
     with node.graph.inserting_after(node):
         made = node.graph.call_function(function, (node, handle))
         made.meta = dict(node.meta)
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
 
-def _counts(node: Node, width: str | None) -> bool:
-    """Whether an arange counts the tokens of a row."""
+def _counts_tokens(node: Node, width: str | None) -> bool:
+    """Whether an arange counts the tokens of a row from 0."""
     value = node.meta.get("example_value")
-    starts = len(node.args) == 1 or node.args[0] == 0
-    return bool(starts) and value is not None and str(value.shape[0]) == width
+    starts_at_zero = len(node.args) == 1 or node.args[0] == 0
+    return bool(starts_at_zero) and value is not None and str(value.shape[0]) == width
 
 
 def _table_cut(node: Node, width: str | None) -> Cut | None:
-    """The cut of a table of positions to the tokens of a row; None where ``node`` is none."""
-    base, index = node.args
-    value = node.meta.get("example_value")
-    before = base.meta.get("example_value") if isinstance(base, Node) else None
-    if not isinstance(value, torch.Tensor) or not isinstance(before, torch.Tensor):
+    """The cut of a parameter or buffer to as many first rows as a row has tokens, where ``node``,
+    an index of something, is one; else None."""
+    table_node, index = node.args
+    result = node.meta.get("example_value")
+    table = table_node.meta.get("example_value") if isinstance(table_node, Node) else None
+    if not isinstance(result, torch.Tensor) or not isinstance(table, torch.Tensor):
         return None
-    if not isinstance(base, Node) or not _is_held(base):
+    if not isinstance(table_node, Node) or not _is_held(table_node):
         return None
-    found = [
+    cuts = [
         cut
-        for cut in cuts_of(index, before.dim())
-        if str(value.shape[cut.made]) == width and str(before.shape[cut.dim]) != width
+        for cut in cuts_of(index, table.dim())
+        if str(result.shape[cut.made]) == width and str(table.shape[cut.dim]) != width
     ]
-    return found[0] if len(found) == 1 else None
+    return cuts[0] if len(cuts) == 1 else None
 
 
 def _is_held(node: Node) -> bool:
-    """Whether a value is a parameter or a buffer of the model."""
+    """Whether the value of a node is a parameter or a buffer of the model."""
     if node.op == "get_attr":
         return True
     # Dynamo makes inputs of the graph of them; only the name of their source, such as
@@ -158,8 +163,8 @@ def _numbered_cross_entropy(
     *,
     handle: int,
 ) -> torch.Tensor:
-    """Cross-entropy over the tokens of all ranks, with the arguments of torch's inner operator, in
-    which ``reduction`` is a number."""
+    """:func:`cross_entropy` with the arguments of torch's inner operator, in which ``reduction`` is
+    a number: 0 for none, 1 for the mean, 2 for the sum."""
     return cross_entropy(
         logits,
         labels,

@@ -30,14 +30,15 @@ __all__ = [
 
 
 def _patches(inputs: Mapping[str, torch.Tensor], high: int, wide: int) -> dict[str, int]:
-    """The patches ``s`` of a frame, each of ``high`` by ``wide`` points."""
+    """The places of axis ``s``: the number of patches of ``high`` by ``wide`` points in a frame of
+    the input ``hidden_states`` [..., height, width]."""
     *_, height, width = inputs["hidden_states"].shape
     return {"s": (height // high) * (width // wide)}
 
 
 def _of_all_frames(run: AxisModel) -> Callable[[Any, dict[str, Any]], Any]:
-    """A hook before a module that counts positions by the shape of a video [b, c, t, y, x]: it is
-    given one of all frames, without memory of its own."""
+    """A hook before a module that makes positions by the shape of a video [b, c, t, y, x], and does
+    not read its values: it is given zeros with the frames of all ranks, which take no memory."""
 
     def before(args: Any, named: dict[str, Any]) -> Any:
         (x,) = args
@@ -48,7 +49,8 @@ def _of_all_frames(run: AxisModel) -> Callable[[Any, dict[str, Any]], Any]:
 
 
 def _own_places(run: AxisModel, dims: Dims) -> Callable[[Any, Any], tuple[torch.Tensor, ...]]:
-    """A hook behind a module that gives tensors for all places: this rank's part of each."""
+    """A hook after a module that returns tensors of ``dims`` with all places: it returns this
+    rank's part of each."""
 
     def after(_: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         assert run.shards is not None, "sharded"
@@ -92,25 +94,30 @@ def adapt_latte(
         check=check,
         compare=compare,
     )
-    kept = list[torch.Tensor]()
+    # Latte adds positions of all frames to the first temporal block's input while frames are in
+    # shards. So it adds zeros there, and the block adds the positions once it has all frames.
+    own_positions = list[torch.Tensor]()  # [1, frames, d], while a forward runs
 
-    def before(args: Any, named: dict[str, Any]) -> Any:
-        kept.append(inner.temp_pos_embed)
-        inner.temp_pos_embed = torch.zeros_like(kept[-1][:, :1])
+    def hide_positions(args: Any, named: dict[str, Any]) -> Any:
+        own_positions.append(inner.temp_pos_embed)
+        inner.temp_pos_embed = torch.zeros_like(own_positions[-1][:, :1])
         return args, named
 
-    def after(_: Any, out: Any) -> Any:
-        inner.temp_pos_embed = kept.pop()
+    def restore_positions(_: Any, out: Any) -> Any:
+        inner.temp_pos_embed = own_positions.pop()
         return out
 
-    def first_temporal(args: Any, named: dict[str, Any]) -> Any:
+    def add_positions(args: Any, named: dict[str, Any]) -> Any:
+        """Add positions to x [b s, frames, d]; a recompute, after the forward, finds them in the
+        model."""
         x, *rest = args
         if x.shape[1] > 1:
-            x = x + (kept[-1] if kept else inner.temp_pos_embed).to(x.dtype)
+            positions = own_positions[-1] if own_positions else inner.temp_pos_embed
+            x = x + positions.to(x.dtype)
         return (x, *rest), named
 
-    run.on(inner, before, after, always=True)
-    run.on(inner.temporal_transformer_blocks[0], first_temporal)
+    run.on(inner, hide_positions, restore_positions, always=True)
+    run.on(inner.temporal_transformer_blocks[0], add_positions)
     return run
 
 
@@ -125,7 +132,7 @@ def adapt_timesformer(
     check: bool | FirstStep = True,
     compare: bool = True,
 ) -> AxisModel:
-    """TimeSformer on shards; its result [B, 1 + patches of this rank, d] begins with the clip's
+    """Adapt a TimeSformer; its result [b, 1 + patches of this rank, d] begins with the clip's
     token, which all ranks have alike. Raises ModelError for attention that is not divided."""
     inner = getattr(model, "module", model)
     config = inner.config
@@ -155,14 +162,16 @@ def adapt_timesformer(
         compare=compare,
     )
 
-    def embedded(_: Any, out: torch.Tensor) -> torch.Tensor:
+    def own_patches(_: Any, out: torch.Tensor) -> torch.Tensor:
+        """Cut embeddings [b, 1 + all patches, d] to the clip's token and this rank's patches."""
         clip, patches = out[:, :1], out[:, 1:]
         assert run.shards is not None, "sharded"
         return torch.cat([clip, run.shards.local(patches, _EMBEDDED)], dim=1)
 
     def to_frames(args: Any, named: dict[str, Any]) -> Any:
-        """Switch the patches of x [b t, 1 + h w, d] from shards of rows to shards of frames; the
-        token before them, which every rank has of all frames, is cut to this rank's frames."""
+        """Switch the patches of x [b t, 1 + h w, d] from shards of rows to shards of frames, as
+        attention over space needs all rows; the token before them, which every rank has of all
+        frames, is cut to this rank's frames."""
         x, *rest = args
         shards = run.shards
         assert shards is not None, "sharded"
@@ -183,7 +192,7 @@ def adapt_timesformer(
         return (torch.cat([clip, shards.switched(x[:, 1:], _PATCHES, "h")], dim=1), *rest)
 
     run.traceable = False  # hooks of its own switch
-    run.on(body.embeddings, after=embedded)
+    run.on(body.embeddings, after=own_patches)
     for layer in body.encoder.layer:
         run.on(layer.attention, to_frames, to_rows)
     return run
@@ -203,7 +212,7 @@ def adapt_transformer_2d(
     check: bool | FirstStep = True,
     compare: bool = True,
 ) -> AxisModel:
-    """Transformer-2D on shards, frames first."""
+    """Adapt a Transformer-2D, whose frames are in shards at first."""
     return AxisModel(
         model,
         stages=_TRANSFORMER_2D_STAGES,
@@ -277,7 +286,8 @@ def adapt_ltx(
     check: bool | FirstStep = True,
     compare: bool = True,
 ) -> AxisModel:
-    """Adapt an LTX-Video; inputs must be given by name, and their sizes are those of the whole."""
+    """Adapt an LTX-Video; inputs must be given by name. Its ``num_frames``, ``height`` and
+    ``width`` are those of the whole video, also in a call with a rank's part."""
     inner = getattr(model, "module", model)
     run = AxisModel(
         model,
@@ -306,7 +316,8 @@ _COGVIDEOX_INPUTS = {
 _PLACES_ROTARY, _TEXT = Dims.parse("(t s) d"), Dims.parse("k n d")
 _COGVIDEOX_PLACES = Dims.parse("k (t s) d")
 _POSITIONS = "_get_positional_embeddings"
-"""What the embedding of CogVideoX asks for the positions of a video that is not of its own size."""
+"""The method by which the embedding of CogVideoX makes positions of a video that is not of the size
+for which it has them in a buffer."""
 
 
 def adapt_cogvideox(
@@ -341,40 +352,47 @@ def adapt_cogvideox(
     )
 
     def own_rotary(args: Any, named: dict[str, Any]) -> Any:
+        """Cut the rotary embeddings (cos, sin), each [t s, d], to this rank's places."""
         assert run.shards is not None, "sharded"
-        if (whole := named.get("image_rotary_emb")) is not None:
+        whole = named.get("image_rotary_emb")
+        if whole is not None:
             parts = tuple(run.shards.local(x, _PLACES_ROTARY) for x in whole)
             named = {**named, "image_rotary_emb": parts}
         return args, named
 
-    kept = list[int]()
+    own_sample_frames = list[int]()  # the embedding's ``sample_frames``, while it runs
 
-    def own_positions(args: Any, named: dict[str, Any]) -> Any:
-        """Have the embedding ask for positions, and give it this rank's of text and places."""
-        make, made_for = getattr(patches, _POSITIONS), patches.sample_frames
-        size, texts = (patches.sample_height, patches.sample_width), patches.max_text_seq_length
+    def replace_positions(args: Any, named: dict[str, Any]) -> Any:
+        """Have the embedding make positions by its method, which is replaced by one that makes
+        those of this rank's text and places."""
+        make, buffer_frames = getattr(patches, _POSITIONS), patches.sample_frames
+        buffer_size = (patches.sample_height, patches.sample_width, buffer_frames)
+        words = patches.max_text_seq_length
 
         def of_this_rank(height: int, width: int, _: int, device: Any = None) -> torch.Tensor:
+            """Positions [1, words + places of this rank, d] for frames of ``height`` by ``width``
+            points; the number of local frames, which is given, does not matter."""
             assert run.shards is not None, "sharded"
+            # As many frames, before compression, as the video has on all ranks.
             frames = (run.places_of("t") - 1) * patches.temporal_compression_ratio + 1
-            same = (height, width, frames) == (*size, made_for)
-            found = patches.pos_embedding if same else make(height, width, frames, device)
-            text = run.shards.local(found[:, :texts], _TEXT)
-            return torch.cat([text, run.shards.local(found[:, texts:], _COGVIDEOX_PLACES)], dim=1)
+            in_buffer = (height, width, frames) == buffer_size
+            whole = patches.pos_embedding if in_buffer else make(height, width, frames, device)
+            text = run.shards.local(whole[:, :words], _TEXT)
+            return torch.cat([text, run.shards.local(whole[:, words:], _COGVIDEOX_PLACES)], dim=1)
 
-        kept.append(made_for)
+        own_sample_frames.append(buffer_frames)
         setattr(patches, _POSITIONS, of_this_rank)
-        patches.sample_frames = -1  # never those of the buffer, which is of all ranks
+        patches.sample_frames = -1  # equals no number of frames, so it never takes the buffer
         return args, named
 
-    def as_before(_: Any, out: Any) -> Any:
+    def restore_method(_: Any, out: Any) -> Any:
         delattr(patches, _POSITIONS)
-        patches.sample_frames = kept.pop()
+        patches.sample_frames = own_sample_frames.pop()
         return out
 
     run.on(inner, own_rotary)
     if patches.use_positional_embeddings or patches.use_learned_positional_embeddings:
-        run.on(patches, own_positions, as_before, always=True)
+        run.on(patches, replace_positions, restore_method, always=True)
     return run
 
 
@@ -430,7 +448,8 @@ def adapt_hunyuan(
         compare=compare,
     )
 
-    def with_words_for_all(args: Any, named: dict[str, Any]) -> Any:
+    def without_padding(args: Any, named: dict[str, Any]) -> Any:
+        """Cut padding off the texts. Raises InfeasiblePlan for fewer words than ranks."""
         assert run.shards is not None, "sharded"
         words, ranks = run.places_of("n"), run.shards.ranks
         if words < ranks:
@@ -443,13 +462,14 @@ def adapt_hunyuan(
         return args, _unpadded(named, words)
 
     def own_words(_: Any, out: torch.Tensor) -> torch.Tensor:
+        """Cut embedded texts [b, n, d] to this rank's words."""
         assert run.shards is not None, "sharded"
         return run.shards.local(out, _WORDS)
 
     def unmasked(args: Any, named: dict[str, Any]) -> Any:
         return args, {**named, "attention_mask": None}  # nothing is left that it would mask
 
-    run.on(inner, with_words_for_all)
+    run.on(inner, without_padding)
     run.on(inner.rope, _of_all_frames(run), _own_places(run, _PLACES_ROTARY))
     run.on(inner.context_embedder, after=own_words)
     for block in (*inner.transformer_blocks, *inner.single_transformer_blocks):
@@ -501,15 +521,18 @@ def adapt_mochi(
         return args, _unpadded(named, run.places_of("n"))
 
     def all_frames(args: Any, named: dict[str, Any]) -> Any:
+        """Have rotary positions made for the frames of all ranks, not for those of this rank."""
         frequencies, _, *rest = args
         return (frequencies, run.places_of("t"), *rest), named
 
     def own_words(_: Any, out: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        """Cut embedded texts [b, n, d] to this rank's words; that of the timestep stays."""
         assert run.shards is not None, "sharded"
         step, text = out
         return step, run.shards.local(text, _WORDS)
 
     def own_mask(args: Any, named: dict[str, Any]) -> Any:
+        """Cut the mask of the texts [b, n] to this rank's words."""
         assert run.shards is not None, "sharded"
         return args, {**named, "attention_mask": run.shards.local(named["attention_mask"], _MASK)}
 
@@ -522,14 +545,15 @@ def adapt_mochi(
 
 
 def _unpadded(named: dict[str, Any], words: int) -> dict[str, Any]:
-    """Inputs whose texts have ``words`` words, and no padding behind them."""
+    """A model's arguments by name, with texts and their mask cut to the first ``words`` words: what
+    is behind them is padding."""
     texts = ("encoder_hidden_states", "encoder_attention_mask")
     return {**named, **{name: named[name][:, :words] for name in texts}}
 
 
 def _words(inputs: Mapping[str, torch.Tensor]) -> int:
-    """Words of each text of a batch. Raises DataError for texts of several lengths, and for masks
-    that hide other words than the last ones."""
+    """The number of words of each text of a batch, from the mask [b, n]. Raises DataError for texts
+    of several lengths, and for masks that hide other words than the last ones."""
     mask = inputs["encoder_attention_mask"] != 0
     counts = mask.sum(dim=1)
     words = int(counts[0])

@@ -1,10 +1,11 @@
-"""Registered operators: what a traced model calls, one for eager and compiled models alike.
+"""Registered operators that adopted models call in the place of torch's, eager and compiled alike.
 
 Shape legend: t tokens of this rank, N query and G key-value heads, D features of a head.
 
-A graph knows a model by one integer, its *handle*; where the tokens are is looked up when an
-operator runs. So one graph serves all lengths, group sizes and exchanges: results are of the shape
-of the local queries, and what the backward keeps has a size that is known only then.
+A graph knows a model by one integer, its *handle*; the placement, which tells where the tokens are,
+is looked up by it when an operator runs. So one graph serves all lengths, group sizes and
+exchanges: results are of the shape of the local queries, and what the backward keeps has a size
+that is known only then.
 
     attend(q, k, v, handle, causal, window, joins, softcap, sinks) -> out, kept, lse, serial
     positions(like, handle)     [s] int64   the places of the local tokens in their rows
@@ -54,8 +55,9 @@ __all__ = [
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StandIn:
-    """Replaces the group's attention while a model is probed. ``places`` [s] are the places of the
-    tokens in their rows; ``calls`` counts the calls of attention."""
+    """Takes the place of a placement while a model is probed in one process. ``places`` [s] are the
+    places of the tokens in their rows, ``targets`` the number of tokens with a loss; ``calls``
+    counts the calls of attention."""
 
     places: np.ndarray
     targets: int
@@ -72,9 +74,10 @@ class StandIn:
         and k [t, G, D] of the same token; the results have the shapes of
         :func:`headrace.adopt.operators.attend`. It has no backward."""
         self.calls += 1
-        heads = torch.arange(q.shape[1], device=q.device) * k.shape[1] // q.shape[1]
-        alike = torch.tanh((q * k[:, heads]).sum(-1, keepdim=True))
-        out = v[:, heads] * (1 + alike)
+        # For each query head its key-value head.
+        kv_heads = torch.arange(q.shape[1], device=q.device) * k.shape[1] // q.shape[1]
+        similarity = torch.tanh((q * k[:, kv_heads]).sum(-1, keepdim=True))
+        out = v[:, kv_heads] * (1 + similarity)
         return (
             out.contiguous(),
             q.new_empty(0),
@@ -90,15 +93,16 @@ _placements: WeakValueDictionary[int, Placement] = WeakValueDictionary()
 _handles = count(1)
 
 _RECENT = 32
-"""Placements of one compiled model that are kept for a backward to come; eager graphs keep theirs
-themselves."""
+"""The last placements of one model that are kept for a backward to come: compiled graphs keep none,
+while those of eager forwards keep theirs."""
 
 
 class ModelSlot:
-    """What one adopted model works on now: the slot's ``handle`` finds it from a graph.
+    """Holds the placement that one adopted model works on now; operators find the slot by its
+    ``handle``.
 
-    While something is in the slot the model is spread, else it is the user's plain model.
-    ``switches`` are called when that changes.
+    While something is in the slot the model is spread, else it is the user's plain model. When that
+    changes, each function in ``switches`` is called with whether the model is spread now.
     """
 
     def __init__(self) -> None:
@@ -143,8 +147,8 @@ class ModelSlot:
 
 
 def _current_in(handle: int) -> Placement | StandIn:
-    """The placement in the slot with this handle; raises ModelError where the slot's owner is
-    gone."""
+    """The placement in the slot with this handle. Raises ModelError where the slot is gone, or
+    empty."""
     slot = _slots.get(handle)
     if slot is None:
         raise ModelError(
@@ -157,6 +161,7 @@ def _current_in(handle: int) -> Placement | StandIn:
 
 
 def _heads(q: Tensor, k: Tensor, softcap: float) -> Heads:
+    """The numbers of heads of q [t, N, D] and k [t, G, D]."""
     return Heads(queries=q.shape[1], keys=k.shape[1], softcap=softcap)
 
 
@@ -165,14 +170,16 @@ _SELECTIVE = tuple(type(context) for context in create_selective_checkpoint_cont
 
 
 def joins_inputs() -> bool:
-    """Whether :func:`attend` keeps a copy of q, k and v where no exchange brought others. Not in a
-    selective checkpoint, which makes them again; of graphs, in those that serve several ranks."""
+    """Whether a call of :func:`attend` here is to keep a copy of q, k and v where it switched
+    nothing (its argument ``joins``). An eager one is, except in a selective checkpoint, which
+    recomputes them; one in a graph is where there are several ranks."""
     if torch.compiler.is_compiling() or _is_traced():
         return dist.is_initialized() and dist.get_world_size() > 1
     return not any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
 def _is_traced() -> bool:
+    """Whether operators run on fake tensors with symbolic sizes, to make a graph."""
     mode = detect_fake_mode()  # a rehearsal's has no symbols
     return mode is not None and mode.shape_env is not None
 
@@ -193,14 +200,18 @@ def attend(
 
         q          [t, N, D]   rows of the local tokens, in the order of the placement
         k, v       [t, G, D]
-        window     tokens that a query sees with itself, 0 for all; below 0 it sees those of its
-                   chunk, of so many tokens of its document
-        joins      keep q, k and v where no exchange brought others
+        handle     the slot that holds the placement
+        window     tokens that a query sees with itself, 0 for all; -n: it sees those of its chunk,
+                   where each document is cut into chunks of n tokens
+        joins      keep q, k and v where the exchange switched none
         softcap    c above 0: scores are c tanh(score / c)
         sinks      [N] one more score of each head in the softmax's denominator, without a value
-        returns    [t, N, D], what was kept, its log-sum-exp, the serial number
+        returns    out [t, N, D]
+                   kept, flat: what the backward needs besides, or nothing (see the module)
+                   the log-sum-exp of the scores, flat
+                   the serial number of the placement [1]
 
-    Raises ModelError where the tokens are others than those of the placement.
+    Raises ModelError where the tokens are others than those of the placement. Collective.
     """
     now = _current_in(handle)
     if isinstance(now, StandIn):
@@ -221,7 +232,8 @@ def attend(
         if sinks is not None:
             out, saved = sunk(out, saved, sinks)
     # What a switched core saves holds q, k and v already, as they were exchanged.
-    *parts, lse = (qkv, *saved) if joins and not isinstance(core, SwitchedCore) else saved
+    keeps_local = joins and not isinstance(core, SwitchedCore)
+    *parts, lse = (qkv, *saved) if keeps_local else saved
     kept = torch.cat([part.reshape(-1) for part in parts]) if parts else q.new_empty(0)
     return out.contiguous(), kept, lse.reshape(-1).clone(), torch.tensor([now.serial])
 
@@ -253,19 +265,21 @@ def _(
 def _kept_sizes(
     heads: Heads, q: Tensor, handle: int, *, causal: bool, window: int, joins: bool
 ) -> tuple[int | torch.SymInt, int | torch.SymInt]:
-    """Number of elements of the two saved tensors. They are symbols in a graph, which serves all
-    placements; where nothing is traced, as in a rehearsal, the sizes of the current placement."""
+    """The numbers of elements of (kept, log-sum-exp) that :func:`attend` returns for q [t, N, D].
+    They are symbols in a graph, which serves all placements; where nothing is traced, as in a
+    rehearsal, the sizes for the current placement."""
     context = torch.library.get_ctx()
     if context._shape_env is not None:  # noqa: SLF001
         return context.new_dynamic_size() if joins else 0, context.new_dynamic_size()
     now = _current_in(handle)
     core = None if isinstance(now, StandIn) else now.core(heads, causal, window, q.device)
+    features = q.shape[2]
     if not isinstance(core, SwitchedCore):
-        count = heads.queries + 2 * heads.keys if joins else 0
-        return len(q) * count * q.shape[2], heads.queries * len(q)
-    inner, features = core.inner, q.shape[2]
-    kept = core.rows * (2 * inner.queries + 2 * inner.keys) * features
-    return kept, inner.queries * core.rows
+        kept_heads = heads.queries + 2 * heads.keys if joins else 0  # q, k and v
+        return len(q) * kept_heads * features, heads.queries * len(q)
+    inner = core.inner
+    kept_heads = 2 * inner.queries + 2 * inner.keys  # switched q, k and v, and the result
+    return core.rows * kept_heads * features, inner.queries * core.rows
 
 
 @torch.library.custom_op("headrace::attend_backward", mutates_args=())
@@ -282,8 +296,10 @@ def _attend_backward(
     softcap: float,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q [t, N, D], k and v [t, G, D] and of sinks [N] (empty without sinks) from that
-    of the result; ``serial`` finds the placement of the forward."""
+    """Gradients of q [t, N, D], k and v [t, G, D] and of sinks [N] (empty without sinks), from
+    ``grad`` [t, N, D] of ``out``. ``kept``, ``lse`` and ``serial`` are results of the forward;
+    ``inputs`` are q, k and v where ``kept`` is empty, ``keys`` is G. Raises ModelError where the
+    placement of the forward is gone. Collective."""
     now = _placements.get(int(serial))
     if now is None:
         raise ModelError(
@@ -302,13 +318,12 @@ def _attend_backward(
     else:
         grads = core.backward(grad, qkv, out, saved)
         dsinks = dsinks if sinks is None else sink_gradient(grad, out, saved[-1], sinks)
-    whole = torch.contiguous_format
     if grads.joint is None:
         return grads.q.contiguous(), grads.k.contiguous(), grads.v.contiguous(), dsinks
     return (  # results of an operator share no memory
-        grads.q.clone(memory_format=whole),
-        grads.k.clone(memory_format=whole),
-        grads.v.clone(memory_format=whole),
+        grads.q.clone(memory_format=torch.contiguous_format),
+        grads.k.clone(memory_format=torch.contiguous_format),
+        grads.v.clone(memory_format=torch.contiguous_format),
         dsinks,
     )
 
@@ -316,21 +331,22 @@ def _attend_backward(
 def _unpack(
     core: Core, heads: Heads, kept: Tensor, lse: Tensor, rows: int, features: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The saved tensors in the shapes that the core expects: (qkv, saved).
+    """The flat ``kept`` and ``lse`` of a forward in the shapes that the core expects: (qkv, what
+    the core saved).
 
     ``kept`` is the qkv of this rank's ``rows`` [rows, N + 2 G, D], N query heads, G of keys, D
     ``features``; of a switched core that of its part of the heads and all rows of its block,
-    [T, n + 2 g, D], and behind it the result [T, n, D], both flat.
+    [T, n + 2 g, D], and behind it the result [T, n, D].
     """
     if not isinstance(core, SwitchedCore):
-        count = heads.queries + 2 * heads.keys
-        return kept.view(rows, count, features), (lse.view(heads.queries, rows),)
+        qkv_heads = heads.queries + 2 * heads.keys
+        return kept.view(rows, qkv_heads, features), (lse.view(heads.queries, rows),)
     inner, total = core.inner, core.rows
-    count = inner.queries + 2 * inner.keys
-    qkv, out = kept.split([total * count * features, total * inner.queries * features])
+    qkv_heads = inner.queries + 2 * inner.keys
+    qkv, out = kept.split([total * qkv_heads * features, total * inner.queries * features])
     # A switched core takes its qkv from what is saved; its first argument is not looked at.
     return kept, (
-        qkv.view(total, count, features),
+        qkv.view(total, qkv_heads, features),
         out.view(total, inner.queries, features),
         lse.view(inner.queries, total),
     )
@@ -361,7 +377,8 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Keep results for the backward, and the inputs where the attention kept nothing itself."""
+    """Save what the backward of ``attend`` needs in ``ctx``: its results and, where it kept
+    nothing itself, q, k and v."""
     q, k, v, _, causal, window, _, softcap, sinks = inputs
     _, kept, _, serial = output
     ctx.save_for_backward(*output, sinks, *(() if _holds(kept) else (q, k, v)))
@@ -374,7 +391,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _holds(kept: Tensor) -> bool:
-    """Whether the backward has q, k and v from what was kept; of a graph, by its trace."""
+    """Whether ``kept`` has q, k and v for the backward, which is whether it is not empty. A size
+    that is a symbol of a graph means that it has them."""
     count = kept.numel()
     return not isinstance(count, int) or count > 0
 
@@ -386,8 +404,8 @@ def _adjoint(ctx: Any, grad: Tensor | None, *_: object) -> tuple[Tensor | None, 
         return (None,) * 9
     out, kept, lse, serial, sinks, *qkv = ctx.saved_tensors
     *grads, dsinks = _attend_backward(grad, qkv, out, kept, lse, serial, *ctx.rest, sinks)
-    given = None if sinks is None else dsinks.to(sinks.dtype)
-    return (*grads, None, None, None, None, None, given)
+    sinks_grad = None if sinks is None else dsinks.to(sinks.dtype)
+    return (*grads, None, None, None, None, None, sinks_grad)
 
 
 attend.register_autograd(_adjoint, setup_context=_keep)
@@ -395,8 +413,8 @@ attend.register_autograd(_adjoint, setup_context=_keep)
 
 @torch.library.custom_op("headrace::positions", mutates_args=())
 def positions(like: Tensor, handle: int) -> Tensor:
-    """The places of the local tokens in their rows, in the type of ``like`` [s], which counts them
-    from 0. Raises ModelError when there are as many as neither one row nor all of them."""
+    """The places [s] of the local tokens in their rows, in the dtype and on the device of ``like``
+    [s], the model's own count of them from 0. Raises ModelError for another number of tokens."""
     now = _current_in(handle)
     found = torch.from_numpy(now.positions()).to(like)
     if len(found) != len(like):
@@ -411,13 +429,14 @@ def positions(like: Tensor, handle: int) -> Tensor:
 
 @positions.register_fake
 def _(like: Tensor, handle: int) -> Tensor:
+    """An empty result of ``positions``, for tracing."""
     return torch.empty_like(like)
 
 
 @torch.library.custom_op("headrace::targets", mutates_args=())
 def targets(like: Tensor, handle: int) -> Tensor:
-    """Tokens of the step that have a loss, at least 1, as a number in the type of ``like``. Raises
-    ModelError where a batch came without labels."""
+    """The number of tokens of the step that have a loss, at least 1, as a tensor [] in the dtype of
+    ``like``. Raises ModelError where a batch came without labels."""
     found = _current_in(handle).targets
     if found is None:
         raise ModelError(
@@ -431,4 +450,5 @@ def targets(like: Tensor, handle: int) -> Tensor:
 
 @targets.register_fake
 def _(like: Tensor, handle: int) -> Tensor:
+    """An empty result of ``targets``, for tracing."""
     return like.new_empty(())

@@ -5,7 +5,7 @@ checkpoint recomputes, too. Nothing is traced, so hooks of wrappers (FSDP2) and 
 compiler can trace do no harm.
 
 A symbolic graph distinguishes the number of tokens from a size that equals it by chance; plain
-numbers do not. So calls that count tokens are recognized by their places in the code: those whose
+numbers do not. So calls that count tokens are recognized by their sites in the code: those whose
 sizes were the number of tokens for all lengths of the probe.
 """
 
@@ -43,8 +43,9 @@ __all__ = [
 
 
 class Cut(NamedTuple):
-    """The component ``at`` of an index, which takes the first rows of dim ``dim`` of the table;
-    they are dim ``made`` of the result."""
+    """A component of the index in ``table[index]`` that takes the first rows along a dim:
+    component number ``at`` takes rows of dim ``dim`` of the table, which are dim ``made`` of the
+    result."""
 
     at: int
     dim: int
@@ -52,32 +53,33 @@ class Cut(NamedTuple):
 
 
 def cuts_of(index: Any, dims: int) -> list[Cut]:
-    """The components of an index of a tensor of ``dims`` dims that take first rows; none where the
-    index does more than slice and pick."""
+    """The components of an index of a tensor of ``dims`` dims that take the first rows, such as
+    ``:n``; none where the index has other components than slices, numbers, None and ``...``."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(isinstance(part, (torch.Tensor, list, bool)) for part in parts):
         return []
-    taken = sum(part is not None and part is not Ellipsis for part in parts)
-    found, dim, made = list[Cut](), 0, 0
+    indexed_dims = sum(part is not None and part is not Ellipsis for part in parts)
+    cuts, dim, made = list[Cut](), 0, 0  # ``dim`` and ``made`` are those of the next component
     for at, part in enumerate(parts):
         if part is Ellipsis:
-            dim, made = dim + dims - taken, made + dims - taken
-        elif part is None:
+            dim, made = dim + dims - indexed_dims, made + dims - indexed_dims
+        elif part is None:  # a new dim of the result
             made += 1
-        elif not isinstance(part, slice):
+        elif not isinstance(part, slice):  # a number, which removes a dim
             dim += 1
         else:
             if part.stop is not None and part.start in (None, 0) and part.step in (None, 1):
-                found.append(Cut(at=at, dim=dim, made=made))
+                cuts.append(Cut(at=at, dim=dim, made=made))
             dim, made = dim + 1, made + 1
-    return found
+    return cuts
 
 
 def rows_of(
     table: torch.Tensor, index: Any, *, at: int, dim: int, made: int, handle: int
 ) -> torch.Tensor:
-    """``table[index]`` for this rank: where a :class:`Cut` takes the first rows, the rows of the
-    local tokens."""
+    """``table[index]`` for this rank: where the :class:`Cut` (``at``, ``dim``, ``made``) takes as
+    many first rows as there are local tokens, the rows at their places. ``handle`` finds the
+    placement."""
     counted = torch.arange(table[index].shape[made], device=table.device)
     parts = index if isinstance(index, tuple) else (index,)
     rest = tuple(slice(None) if i == at else part for i, part in enumerate(parts))
@@ -96,8 +98,9 @@ def scaled_dot_product_attention(
     *,
     handle: int,
 ) -> torch.Tensor:
-    """Attention of the local tokens over the group: q [b, N, s_r, D], k and v [b, G, s_r, D].
-    Raises ModelError for masks, dropout and tokens of other places."""
+    """Attention of the local tokens over the group, with the arguments of torch's function: q
+    [b, N, s_r, D], k and v [b, G, s_r, D] to [b, N, s_r, D]. Raises ModelError for masks, dropout,
+    and keys that are not of the same tokens as the queries."""
     what = "scaled_dot_product_attention"
     if attn_mask is not None:
         raise ModelError(
@@ -146,10 +149,13 @@ def multi_head_attention(
     *,
     handle: int,
 ) -> tuple[torch.Tensor, None]:
-    """What torch's MultiheadAttention calls, of the local tokens: all three inputs [s_r, b, N D].
-    As there, a mask is dropped where ``is_causal`` says what it is. Raises ModelError for what
-    changes the scores, and where the weights are wanted."""
-    odd = {
+    """Torch's ``multi_head_attention_forward`` over the group: query, key and value [s_r, b, N D]
+    of the local tokens to (output [s_r, b, N D], None for the weights).
+
+    ``weight`` and ``bias`` project to queries, keys and values, ``out_weight`` and ``out_bias`` the
+    result. As in torch, a mask is dropped where ``is_causal`` says what it is. Raises ModelError
+    for other arguments that change the scores, and where the attention weights are wanted."""
+    unsupported = {
         "bias_k": bias_k,
         "bias_v": bias_v,
         "add_zero_attn": add_zero_attn or None,
@@ -160,10 +166,11 @@ def multi_head_attention(
         "static_v": static_v,
         "dropout": (training and dropout_p) or None,
     }
-    if found := [name for name, value in odd.items() if value is not None]:
+    given = [name for name, value in unsupported.items() if value is not None]
+    if given:
         raise ModelError(
             "MultiheadAttention",
-            got=found[0],
+            got=given[0],
             wanted="need_weights=False, is_causal or no mask",
             hint="padding and documents are known from what shard() was given",
         )
@@ -176,10 +183,10 @@ def multi_head_attention(
     separate = (q_proj_weight, k_proj_weight, v_proj_weight)
     weights = separate if weight is None else weight.chunk(3)
     biases = (None,) * 3 if bias is None else bias.chunk(3)
-    q, k, v = (
-        functional.linear(x, part, own).unflatten(2, (heads, -1)).permute(1, 2, 0, 3)
-        for x, part, own in zip((query, key, value), weights, biases, strict=True)
-        if part is not None
+    q, k, v = (  # [b, N, s_r, D]
+        functional.linear(x, own_weight, own_bias).unflatten(2, (heads, -1)).permute(1, 2, 0, 3)
+        for x, own_weight, own_bias in zip((query, key, value), weights, biases, strict=True)
+        if own_weight is not None
     )
     out = attention(q, k, v, handle, causal=is_causal).permute(2, 0, 1, 3).flatten(2)
     return functional.linear(out, out_weight, out_bias), None
@@ -197,8 +204,9 @@ def cross_entropy(
     *,
     handle: int,
 ) -> torch.Tensor:
-    """This rank's part of a mean over all tokens: the sum over its own tokens, divided by the
-    targets of the step. Raises ModelError for means that are weighted by class."""
+    """Cross entropy with the arguments of torch's function. A mean is this rank's part of that over
+    all ranks: the sum over its own tokens, divided by the targets of the step. Other reductions are
+    torch's own. Raises ModelError for means that are weighted by class."""
     if size_average is not None or reduce is not None:
         raise ModelError("cross_entropy", got="size_average or reduce", wanted="reduction")
     if reduction != "mean":
@@ -227,50 +235,54 @@ _REPLACED: Mapping[Callable[..., Any], Callable[..., Any]] = {
 }
 
 _FRAMES = 8
-"""Most functions of the call stack that identify a call: models count tokens in functions of their
-own."""
+"""The innermost functions of the call stack, at most, that identify a call: models count tokens in
+functions of their own, which several modules call."""
 
 _TORCH = str(Path(torch.__file__).parent)
 _MODULES = torch.nn.modules.module.__file__
-_AGAIN = (torch.utils.checkpoint.__file__, torch.autograd.function.__file__)
+_RECOMPUTING = (torch.utils.checkpoint.__file__, torch.autograd.function.__file__)
+"""Files of torch that may run a function again in a backward."""
 
 Frames = tuple[tuple[CodeType, int], ...]
-"""A place in the code: of each function on the call stack its code and the line (or
-instruction)."""
+"""The site of a call: (code, index of the instruction) of each function on the call stack,
+innermost first."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Seen:
-    """Sizes of one call in the probe: the numbers of tokens that it was equal to, and its sizes
-    where it was not."""
+class _ProbedSizes:
+    """Sizes that a call at one site had in the probe, which runs with several numbers of tokens:
+    those that were the number of tokens (``equal``), and those that were not (``others``)."""
 
-    followed: set[int] = field(default_factory=set)
+    equal: set[int] = field(default_factory=set)
     others: set[int] = field(default_factory=set)
 
     @property
     def follows(self) -> bool:
-        return len(self.followed) > 1
+        """Whether the size was the number of tokens more than once, so not by chance."""
+        return len(self.equal) > 1
 
 
 class ReplacedCalls(TorchFunctionMode):
-    """A torch function mode that is active while ``model`` is spread and its author's modules run,
-    until :meth:`remove`."""
+    """A torch function mode that replaces calls while ``model`` is spread and modules of its author
+    run, until :meth:`remove`."""
 
     def __init__(self, model: torch.nn.Module, slot: ModelSlot) -> None:
         """Hook every module of the model that calls torch functions itself and is not compiled, so
-        that the mode is active while it runs."""
+        that the mode is active while it runs. ``slot`` has the current placement."""
         super().__init__()
         self._slot, self._model = slot, model
         _remove_older(model)
         _replacing[model] = self
-        self._sites: dict[tuple[Frames, int], _Seen] = {}
-        self._tables: set[int] | None = None
-        self._here = threading.local()
-        self._own = set(map(id, model.modules()))
+        # Sizes in the probe of each call, by its site and the component of its index.
+        self._sites: dict[tuple[Frames, int], _ProbedSizes] = {}
+        # The ids of the model's own tensors, as of the current call of its outermost module.
+        self._table_ids: set[int] | None = None
+        self._thread_state = threading.local()
+        self._module_ids = set(map(id, model.modules()))
         self._hooks = ExitStack()
-        within = {id(x) for part in _compiled_within(model) for x in part.modules()}
+        compiled_ids = {id(x) for part in _compiled_within(model) for x in part.modules()}
         for module in model.modules():
-            if id(module) not in within and _calls_functions(module):
+            if id(module) not in compiled_ids and _calls_functions(module):
                 self._hooks.callback(hook_before(module, self._enter, named=False, first=True))
                 self._hooks.callback(hook_after(module, self._leave, always=True))
 
@@ -283,10 +295,10 @@ class ReplacedCalls(TorchFunctionMode):
         self._hooks.close()
 
     def run(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-        """``function(*args, **named)``, a forward within a checkpoint: calls are replaced in its
-        recompute too. A forward of another model runs unchanged."""
+        """``function(*args, **named)``, the forward of a module within a checkpoint, with calls
+        replaced; in the recompute too. A forward of another model's module runs unchanged."""
         owner = getattr(function, "__self__", None)
-        if isinstance(owner, torch.nn.Module) and id(owner) not in self._own:
+        if isinstance(owner, torch.nn.Module) and id(owner) not in self._module_ids:
             return function(*args, **named)
         self._enter()
         try:
@@ -295,24 +307,28 @@ class ReplacedCalls(TorchFunctionMode):
             self._leave()
 
     def _enter(self, *_: Any) -> None:
-        """Activate the mode where the model is spread and the mode is not active yet."""
+        """The hook before a module: activates the mode where the model is spread and the mode is
+        not active yet."""
         # A backward starts without the modes of its forward, whatever is active on this thread.
         spread = self._slot.held is not None
         enters = spread and self not in _get_current_function_mode_stack()
         self._activations().append(enters)
         if enters:
-            self._tables = None
+            self._table_ids = None
             self.__enter__()
 
     def _leave(self, *_: Any) -> None:
+        """The hook after a module, also one that raised: deactivates the mode where the hook before
+        it activated it."""
         if self._activations().pop():
             self.__exit__(None, None, None)
 
     def _activations(self) -> list[bool]:
-        """For each module that is running on this thread, whether its hook activated the mode."""
-        if not hasattr(self._here, "entered"):
-            self._here.entered = []
-        return self._here.entered  # type: ignore[no-any-return]
+        """For each module that is running on this thread, outermost first, whether its hook
+        activated the mode. The list itself, to append to."""
+        if not hasattr(self._thread_state, "activations"):
+            self._thread_state.activations = []
+        return self._thread_state.activations  # type: ignore[no-any-return]
 
     def __torch_function__(
         self,
@@ -321,7 +337,8 @@ class ReplacedCalls(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call the replacement of ``func`` where there is one, else ``func`` itself."""
+        """Call the replacement of ``func`` where there is one, else ``func`` itself. Results of
+        ``arange`` and of cuts of tables that count tokens are replaced by those of this rank."""
         named = kwargs or {}
         if func in _REPLACED:
             if torch.compiler.is_compiling():
@@ -340,42 +357,47 @@ class ReplacedCalls(TorchFunctionMode):
         if func is torch.arange and _begins_at_zero(*args, **named):
             return self._own_positions(out)
         if func is torch.Tensor.__getitem__ and args[0].grad_fn is None:  # weights have none
-            return self._cut(out, args[0], args[1])
+            return self._own_rows(out, args[0], args[1])
         return out
 
-    def _cut(self, out: torch.Tensor, table: torch.Tensor, index: Any) -> torch.Tensor:
-        """The rows of a table by place that belong to this rank's tokens, where ``out`` is
-        ``table[index]`` cut by the number of tokens; else ``out``."""
+    def _own_rows(self, out: torch.Tensor, table: torch.Tensor, index: Any) -> torch.Tensor:
+        """The rows at the places of this rank's tokens, where ``out`` is ``table[index]``, a cut of
+        a model's tensor to as many first rows as there are tokens; else ``out``."""
         cuts = cuts_of(index, table.dim())
         if not cuts or not self._is_held(table):
             return out
-        follow = [cut for cut in cuts if self._follows(out.shape[cut.made], part=cut.at)]
-        if len(follow) != 1:
+        token_cuts = [cut for cut in cuts if self._is_token_count(out.shape[cut.made], part=cut.at)]
+        if len(token_cuts) != 1:
             return out
-        return rows_of(table, index, **follow[0]._asdict(), handle=self._slot.handle)
+        return rows_of(table, index, **token_cuts[0]._asdict(), handle=self._slot.handle)
 
     def _is_held(self, table: torch.Tensor) -> bool:
-        """Whether ``table`` is a tensor of a module, during this call of the outermost module."""
-        if self._tables is None:
-            self._tables = set(map(id, _tables(self._model)))
-        return id(table) in self._tables
+        """Whether ``table`` is a tensor of one of the model's modules, listed once for each call of
+        the outermost module."""
+        if self._table_ids is None:
+            self._table_ids = set(map(id, _tables(self._model)))
+        return id(table) in self._table_ids
 
     def _own_positions(self, out: torch.Tensor) -> torch.Tensor:
-        return positions(out, self._slot.handle) if self._follows(len(out)) else out
+        """The places of this rank's tokens, where ``out`` [n] is an arange that counts tokens; else
+        ``out``."""
+        return positions(out, self._slot.handle) if self._is_token_count(len(out)) else out
 
-    def _follows(self, size: int, part: int = 0) -> bool:
-        """Whether the size of the current call, or of component ``part`` of its index, is the
-        number of tokens. Raises ModelError where the probe could not decide that."""
+    def _is_token_count(self, size: int, part: int = 0) -> bool:
+        """Whether the ``size`` of the current call, or of component ``part`` of its index, is the
+        number of tokens and not just equal to it. In a probe the size is recorded for the site of
+        the call. Raises ModelError where the probe could not decide it."""
         now = self._slot.now
         tokens, frames = len(now.positions()), _site()
-        seen = self._sites.get((frames, part))
+        probed = self._sites.get((frames, part))
         if isinstance(now, StandIn):
-            seen = self._sites.setdefault((frames, part), _Seen())
-            (seen.followed if size == tokens else seen.others).add(size)
+            probed = self._sites.setdefault((frames, part), _ProbedSizes())
+            (probed.equal if size == tokens else probed.others).add(size)
             return size == tokens
-        if size != tokens or (seen is not None and not seen.follows and size in seen.others):
+        # A size that the site has whatever the number of tokens is equals it by chance.
+        if size != tokens or (probed is not None and not probed.follows and size in probed.others):
             return False
-        if seen is None or not seen.follows or size in seen.others:
+        if probed is None or not probed.follows or size in probed.others:
             raise ModelError(
                 f"places counted in {_site_text(frames)}",
                 got=f"{size}, which may be tokens or not",
@@ -386,7 +408,7 @@ class ReplacedCalls(TorchFunctionMode):
 
 
 def _compiled_within(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Modules that the model's author compiles."""
+    """The modules that the model's author compiled, by ``torch.compile`` or ``module.compile``."""
     return [
         module
         for module in model.modules()
@@ -400,7 +422,8 @@ _replacing: WeakKeyDictionary[torch.nn.Module, ReplacedCalls] = WeakKeyDictionar
 
 
 def _remove_older(model: torch.nn.Module) -> None:
-    """Remove earlier replacements of a model or of its modules: calls are replaced once."""
+    """Remove earlier replacements on a model or one of its modules, as calls are to be replaced
+    once."""
     for module in model.modules():
         older = _replacing.pop(module, None)
         if older is not None:
@@ -408,17 +431,17 @@ def _remove_older(model: torch.nn.Module) -> None:
 
 
 def _calls_functions(module: torch.nn.Module) -> bool:
-    """Whether a module's forward may call a replaced function: one that is not torch's own, or has
-    submodules, or is a loss."""
-    own = not type(module).__module__.startswith("torch.nn.modules")
-    return own or any(True for _ in module.children()) or isinstance(module, _LOSSES)
+    """Whether the forward of a module may call a replaced function: that of a class which is not
+    torch's own, of a module with submodules, and of a loss."""
+    is_authors = not type(module).__module__.startswith("torch.nn.modules")
+    return is_authors or any(True for _ in module.children()) or isinstance(module, _LOSSES)
 
 
 _LOSSES = (torch.nn.CrossEntropyLoss,)
 
 
 def _tables(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, buffers and other tensor attributes of all modules."""
+    """Yield the parameters, buffers and other tensor attributes of all modules of a model."""
     for module in model.modules():
         yield from module._parameters.values()  # type: ignore[misc]  # noqa: SLF001
         yield from module._buffers.values()  # type: ignore[misc]  # noqa: SLF001
@@ -426,22 +449,24 @@ def _tables(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _begins_at_zero(*args: Any, **named: Any) -> bool:
-    """Whether an arange of such arguments counts 0, 1, 2, ..."""
-    starts = len(args) > 1 or (args and "end" in named)
-    start = named.get("start", args[0] if starts else 0)
-    return bool(start == 0 and named.get("step", args[2] if len(args) > 2 else 1) == 1)
+    """Whether ``torch.arange(*args, **named)`` counts 0, 1, 2, ..."""
+    first_is_start = len(args) > 1 or (args and "end" in named)  # else it is the end
+    start = named.get("start", args[0] if first_is_start else 0)
+    step = named.get("step", args[2] if len(args) > 2 else 1)
+    return bool(start == 0 and step == 1)
 
 
 def _site() -> Frames:
-    """The place in the code of the current call: the functions of its module's forward, however
-    that was called. Raises ModelError where a checkpoint or an autograd function runs a function
-    that is no module: its recompute would not be replaced."""
+    """The site of the current call: the functions on the stack from the call out to the forward of
+    its module, without torch's own, so that it is the same however the module was called. Raises
+    ModelError where a checkpoint or an autograd function runs a function that is no module: calls
+    in its recompute would not be replaced."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     found = list[tuple[CodeType, int]]()
     while frame is not None and (file := frame.f_code.co_filename) != _MODULES:
         if frame.f_code is ReplacedCalls.run.__code__:
             break
-        if file in _AGAIN:
+        if file in _RECOMPUTING:
             raise ModelError(
                 _site_text(found[-1:]),
                 got="a checkpoint around a function",
@@ -455,7 +480,7 @@ def _site() -> Frames:
 
 
 def _site_text(frames: Sequence[tuple[CodeType, int]]) -> str:
-    """The first function of a call stack, with file and line."""
+    """The innermost function of a site in words, with its file and first line."""
     if not frames:
         return "a function of torch"
     code, _ = frames[0]

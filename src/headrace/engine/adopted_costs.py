@@ -105,26 +105,26 @@ def _find_costs(setup: LoopSetup, sample: Item) -> ModelCosts:
         )
     require_fit(setup.options)
     fingerprint = _fingerprint(setup, probes)
-    kept = hashlib.sha256(fingerprint.encode()).hexdigest()[:24]
-    path = setup.cache / "profiles" / f"loop-{kept}.json"
+    digest = hashlib.sha256(fingerprint.encode()).hexdigest()[:24]
+    path = setup.cache / "profiles" / f"loop-{digest}.json"
     cluster = agreed_cluster(setup.groups, setup.device, setup.memory_bytes)
-    state = _largest_on_any_rank(setup, state_bytes(setup.held.model, setup.optimizer))
-    profile, new = agreed_profile(
+    held_bytes = _largest_on_any_rank(setup, state_bytes(setup.held.model, setup.optimizer))
+    profile, measured_now = agreed_profile(
         path,
         fingerprint,
-        lambda: _profile(setup, probes, cluster, state, fingerprint),
+        lambda: _profile(setup, probes, cluster, held_bytes, fingerprint),
         setup.groups,
         setup.say,
     )
     costs = fitted_costs(profile, setup.options, setup.groups, longest=setup.longest, say=setup.say)
     compared = ""
-    if new and probes.layers is not None:
+    if measured_now and probes.layers is not None:
         compared = _compare_with_whole_model(setup, probes, costs.replace(cluster=cluster))
         setup.say(compared)
     margin = setup.options.memory_margin
     if margin is None:
         margin = max(costs.memory_margin, memory_margin_of(cluster.device))
-    costs = costs.replace(cluster=cluster, memory_margin=margin, state_bytes=state)
+    costs = costs.replace(cluster=cluster, memory_margin=margin, state_bytes=held_bytes)
     return ModelCosts(probes=probes, profile=profile, costs=costs, compared=compared)
 
 
@@ -136,7 +136,8 @@ def _compare_with_whole_model(setup: LoopSetup, probes: ModelProbes, costs: Cost
         LayerOption.of(SINGLE_RANK if p == 1 else setup.model.exchanges[0]), costs.shape.layers
     )
     tokens = min(setup.longest, costs.max_tokens(p, no_recompute) // 2)
-    own_group, measured_s = block(setup.groups, p), 0.0  # None for a rank left over by groups of p
+    own_group = block(setup.groups, p)  # None for a rank left over by groups of p
+    measured_s = 0.0
     if tokens >= p and own_group is not None:
         probe = probes.complete(setup.groups, own_group, (tokens,), setup.model.exchanges[0])
         clock = clock_of(setup.device)
@@ -191,28 +192,28 @@ def _probes(setup: LoopSetup, sample: Item) -> ModelProbes:
 
 
 def _profile(
-    setup: LoopSetup, probes: ModelProbes, cluster: Cluster, state: int, fingerprint: str
+    setup: LoopSetup, probes: ModelProbes, cluster: Cluster, held_bytes: int, fingerprint: str
 ) -> Profile:
-    """Measure the model on all group sizes, with ``state`` bytes of a rank taken by weights,
+    """Measure the model on all group sizes, with ``held_bytes`` of a rank taken by weights,
     gradients and optimizer. Collective; raises InfeasiblePlan where these leave no room."""
-    if state >= cluster.memory_bytes:
+    if held_bytes >= cluster.memory_bytes:
         raise InfeasiblePlan(
             "memory of a rank",
-            got=f"{bytes_text(state)} for weights, gradients and optimizer",
+            got=f"{bytes_text(held_bytes)} for weights, gradients and optimizer",
             wanted=f"less than {bytes_text(cluster.memory_bytes)}",
             hint="more memory, or weights sharded by FSDP2",
         )
     setup.say(f"measuring the model on {counted(cluster.devices, 'rank')} of {cluster.device}")
+    configured_sizes = tuple(p for p in setup.options.group_sizes if p <= cluster.devices)
     profiler = LoopProfiler(
         probes=probes,
         held=setup.held,
         groups=setup.groups,
         exchanges=setup.model.exchanges,
-        sizes=tuple(p for p in setup.options.group_sizes if p <= cluster.devices)
-        or sizes_for(setup.groups.ranks, setup.held.semantics),
+        sizes=configured_sizes or sizes_for(setup.groups.ranks, setup.held.semantics),
         longest=setup.longest,
         cluster=cluster,
-        state_bytes=state,
+        state_bytes=held_bytes,
         device=setup.device,
         progress=setup.progress,
     )
@@ -225,6 +226,7 @@ def _profile(
 
 
 def _largest_on_any_rank(setup: LoopSetup, value: int) -> int:
+    """The largest of all ranks' values, the same on all of them. Collective."""
     return max(int(row[0]) for row in gather_floats([float(value)], setup.groups.world))
 
 

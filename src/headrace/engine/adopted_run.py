@@ -163,6 +163,7 @@ def _take_steps(
     saved, steps, every = run.number, config.run.steps, config.checkpoint.every
 
     def save() -> None:
+        """Write a checkpoint of the steps so far."""
         world.watcher.enter(f"writing checkpoint {run.number}")
         run.save(checkpoints, keep=config.checkpoint.keep)
 
@@ -239,6 +240,7 @@ class CorpusOrder:
         batch = self._sampler.next_batch()
 
         def read(index: int) -> Item:
+            """Read a sample of the batch, by its number in it."""
             sample = batch.samples[index]
             stop = sample.start + sample.length
             return self._read(sample.document, sample.start, stop, f"document {sample.document}")
@@ -364,11 +366,12 @@ def _pretrained(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
 def _require_fitting(model: torch.nn.Module, vocabulary: int, config: Config) -> None:
     """Raise SpecError for a model whose embeddings have fewer rows than the tokenizer has tokens,
     or that has fewer positions than samples have tokens."""
-    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-    if tables and max(table.num_embeddings for table in tables) < vocabulary:
+    embeddings = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    largest = max((embedding.num_embeddings for embedding in embeddings), default=None)
+    if largest is not None and largest < vocabulary:
         raise SpecError(
             "vocabulary of the model",
-            got=max(table.num_embeddings for table in tables),
+            got=largest,
             wanted=f"at least the tokenizer's {vocabulary}",
             hint="without data.tokenizer that of the model's folder is taken",
         )
@@ -477,7 +480,7 @@ def _announce(
     listener: Listener,
     folder: Path,
 ) -> None:
-    """Report the model, the corpus and the folder of the run."""
+    """Tell the listener of the model, the corpus, the ranks and the folder of the run."""
     parameters = sum(p.numel() for p in model.parameters())
     memory = config.devices.memory_bytes
     if left_out := sizes_left_out(config.planner, world.ranks):

@@ -270,16 +270,16 @@ def begin(
     agree("arguments of hr.attach", repr(asked), groups.world)
     share_weights(held, groups, (lambda text: None) if quiet else say)
     spread_model = partial(_spread, options=samples, spread=spread, groups=groups)
-    spread_own = spread_model(model)
-    order = order_of(spread_own)
+    model_on_ranks = spread_model(model)
+    order = order_of(model_on_ranks)
     agree("data of the loop", order.fingerprint, groups.world)
     document = order.longest
-    if document is None:  # a stream: nobody knows but by what the user said, or its first sample
+    if document is None:  # a stream: what the user said counts, or else its first sample
         given = samples.longest
-        document = spread_own.length(order.first()) if given is None else _tokens(given)
+        document = model_on_ranks.length(order.first()) if given is None else _tokens(given)
     step_tokens = order.total if budget is None else min(order.total, budget)
     setup = LoopSetup(
-        model=spread_own,
+        model=model_on_ranks,
         held=held,
         optimizer=optimizer,
         groups=groups,
@@ -515,7 +515,7 @@ class Attached:
             forward=True,
         )
         for _ in step.attempts():
-            pass
+            pass  # the runner calls the model itself, and hands out nothing
         return runner.gathered(batch)
 
     def backward(
@@ -871,17 +871,7 @@ class Attached:
         if id(model) in self._other_models:
             return self._other_models[id(model)]
         held = HeldWeights.of(model, setup.groups.ranks)
-        for what, other, own in (
-            ("class", type(held.inner).__name__, type(setup.held.inner).__name__),
-            ("sharded weights", held.sharded, setup.held.sharded),
-            ("device", _device_of(held.inner), setup.device),
-        ):
-            if other != own:
-                raise ModelError(
-                    f"{what} of model=",
-                    got=other,
-                    wanted=f"{own}, as the model of the run: plans follow from its costs",
-                )
+        self._require_same_kind(held)
         share_weights(held, setup.groups, setup.say)
         spread = self._spread_model(model)
         restore_others = self._restore
@@ -894,8 +884,25 @@ class Attached:
         self._restore, self._other_models[id(model)] = restore_all, (spread, held)
         return spread, held
 
+    def _require_same_kind(self, held: HeldWeights) -> None:
+        """Raise ModelError for another model that is not of the class of the run's model, or not on
+        its device, or not sharded as it is."""
+        setup = self._setup
+        for what, other, own in (
+            ("class", type(held.inner).__name__, type(setup.held.inner).__name__),
+            ("sharded weights", held.sharded, setup.held.sharded),
+            ("device", _device_of(held.inner), setup.device),
+        ):
+            if other != own:
+                raise ModelError(
+                    f"{what} of model=",
+                    got=other,
+                    wanted=f"{own}, as the model of the run: plans follow from its costs",
+                )
+
     @property
     def _runner(self) -> LoopRunner:
+        """What runs the steps of this loop on this rank."""
         runner = self.engine.runner
         assert isinstance(runner, LoopRunner), "the engine was made here"
         return runner

@@ -114,6 +114,7 @@ _FORMER: Mapping[str, str] = {
     ),
     "sizes": "planner=hr.PlannerConfig(group_sizes=...)",
 }
+"""Former arguments of ``attach``, each with the one that takes its place."""
 
 
 def refuse_former(given: Mapping[str, Any]) -> None:

@@ -344,8 +344,9 @@ def given_order(
 
 
 def require_fitting(dataset: Any, given: Mapping[str, Any], drawn: Mapping[str, Any]) -> None:
-    """Raise SpecError for options that do not fit: those of runs whose batches are ``given``
-    beside a data set (None where not set), and those of ``drawn`` batches without one (falsy)."""
+    """Raise SpecError for options that do not fit the data set, or its absence (None). ``given``
+    are options by name for runs without one, None where not set; ``drawn`` those for runs with one,
+    false where not set."""
     misplaced = [name for name, value in given.items() if value is not None]
     if dataset is not None and misplaced:
         hint = "longest=" if misplaced[0] == "longest" else None
@@ -437,21 +438,29 @@ def meet_to(
         if call["failure"] is not None:
             raise HeadraceError(f"{call['asks']} on rank {rank}", got=call["failure"])
     for rank, call in enumerate(calls):
-        for key, hint in (
-            ("asks", "every rank takes the same steps, as many and in the same order"),
-            ("same", "every rank gives the same samples in the same order"),
-        ):
-            if call[key] != calls[0][key]:
-                named = ("asks", "shown") if key == "same" else ("asks",)
-                this, first = (tuple(c[name] for name in named) for c in (call, calls[0]))
-                # Samples may be as many and as long, and still have other values.
-                raise PlanMismatch(
-                    f"what rank {rank} asks for",
-                    got=" of ".join(this) + (", of other values" if this == first else ""),
-                    wanted=f"{' of '.join(first)}, as rank 0",
-                    hint=hint,
-                )
+        _require_same_call(rank, call, calls[0])
     return [call["told"] for call in calls]
+
+
+def _require_same_call(rank: int, call: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    """Raise PlanMismatch where ``call``, the message of a rank in :func:`meet_to`, asks for
+    something else than ``first``, that of rank 0, or for the same with other samples."""
+    if call["asks"] != first["asks"]:
+        raise PlanMismatch(
+            f"what rank {rank} asks for",
+            got=call["asks"],
+            wanted=f"{first['asks']}, as rank 0",
+            hint="every rank takes the same steps, as many and in the same order",
+        )
+    if call["same"] != first["same"]:
+        got, wanted = (f"{of_rank['asks']} of {of_rank['shown']}" for of_rank in (call, first))
+        # Samples may be as many and as long, and still have other values.
+        raise PlanMismatch(
+            f"what rank {rank} asks for",
+            got=got + (", of other values" if got == wanted else ""),
+            wanted=f"{wanted}, as rank 0",
+            hint="every rank gives the same samples in the same order",
+        )
 
 
 def _parse_message(message: bytes) -> dict[str, Any] | None:
@@ -531,18 +540,23 @@ def _given_by_all(told_by_rank: Sequence[Mapping[str, Any]]) -> _Given:
 
 
 def _fields_text(fields: Mapping[str, str]) -> str:
+    """The fields of a sample, types by name, in words for errors."""
     return ", ".join(f"{name} {dtype}" for name, dtype in fields.items())
 
 
 def _beside_own(own: OwnSamples, units: Sequence[tuple[int, ...]]) -> Callable[[int], Item]:
     """A function from the number of a sample to the tensors that go with it, for samples that this
-    rank works on."""
+    rank works on. ``units`` are the numbers of the samples of each unit of the batch."""
     # By sample: the number of its unit, and its position in that.
-    places = {sample: (at, n) for at, unit in enumerate(units) for n, sample in enumerate(unit)}
+    places = {
+        sample: (unit_number, position)
+        for unit_number, unit in enumerate(units)
+        for position, sample in enumerate(unit)
+    }
 
     def beside_sample(sample: int) -> Item:
-        at, n = places[sample]
-        return own.beside(at)[n]
+        unit_number, position = places[sample]
+        return own.beside(unit_number)[position]
 
     return beside_sample
 

@@ -1,9 +1,10 @@
 """The costs of a user's model on the ranks at hand: a profile of two of its layers.
 
 For every group size, packs of growing length run through two layers, the first to warm up, and
-through the model without layers (DCP, section 3.5 and Eq. 4 to 6: T = L t + T_C, M likewise). Of
-the exchanges the one that is quicker for the longest pack of both is kept for each size. Success
-and memory are agreed by all ranks before the next pack is tried, so no rank decides alone.
+through the model without layers (DCP, section 3.5 and Eq. 4 to 6: a model of L layers that take t
+seconds each takes T = L t + T_C, with T_C of what comes before and after them; bytes likewise). For
+each size the exchange is kept that is quickest for the longest pack that all of them could run.
+Success and memory are agreed by all ranks before the next pack is tried, so no rank decides alone.
 
 The level ``full`` is not measured: it keeps a layer's input and runs its forward once more (Eq. 5).
 """
@@ -69,14 +70,15 @@ class ModelProbes:
     def whole(
         self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: str
     ) -> Probe:
-        """A probe of the model for a pack of documents of ``lengths`` tokens on ``ranks``; of what
-        is left without its layers, where these are known."""
+        """A probe of the model for a pack of documents of ``lengths`` tokens on ``ranks``. Where
+        its layers are known they are left out: it measures what comes before and after them."""
         return _WholeProbe(probes=self, shard=self.shard(groups, ranks, lengths, exchange))
 
     def complete(
         self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: str
     ) -> Probe:
-        """A probe of the model with all its layers."""
+        """A probe of the model with all its layers, for a pack of documents of ``lengths`` tokens
+        on ``ranks``."""
         shard = self.shard(groups, ranks, lengths, exchange)
         return _WholeProbe(probes=self, shard=shard, complete=True)
 
@@ -97,11 +99,13 @@ class ModelProbes:
         calls = self.calls(shard)
 
         def entry() -> torch.Tensor:
+            """Spread the model over the pack; returns a random input of the first layer."""
             self.model.take(shard)
             self.choose([level] * _PROBED)
             return torch.randn_like(calls[0].x)
 
         def layer(index: int, x: torch.Tensor) -> torch.Tensor:
+            """The output of a layer for the input x."""
             return layers.call(index, x, calls[index])
 
         return ChainProbe(entry, [partial(layer, index) for index in range(_PROBED)])
@@ -141,8 +145,9 @@ class ModelProbes:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _WholeProbe:
-    """A probe of the model on one rank's part of a pack. Where its layers are known they are left
-    out, unless the probe is ``complete``. The backward is that of a scalar of the outputs."""
+    """A probe of the model on one rank's part of a pack, as one segment. Where its layers are known
+    they are left out, unless the probe is ``complete``. The backward is that of a scalar of the
+    outputs."""
 
     probes: ModelProbes
     shard: BatchPart
@@ -151,7 +156,8 @@ class _WholeProbe:
     _loss: torch.Tensor | None = field(default=None, init=False)
 
     def forward(self, passed: Passed) -> None:
-        """Run the model and keep a scalar of its outputs for the backward."""
+        """Run the model and keep a scalar of its outputs for the backward; ``passed`` is called
+        before and after."""
         probes = self.probes
         probes.model.take(self.shard)
         probes.choose([])
@@ -165,7 +171,7 @@ class _WholeProbe:
         passed()
 
     def backward(self, passed: Passed) -> None:
-        """Run the backward of the last forward."""
+        """Run the backward of the last forward, then call ``passed``."""
         assert self._loss is not None, "forward came before"
         loss, self._loss = self._loss, None
         loss.backward()
@@ -245,7 +251,18 @@ class LoopProfiler:
     progress: Callable[[str, int, int], None] = lambda what, done, of: None
 
     def profile(self, fingerprint: str, shape: ModelShape) -> Profile:
-        """Run all sweeps. Collective: every rank makes the same call. Gradients are dropped."""
+        """Measure the profile of the model on all group sizes. Gradients are dropped. Collective.
+
+        Args:
+            fingerprint: What the profile is valid for, as text; it is kept in the profile.
+            shape: The layers and parameters of the model, kept likewise.
+
+        Returns:
+            The profile.
+
+        Raises:
+            InfeasiblePlan: Where memory has no room for packs of any size.
+        """
         started = time.perf_counter()
         options = SweepOptions(longest=self.longest, point_s=self.point_s, counts=1)
         sweeper = Sweeper(
@@ -267,16 +284,7 @@ class LoopProfiler:
         self.progress("profile", len(self.sizes), len(self.sizes))
         sizes = sorted({point.p for point in points})
         if not sizes:
-            raise InfeasiblePlan(
-                "model on these ranks",
-                got=f"no room for {sweeper.not_fitting[0].tokens:,} tokens"
-                if sweeper.not_fitting
-                else "nothing measured",
-                wanted=f"packs of up to {self.longest:,} tokens in "
-                f"{bytes_text(self.cluster.memory_bytes)}, {bytes_text(self.state_bytes)} of it "
-                "for weights, gradients and optimizer",
-                hint="more memory, more ranks, or weights sharded by FSDP2",
-            )
+            raise self._no_room(sweeper)
         sum_s = self._gradient_sum_s()
         for parameter in self.held.trained:
             parameter.grad = None
@@ -292,16 +300,30 @@ class LoopProfiler:
             measured_in_s=slowest(self.groups, [time.perf_counter() - started])[0],
         )
 
+    def _no_room(self, sweeper: Sweeper) -> InfeasiblePlan:
+        """The error for a model of which no group size could be measured."""
+        too_long = sweeper.not_fitting
+        got = f"no room for {too_long[0].tokens:,} tokens" if too_long else "nothing measured"
+        return InfeasiblePlan(
+            "model on these ranks",
+            got=got,
+            wanted=f"packs of up to {self.longest:,} tokens in "
+            f"{bytes_text(self.cluster.memory_bytes)}, {bytes_text(self.state_bytes)} of it "
+            "for weights, gradients and optimizer",
+            hint="more memory, more ranks, or weights sharded by FSDP2",
+        )
+
     def _points_of_size(self, sweeper: Sweeper, p: int) -> Iterator[ProfilePoint]:
-        """Measure groups of ``p`` ranks: the points of a layer by the quickest exchange, at every
-        recompute level, and those of the model without its layers. None where memory runs out too
-        early for a fit."""
+        """Measure groups of ``p`` ranks; yields the points of a layer by the quickest exchange, at
+        every recompute level, and those of the model without its layers. Yields nothing where
+        memory runs out too early for a fit. Collective."""
         exchanges = self.exchanges if p > 1 else self.exchanges[:1]  # one rank exchanges nothing
         points_of = {
             exchange: sweeper.points(self._sweep(p, exchange, "none")) for exchange in exchanges
         }
         best = min(exchanges, key=partial(_longest_s, points_of))
-        if sum(point.kept_bytes is not None for point in points_of[best]) < _LEAST_COUNTED:
+        counted_points = sum(point.kept_bytes is not None for point in points_of[best])
+        if counted_points < _LEAST_COUNTED:
             return  # memory ran out before its growth was seen
         yield from points_of[best]
         if self.probes.layers is None:
