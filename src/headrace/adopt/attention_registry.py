@@ -15,6 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import pad
 
+from headrace.adopt.layer_masks import (
+    RECORDS_MASKS,
+    LayerMask,
+    layer_masks,
+    register_recorder,
+)
 from headrace.adopt.operators import ModelSlot, attend, joins_inputs
 from headrace.errors import ModelError
 
@@ -93,6 +99,10 @@ _HARMLESS = {
 }
 
 
+_MASK = "_headrace_mask"
+"""The attribute of a copied configuration that holds the mask of its layers, where it is known."""
+
+
 class _Layer(Protocol):
     """The attributes of an attention module that are read here."""
 
@@ -106,10 +116,10 @@ def asks_registry(model: torch.nn.Module) -> bool:
     return callable(can_set) and hasattr(model, "set_attn_implementation") and bool(can_set())
 
 
-def registered(model: Any, slot: ModelSlot) -> Callable[[bool], None]:
+def registered(model: Any, slot: ModelSlot) -> RegisteredAttention:
     """Register an attention function for ``model`` on what its ``slot`` holds. Returns a switch,
-    a function of whether it is on: while it is, the modules of the model take this function. Raises
-    ModelError for layers that mix tokens in ways that the function does not know.
+    which is called with whether it is on: while it is, the modules of the model take this function.
+    Raises ModelError for layers that mix tokens in ways that the function does not know.
 
     Modules name their attention in their configuration, which other models may share. So while the
     switch is on they have a copy of it, and a deep copy of the model gets the user's own again.
@@ -161,8 +171,7 @@ def registered(model: Any, slot: ModelSlot) -> Callable[[bool], None]:
         """Attention as transformers calls it: q [b, N, s_r, D], k and v [b, G, s_r, D] to
         ([b, s_r, N, D], no weights)."""
         _refuse(module, attention_mask, dropout, rest)
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        window = _window(module, sliding_window, causal=causal)
+        causal, window = _mask_seen(module, sliding_window, is_causal)
         out = attention(
             query,
             key,
@@ -177,19 +186,36 @@ def registered(model: Any, slot: ModelSlot) -> Callable[[bool], None]:
         return out.transpose(1, 2), None
 
     AttentionInterface.register(name, spread)
-    return _Configurations(model, name)
+    register_recorder()
+    return RegisteredAttention(model, name)
 
 
-class _Configurations:
+class RegisteredAttention:
     """Gives the modules of ``model`` copies of their configurations that name another attention
     function, ``name`` of the registry, and gives back the user's own."""
 
     def __init__(self, model: torch.nn.Module, name: str) -> None:
+        """The switch of ``model``, which is off."""
         self._model, self._name = model, name
         # (module, its own configuration) of the modules that have a copy now.
         self._given: list[tuple[torch.nn.Module, Any]] = []
-        # By id of a configuration: (it, its attributes when it was copied, the copy).
-        self._copies: dict[int, tuple[Any, dict[str, Any], Any]] = {}
+        # By id of a configuration and mask of a layer: (the configuration, its attributes when it
+        # was copied, the copy).
+        self._copies: dict[tuple[int, LayerMask | None], tuple[Any, dict[str, Any], Any]] = {}
+        # The masks that layers are known to have, once they were read.
+        self._masks = dict[torch.nn.Module, LayerMask]()
+
+    def read_masks(self, run: Callable[[], object]) -> None:
+        """Find what each attention layer sees, while the switch is off, by ``run()``, which runs
+        the model on a few tokens without padding; see :func:`layer_masks`."""
+        # Copies of their own, as the layers of a copy may differ in their masks.
+        recording = RegisteredAttention(self._model, RECORDS_MASKS)
+        recording(True)
+        try:
+            copies = [copied for _, _, copied in recording._copies.values()]
+            self._masks = layer_masks(run, copies)
+        finally:
+            recording(False)
 
     def __call__(self, on: bool) -> None:
         """Give the modules the copied configurations when ``on``, else the user's own."""
@@ -202,19 +228,21 @@ class _Configurations:
             plain = vars(module).get("config")
             if hasattr(plain, "_attn_implementation"):
                 self._given.append((module, plain))
-                vars(module)["config"] = self._copy_of(plain)
+                vars(module)["config"] = self._copy_of(plain, self._masks.get(module))
 
-    def _copy_of(self, plain: Any) -> Any:
-        """A copy of the configuration ``plain`` that names the attention: the one made before,
-        unless the configuration has changed since. A deep copy of it is one of ``plain``."""
-        if id(plain) in self._copies:
-            copied, attributes, earlier_copy = self._copies[id(plain)]
+    def _copy_of(self, plain: Any, mask: LayerMask | None) -> Any:
+        """A copy of the configuration ``plain`` that names the attention, and the mask of a layer:
+        the one made before, unless the configuration has changed since. A deep copy of it is one of
+        ``plain``."""
+        if (id(plain), mask) in self._copies:
+            copied, attributes, earlier_copy = self._copies[id(plain), mask]
             if copied is plain and attributes == vars(plain):
                 return earlier_copy
         made = copy.copy(plain)
         vars(made)["_attn_implementation_internal"] = self._name
         vars(made)["__deepcopy__"] = partial(copy.deepcopy, plain)
-        self._copies[id(plain)] = plain, dict(vars(plain)), made
+        vars(made)[_MASK] = mask
+        self._copies[id(plain), mask] = plain, dict(vars(plain)), made
         return made
 
 
@@ -250,6 +278,17 @@ def _refuse(
             wanted="none that changes the scores",
             hint="biases and caches are not spread over ranks",
         )
+
+
+def _mask_seen(module: _Layer, limit: int | None, is_causal: bool | None) -> tuple[bool, int]:
+    """(whether it is causal, its window as :func:`attention` takes it) of an attention layer that
+    passes ``is_causal`` and the ``sliding_window`` ``limit`` along: what the masks of the model
+    say, and where it was not asked for them, what the layer says."""
+    mask: LayerMask | None = getattr(module.config, _MASK, None)
+    if mask is not None:
+        return mask.causal, mask.window
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return causal, _window(module, limit, causal=causal)
 
 
 def _window(module: _Layer, limit: int | None, *, causal: bool) -> int:

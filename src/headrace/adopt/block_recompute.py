@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from itertools import chain, repeat
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal
 
 import torch
 from torch.utils.checkpoint import (
@@ -54,37 +53,43 @@ def recomputed(function: Callable[..., Any], *inputs: Any, level: Kept = "attent
     return checkpoint(function, *inputs, use_reentrant=False, context_fn=_contexts)
 
 
-def recompute_blocks(model: Any, level: Kept) -> None:
-    """Turn on activation checkpoints of the blocks of a transformers model. Raises ModelError for
-    models that do not support them."""
-    _enable(model, {} if level == "full" else {"context_fn": _contexts})
+def recompute_blocks(model: Any, level: Kept) -> Callable[[bool], None]:
+    """Make the switch that turns activation checkpoints of all blocks of a transformers model on
+    and off. Raises ModelError for models that do not support them."""
+    _require_blocks(model)
+    modules = [m for m in model.modules() if hasattr(m, _FLAG)]
+    contexts = {} if level == "full" else {"context_fn": _contexts}
+    return _Checkpoints(modules, partial(checkpoint, use_reentrant=False, **contexts))
 
 
 class BlockLevels:
     """Chooses before each forward which recompute level each of the ``blocks`` of a transformers
-    model uses. Raises ModelError for a model that does not support checkpoints, and for ``blocks``
-    that do not."""
+    model uses while ``switch`` is on."""
 
     def __init__(self, model: Any, blocks: Sequence[torch.nn.Module]) -> None:
-        """Turn on the model's own gradient checkpointing, with levels that :meth:`choose` sets;
-        raises ModelError for blocks without it."""
-        self._blocks = [cast(_Block, block) for block in blocks]
-        # Levels of the next forward's blocks that recompute, in the order of their calls.
-        self._coming: deque[Recompute] = deque()
-        _enable(model, {"context_fn": self._next_contexts})
-        if not all(getattr(block, "gradient_checkpointing", False) for block in blocks):
+        """Levels of ``blocks``, ``none`` for each; ``switch`` is off. Raises ModelError for a model
+        that does not support checkpoints, and for blocks that do not."""
+        _require_blocks(model)
+        if not all(hasattr(block, _FLAG) for block in blocks):
             raise ModelError(
                 f"recompute of {type(model).__name__}",
                 got="blocks that it cannot compute again",
                 wanted="layers with gradient_checkpointing",
             )
-        self.choose(["none"] * len(blocks))
+        # Levels of the next forward's blocks that recompute, in the order of their calls.
+        self._coming: deque[Recompute] = deque()
+        run = partial(checkpoint, use_reentrant=False, context_fn=self._next_contexts)
+        self.switch = _Checkpoints(blocks, run)
+        self.choose([])
+
+    def __reduce__(self) -> tuple[type[_FullRecompute], tuple[()]]:
+        """Copies and pickles of it, in a copied model, recompute whatever runs in them."""
+        return _FullRecompute, ()
 
     def choose(self, levels: Sequence[Recompute]) -> None:
         """Set the level of each block, in order, for the next forward; blocks beyond the end of
         ``levels`` recompute nothing."""
-        for block, level in zip(self._blocks, chain(levels, repeat("none")), strict=False):
-            block.gradient_checkpointing = level != "none"
+        self.switch.choose([level != "none" for level in levels])
         self._coming = deque(level for level in levels if level != "none")
 
     def _next_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -92,6 +97,61 @@ class BlockLevels:
         level is taken off the coming ones; ``full`` where none is left."""
         level = self._coming.popleft() if self._coming else "full"
         return _contexts() if level == "attention" else (nullcontext(), nullcontext())
+
+
+class _FullRecompute(BlockLevels):
+    """Stands for a :class:`BlockLevels` in a copied model: each checkpoint recomputes all."""
+
+    def __init__(self) -> None:
+        """Levels of no blocks."""
+        self._coming = deque()
+
+
+_FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+"""Attributes of a module of transformers that may be computed again in the backward: whether it is,
+and the function that runs it in a checkpoint."""
+_ABSENT = object()
+"""In the place of an attribute that a module does not have itself."""
+
+
+class _Checkpoints:
+    """The switch of the checkpoints of some ``modules``: while it is on they run by the function
+    ``run``, and else as the user has set them."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module], run: Callable[..., Any]) -> None:
+        """The switch, which is off and lets all modules recompute."""
+        self._modules, self._run = modules, run
+        self._recomputed = [True] * len(modules)
+        # (module, the attribute's name, the user's value) while the switch is on.
+        self._users: list[tuple[torch.nn.Module, str, Any]] = []
+
+    def choose(self, recomputed: Sequence[bool]) -> None:
+        """Set which modules recompute, in order; those beyond the end of the list do not."""
+        rest = len(self._modules) - len(recomputed)
+        self._recomputed = [*recomputed, *[False] * rest][: len(self._modules)]
+        if self._users:
+            self._set_flags()
+
+    def __call__(self, on: bool) -> None:
+        """Set the checkpoints of the modules when ``on``, else restore the user's."""
+        for module, name, value in self._users:
+            if value is _ABSENT:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = value
+        self._users.clear()
+        if not on:
+            return
+        for module in self._modules:
+            for name in (_FLAG, _FUNCTION):
+                self._users.append((module, name, vars(module).get(name, _ABSENT)))
+            vars(module)[_FUNCTION] = self._run
+        self._set_flags()
+
+    def _set_flags(self) -> None:
+        """Tell each module whether it recomputes."""
+        for module, recomputed in zip(self._modules, self._recomputed, strict=True):
+            vars(module)[_FLAG] = recomputed
 
 
 class WrappedLevels:
@@ -113,9 +173,9 @@ class WrappedLevels:
                 self._hooks.callback(setattr, block, "forward", own)
             block.forward = partial(self._run, index, block.forward)
 
-    def __deepcopy__(self, memo: Any) -> WrappedLevels:
-        """Returns this object itself: the blocks of a copied model follow the same levels."""
-        return self
+    def __reduce__(self) -> tuple[type[_NoRecompute], tuple[()]]:
+        """Copies and pickles of it, in a copied model, recompute nothing."""
+        return _NoRecompute, ()
 
     def remove(self) -> None:
         """Give the blocks back their own forwards."""
@@ -128,22 +188,23 @@ class WrappedLevels:
 
     def _run(self, index: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """The forward of block ``index`` (from 0), in a checkpoint of its chosen level."""
-        level = self._levels[index]
+        level = self._levels[index] if index < len(self._levels) else "none"
         if level == "none" or not torch.is_grad_enabled():
             return forward(*args, **named)
         # Keyword arguments are bound here, as checkpoint has some of its own.
         return recomputed(partial(self._around, forward, **named), *args, level=level)
 
 
-class _Block(Protocol):
-    """A block as transformers marks it: whether it is computed again in the backward."""
+class _NoRecompute(WrappedLevels):
+    """Stands for a :class:`WrappedLevels` in a copied model, whose blocks run as they are."""
 
-    gradient_checkpointing: bool
+    def __init__(self) -> None:
+        """Levels of no blocks."""
+        self._levels = []
 
 
-def _enable(model: Any, options: dict[str, Any]) -> None:
-    """Turn on a transformers model's gradient checkpointing with options of torch's ``checkpoint``;
-    raises ModelError for a model that does not have it."""
+def _require_blocks(model: Any) -> None:
+    """Raise ModelError for a transformers model that does not support checkpoints of its blocks."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ModelError(
             f"recompute of {type(model).__name__}",
@@ -151,9 +212,6 @@ def _enable(model: Any, options: dict[str, Any]) -> None:
             wanted="supports_gradient_checkpointing",
             hint="use recompute(block, x) in its forward",
         )
-    former = model.gradient_checkpointing_enable  # its name in earlier versions of transformers
-    enable = getattr(model, "activation_checkpointing_enable", former)
-    enable({"use_reentrant": False, **options})
 
 
 _ATEN = torch.ops.aten

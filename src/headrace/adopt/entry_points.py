@@ -59,6 +59,8 @@ class EntryPoint:
             function that undoes this.
         remove: Removes every hook and replaced function; the entry point is of no use afterwards.
         compiler: Counts compiled graphs; None where the model is not compiled.
+        read_masks: Finds which tokens each attention layer sees, by a function that runs the plain
+            model on a few tokens.
         levels: Makes the object that sets recompute levels of blocks; None where blocks cannot be
             told apart.
     """
@@ -69,6 +71,7 @@ class EntryPoint:
     install: Callable[[Look], Callable[[], None]]
     remove: Callable[[], None] = lambda: None
     compiler: Compiler | None = None
+    read_masks: Callable[[Callable[[], object]], None] = lambda run: None
     levels: Callable[[Sequence[torch.nn.Module]], ChosenLevels | None] = lambda blocks: None
 
 
@@ -106,13 +109,17 @@ def _registry(
     switch = registered(inner, slot)
     slot.switches.append(switch)
     if recompute is not None:
-        recompute_blocks(inner, recompute)
+        slot.switches.append(recompute_blocks(inner, recompute))
     compiler = None if backend is None else Compiler(backend)
 
     def levels(blocks: Sequence[torch.nn.Module]) -> ChosenLevels | None:
-        """What sets the levels of blocks; None for a model without gradient checkpointing."""
-        supported = getattr(inner, "supports_gradient_checkpointing", False)
-        return BlockLevels(inner, blocks) if supported else None
+        """What sets the levels of blocks while the model is spread; None for a model without
+        gradient checkpointing."""
+        if not getattr(inner, "supports_gradient_checkpointing", False):
+            return None
+        chosen = BlockLevels(inner, blocks)
+        slot.switches.append(chosen.switch)
+        return chosen
 
     return EntryPoint(
         name="attention registry",
@@ -120,6 +127,7 @@ def _registry(
         install=lambda _: _undo_nothing,
         call=model if compiler is None else _compiled(model, compiler, fullgraph=False),
         compiler=compiler,
+        read_masks=switch.read_masks,
         levels=levels,
     )
 

@@ -76,6 +76,7 @@ from headrace.adopt.token_probe import (
     own_loss,
     probe,
     run_few,
+    run_plain,
     tried_tokens,
     without_padding,
 )
@@ -733,6 +734,8 @@ class TokenModel:
                 self._layers = self._find_layers(batch)
             if self._recompute is not None:
                 self._add_checkpoints(self._recompute)
+            known, fixed = self._probe_inputs(batch), self._fixed_arguments
+            self._entry.read_masks(partial(run_plain, self.model, known, self.tokens, **fixed))
             self._probed = self._probe(batch)
             takes_mask = "attention_mask" in self._argument_names
             if self._from_transformers and self._takes_position_ids and takes_mask:

@@ -41,6 +41,7 @@ __all__ = [
     "own_loss",
     "probe",
     "run_few",
+    "run_plain",
     "tried_tokens",
     "without_padding",
 ]
@@ -184,14 +185,22 @@ _MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupErro
 """What the forward of a user's model may raise by itself."""
 
 
-def _forward_error(model: torch.nn.Module, count: int, error: Exception) -> ModelError:
-    """The error for a model whose own forward raises ``error`` on ``count`` tokens."""
-    return ModelError(
-        f"forward of {type(model).__name__} on {count} tokens",
-        got=" ".join(f"{type(error).__name__}: {error}".split())[:300],
-        wanted="results",
-        hint="call the plain model: it may not know the type of its weights, or need other inputs",
-    )
+@contextmanager
+def _named_errors(model: torch.nn.Module, count: int) -> Iterator[None]:
+    """Context in which a model runs on ``count`` tokens: what its own forward raises becomes a
+    ModelError that says so."""
+    try:
+        yield
+    except _MODEL_ERRORS as error:
+        if isinstance(error, torch.OutOfMemoryError) or "gloo" in str(error):
+            raise  # not the model's fault: this machine's, or another rank's
+        raise ModelError(
+            f"forward of {type(model).__name__} on {count} tokens",
+            got=" ".join(f"{type(error).__name__}: {error}".split())[:300],
+            wanted="results",
+            hint="call the plain model: it may not know the type of its weights, or need other "
+            "inputs",
+        ) from error
 
 
 class _Lookups(TorchFunctionMode):
@@ -221,6 +230,16 @@ class _Lookups(TorchFunctionMode):
 def _are_consecutive(places: torch.Tensor) -> bool:
     """Whether positions [count] are consecutive: each is one more than the one before."""
     return torch.equal(places - places[0], torch.arange(len(places)))
+
+
+@torch.no_grad()
+def run_plain(
+    model: torch.nn.Module, batch: Mapping[str, torch.Tensor], tokens: str, **always: Any
+) -> None:
+    """Run a plain model on a few tokens of ``batch`` in evaluation mode; ``always`` are arguments
+    given in every call. Raises ModelError where its forward fails."""
+    with held_still(model, training=False), _named_errors(model, _TOKENS):
+        model(**few_of(batch, tokens), **always)
 
 
 @torch.no_grad()
@@ -431,12 +450,8 @@ class _Runs:
         self.slot.take(stand_in)
         inputs = {name: value[:, part] for name, value in few.items()}
         before = Draws.now(self.model)
-        try:
+        with _named_errors(self.model, part.stop - part.start):
             outputs = self.run(**inputs)
-        except _MODEL_ERRORS as error:
-            if isinstance(error, torch.OutOfMemoryError) or "gloo" in str(error):
-                raise  # not the model's fault: this machine's, or another rank's
-            raise _forward_error(self.model, part.stop - part.start, error) from error
         if not before.same(Draws.now(self.model)):
             raise ModelError(
                 f"module {who_draws(self.model, lambda: self.run(**inputs))}",

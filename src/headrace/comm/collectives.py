@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from headrace.errors import PlanMismatch
 __all__ = [
     "Arriving",
     "agree",
+    "agree_each",
     "all_gather_rows",
     "all_to_all_rows",
     "exchange_bytes",
@@ -339,3 +340,14 @@ def agree(what: str, value: str, group: dist.ProcessGroup | None) -> None:
             wanted=f"{values[0][:12]} as on rank 0",
             hint="all ranks must see the same files, configuration and versions",
         )
+
+
+def agree_each(of: str, values: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
+    """:func:`agree` for the values of the arguments ``of`` something, by name, in one exchange
+    where they are alike; else the error names the first that differs."""
+    try:
+        agree(f"arguments of {of}", "\n".join(f"{k}={v}" for k, v in values.items()), group)
+    except PlanMismatch:  # on every rank
+        for name, value in values.items():
+            agree(f"argument {name} of {of}", value, group)
+        raise

@@ -34,7 +34,7 @@ from headrace.adopt.block_recompute import recomputed
 from headrace.adopt.held_weights import HeldWeights
 from headrace.adopt.spread_model import BatchPart, SampleReader, SpreadModel
 from headrace.adopt.token_model import compile as adopt
-from headrace.comm.collectives import agree
+from headrace.comm.collectives import agree, agree_each
 from headrace.comm.launch import join_world
 from headrace.comm.loop_watch import LoopWatch
 from headrace.comm.mesh import Groups
@@ -223,6 +223,10 @@ def attach(
     )
 
 
+_ALIKE_SAMPLE_OPTIONS = ("tokens", "labels", "label_name", "label_place", "longest", "iterations")
+"""Options of samples that must be alike on all ranks, and in which nothing else would differ."""
+
+
 def begin(
     model: Module | AxisModel,
     optimizer: torch.optim.Optimizer,
@@ -265,9 +269,22 @@ def begin(
     held = HeldWeights.of(module, groups.ranks)
     quiet = groups.rank > 0  # lines for people come from the first rank alone
     agree("optimizer of the loop", optimizer_text(optimizer), groups.world)
-    asked = [budget, epochs, steps, clip, update, seed, str(planner), str(spread), measure.memory]
     agree("SampleOptions(own=...) of hr.attach", str(samples.own), groups.world)
-    agree("arguments of hr.attach", repr(asked), groups.world)
+    asked = {
+        "batch_tokens": budget,
+        "epochs": epochs,
+        "steps": steps,
+        "clip": clip,
+        "update": update,
+        "check_loss": check_loss,
+        "seed": seed,
+        "planner": planner,
+        "spread": spread,
+        **{f"samples.{name}": getattr(samples, name) for name in _ALIKE_SAMPLE_OPTIONS},
+        "measure.memory": measure.memory,
+        "measure.costs": None if measure.costs is None else measure.costs.to_json(),
+    }
+    agree_each("hr.attach", {name: repr(value) for name, value in asked.items()}, groups.world)
     share_weights(held, groups, (lambda text: None) if quiet else say)
     spread_model = partial(_spread, options=samples, spread=spread, groups=groups)
     model_on_ranks = spread_model(model)

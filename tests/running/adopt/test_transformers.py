@@ -119,8 +119,8 @@ def test_verify_looks_at_training_and_at_long_rows(monkeypatch: pytest.MonkeyPat
     """Catches mistakes of one mode, and windows that no row is as long as."""
 
     def wrong(window: Callable[[bool], int]) -> set[str]:
-        planted = lambda module, *_, **__: window(module.training)  # noqa: E731
-        monkeypatch.setattr(attention_registry, "_window", planted)
+        planted = lambda module, *_: (module.is_causal, window(module.training))  # noqa: E731
+        monkeypatch.setattr(attention_registry, "_mask_seen", planted)
         return wrong_batches()
 
     assert wrong(lambda training: 0) == set()

@@ -404,6 +404,10 @@ def other_data(what: str, folder: Path) -> str:
     given: dict[str, Any] = {"costs": costs(2), "batch_tokens": 60}
     if what == "arguments":
         given["clip"] = 1.0 + rank
+    if what == "a check":
+        given["check_loss"] = not rank
+    if what == "costs" and rank:
+        del given["costs"]
     if what == "contents":  # all samples are read on both ranks
         given |= {"planner": "static", "static_size": 2}
     source = stream() if what in ("lengths", "an end", "an error") else items
@@ -417,7 +421,9 @@ def other_data(what: str, folder: Path) -> str:
 OTHER = {
     "first contents": "PlanMismatch: data of the loop",
     "contents": "PlanMismatch: samples [",
-    "arguments": "PlanMismatch: arguments of hr.attach",
+    "arguments": "PlanMismatch: argument clip of hr.attach",
+    "a check": "PlanMismatch: argument check_loss of hr.attach",
+    "costs": "PlanMismatch: argument measure.costs of hr.attach",
     "lengths": "PlanMismatch: stream of samples",
     "an end": "PlanMismatch: stream of samples",
     "an error": "the disk is gone",
