@@ -34,12 +34,13 @@ slow: $(READY) ## run the tests that take longer
 long: $(READY) ## run the tests that CI has no time for
 	$(BIN)/python -m pytest -m long
 
-gpu: $(READY) ## test and measure on this machine's GPU, in six commands
+gpu: $(READY) ## test and measure on this machine's GPU, in seven commands
 	$(BIN)/python -m pytest -m gpu tests/running/ops
 	$(BIN)/python -m pytest -m gpu tests/running/gpu
 	$(BIN)/python benchmarks/gpu_kernels.py --json $(GPU_RESULTS)/kernels.json
 	$(BIN)/python benchmarks/gpu_layer.py --json $(GPU_RESULTS)/layer.json
 	$(BIN)/python benchmarks/gpu_step.py --json $(GPU_RESULTS)/step.json
+	$(BIN)/python benchmarks/gpu_loop.py --compiled --json $(GPU_RESULTS)/loop.json
 	$(BIN)/headrace profile $(LARGER) --ranks 1 --set model.layers=2 --efficiency $(GPU_RESULTS)/device.json
 
 benchmarks: $(READY) ## hold the papers' claims beside headrace anew, and write what the docs say of it

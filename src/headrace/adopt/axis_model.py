@@ -43,6 +43,7 @@ from headrace.comm.mesh import Groups, device_of, groups_here
 from headrace.comm.waiting import Transfer
 from headrace.errors import DataError, InfeasiblePlan, ModelError, SpecError
 from headrace.layouts.partition import split_sizes
+from headrace.ops.fused import to_device
 from headrace.ops.switch import gather
 from headrace.spec.axes import AxisMove, split_batch
 from headrace.spec.layer_plan import Recompute
@@ -339,12 +340,14 @@ class AxisModel:
     ) -> BatchPart:
         """:meth:`shard` without a check that ``ranks`` have the same batch: no communication. Their
         groups (:meth:`groups_for`) must exist in ``groups``. Fields that the model does not take
-        are in ``rest``."""
+        are in ``rest``. Of values in host memory only this rank's part is copied to the model's
+        device, and nobody waits for it."""
         declared = {name: value for name, value in values.items() if name in self.inputs}
         others = {name: value for name, value in values.items() if name not in declared}
         shards, placed = self._place_batch(declared, ranks, groups)
+        device = device_of(self.model)
         local = {
-            name: self._own_samples(name, value, shards)
+            name: to_device(self._own_samples(name, value, shards), device)
             for name, value in {**placed, **others}.items()
         }
         taken = self._argument_names
@@ -449,8 +452,7 @@ class AxisModel:
         if self._groups is not None:
             # Over all ranks: whether one has an error to raise, and whether one waits.
             any_rank = torch.tensor([float(error is not None and not waits), float(waits)])
-            any_rank = any_rank.to(device_of(self.model))
-            dist.all_reduce(any_rank, dist.ReduceOp.MAX)
+            dist.all_reduce(any_rank, dist.ReduceOp.MAX, group=self._groups.world)
             waits = waits or (error is None and bool(any_rank[1]))
             if any_rank[0] and (error is None or waits):
                 error, waits = _elsewhere(self.inner), False
@@ -803,9 +805,10 @@ class AxisModel:
         whole = loss.detach().clone() / sharers
         if self._groups is not None:
             with self._watch.during("adding up gradients"):
-                Transfer(dist.all_reduce(whole, async_op=True), None, whole).wait()
+                world = self._groups.world
+                Transfer(dist.all_reduce(whole, group=world, async_op=True), world, whole).wait()
                 if not is_wrapped(self.model):
-                    add_up(self.model.parameters())
+                    add_up(self.model.parameters(), world)
         return whole
 
     def join(self, groups: Groups, *, label_name: str) -> None:

@@ -43,20 +43,21 @@ def add_plainly(model: torch.nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def add_up(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Sum the gradients of all ranks in place; a parameter that none of them used stays without
-    one, so that optimizers pass it over as they would in one process. Collective."""
-    for bucket in _buckets(p for p in parameters if p.requires_grad):
-        # Behind the gradients: 1 for each parameter that has one here, summed to how many ranks do.
-        used = bucket[0].new_tensor([float(p.grad is not None) for p in bucket])
+def add_up(parameters: Iterable[torch.nn.Parameter], world: dist.ProcessGroup) -> None:
+    """Sum the gradients of all ranks of ``world`` in place; a parameter that none of them used
+    stays without one, so that optimizers pass it over as they would in one process. Collective."""
+    trained = [p for p in parameters if p.requires_grad]
+    # How many ranks have a gradient of each parameter: counted on the host, which would have to
+    # wait for a device.
+    counts = torch.tensor([float(p.grad is not None) for p in trained])
+    Transfer(dist.all_reduce(counts, group=world, async_op=True), world, counts).wait()
+    for bucket in _buckets(p for p, count in zip(trained, counts.tolist(), strict=True) if count):
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        flat = torch.cat([*(grad.reshape(-1) for grad in grads), used])
-        Transfer(dist.all_reduce(flat, async_op=True), None, flat).wait()
-        *sums, ranks_using = flat.split([*(p.numel() for p in bucket), len(bucket)])
-        counts = ranks_using.tolist()
-        for parameter, grad, summed, count in zip(bucket, grads, sums, counts, strict=True):
-            if count:
-                parameter.grad = grad.copy_(summed.view_as(grad))
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        Transfer(dist.all_reduce(flat, group=world, async_op=True), world, flat).wait()
+        sums = flat.split([p.numel() for p in bucket])
+        for parameter, grad, summed in zip(bucket, grads, sums, strict=True):
+            parameter.grad = grad.copy_(summed.view_as(grad))
 
 
 def gradient_error(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.tensor import DTensor
@@ -74,10 +75,11 @@ class HeldWeights:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def add_up(self) -> None:
-        """Sum gradients over all ranks in place, unless FSDP2 has done so. Collective."""
+    def add_up(self, world: dist.ProcessGroup) -> None:
+        """Sum gradients over all ranks of ``world`` in place, unless FSDP2 has done so.
+        Collective."""
         if not self.sharded and self.ranks > 1:
-            add_up(self.trained)
+            add_up(self.trained, world)
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -374,6 +374,19 @@ def _(
         grad.new_empty(tokens, keys, features),
         grad.new_empty(0 if sinks is None else heads, dtype=lse.dtype),
     )
+
+
+def _refuse_second(ctx: Any, *_: object) -> NoReturn:
+    """Raise ModelError for the gradient of a gradient, which kernels of attention do not have."""
+    raise ModelError(
+        "attention of a spread model",
+        got="a gradient of its gradient (create_graph=True)",
+        wanted="first gradients",
+        hint="a penalty on gradients: call the plain model for it, outside of the shard",
+    )
+
+
+_attend_backward.register_autograd(_refuse_second)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -86,6 +86,7 @@ from headrace.comm.loop_watch import CallWatch
 from headrace.comm.mesh import Groups, device_of, groups_here
 from headrace.comm.waiting import Transfer
 from headrace.errors import DataError, ModelError, SpecError
+from headrace.ops.fused import to_device
 from headrace.ops.loss import IGNORED
 from headrace.ops.switch import gather
 from headrace.spec.method_facts import Members
@@ -404,7 +405,8 @@ class TokenModel:
     ) -> BatchPart:
         """:meth:`shard` without communication: it neither compares the batch between ranks nor
         probes the model. All ``ranks`` of ``groups`` must have the same ``values``, whose
-        ``labels`` are already shifted to the places that predict them."""
+        ``labels`` are already shifted to the places that predict them. Of values in host memory
+        only this rank's part is copied to the model's device, and nobody waits for it."""
         groups = groups or self._groups
         if not self._fsdp_sums and isinstance(self.model, FSDPModule):
             add_plainly(self.model)
@@ -443,6 +445,9 @@ class TokenModel:
         if self._skipped_padding_id is not None:
             values = self._with_padding_skipped(values, self._skipped_padding_id)
         inputs, labels = local_inputs(values, self.tokens, placement, first=first)
+        device = device_of(self.model)
+        inputs = {name: to_device(value, device) for name, value in inputs.items()}
+        labels = None if labels is None else to_device(labels, device)
         self._placement_by_tokens[inputs[self.tokens]] = placement
         rest = {name: inputs.pop(name) for name in [*inputs] if not self._takes_field(name)}
         if labels is not None and (self._from_transformers or self._takes_labels):
@@ -710,9 +715,10 @@ class TokenModel:
         total = loss.detach().clone()
         if self._groups is not None:
             with self._watch.during("adding up gradients"):
-                Transfer(dist.all_reduce(total, async_op=True), None, total).wait()
+                world = self._groups.world
+                Transfer(dist.all_reduce(total, group=world, async_op=True), world, total).wait()
                 if not is_wrapped(self.model):
-                    add_up(self.model.parameters())
+                    add_up(self.model.parameters(), world)
         return total
 
     def probe(self, batch: Mapping[str, torch.Tensor]) -> None:

@@ -17,7 +17,15 @@ import torch
 from headrace.comm.variables import sees_own_gpus
 from headrace.errors import LaunchError
 
-__all__ = ["VARIABLES", "begin_gpu", "count_gpus", "forks_fail", "gpu_of"]
+__all__ = [
+    "VARIABLES",
+    "begin_gpu",
+    "count_gpus",
+    "forks_fail",
+    "gpu_of",
+    "make_current",
+    "settings_text",
+]
 
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -97,6 +105,14 @@ def begin_gpu(local_rank: int, *, deterministic: bool = False) -> str:
     return f"cuda:{index}"
 
 
+def settings_text() -> str:
+    """A line for people: the settings of NCCL and of torch's allocator that decide whether ranks
+    recover from a lack of memory, and how much of it is lost to fragments."""
+    sharp = os.environ.get("NCCL_NVLS_ENABLE", "unset: NVLink SHARP where there is one")
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "torch's own")
+    return f"settings      NCCL_NVLS_ENABLE {sharp}; PYTORCH_CUDA_ALLOC_CONF {allocator}"
+
+
 def _take_deterministic_kernels() -> None:
     """Choose deterministic kernels; torch warns where an operator has none. It has to be called
     before CUDA is initialized, as cuBLAS reads its variable then."""
@@ -104,6 +120,13 @@ def _take_deterministic_kernels() -> None:
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
     # Else every new tensor is filled; here all of it is written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def make_current(device: str | torch.device) -> None:
+    """Make a GPU the current one of this process: kernels that are not torch's run on it, and new
+    communicators are made on it, wherever their tensors are. Does nothing for a CPU."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def gpu_of(local_rank: int, count: int, *, own: bool) -> int:

@@ -234,16 +234,8 @@ def _serve(listener: socket.socket, port: int) -> dist.TCPStore:
 
 
 def join_world(device: str) -> None:
-    """Begin torch.distributed unless it was begun: in the world of torchrun, or alone. Raises
-    LaunchError for a world that was begun without a way to talk between CPUs."""
+    """Begin torch.distributed unless it was begun: in the world of torchrun, or alone."""
     if dist.is_initialized():
-        if "gloo" not in str(dist.get_backend_config()):
-            raise LaunchError(
-                "torch.distributed",
-                got=f"the backend {dist.get_backend_config()}",
-                wanted="gloo beside it, for what ranks agree on",
-                hint='init_process_group("cpu:gloo,cuda:nccl")',
-            )
         return
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     if under_torchrun():

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from headrace.comm import waiting
 from headrace.comm.collectives import all_gather_rows, all_to_all_rows, meet
+from headrace.comm.gpus import make_current
 from headrace.comm.sockets import Connections
 from headrace.comm.variables import number, under_torchrun
 from headrace.comm.waiting import Transfer
@@ -123,9 +124,10 @@ def device_of(model: torch.nn.Module) -> torch.device:
 
 
 def groups_here(device: str | torch.device = "cpu") -> Groups | None:
-    """The groups of the user's initialized world, for tensors on ``device``; None for a single
-    process. Raises LaunchError in one of several launched processes where no world is initialized:
-    each would train alone."""
+    """The groups of the user's initialized world, for tensors on ``device``, which is made the
+    current one; None for a single process. Raises LaunchError in one of several launched processes
+    where no world is initialized: each would train alone."""
+    make_current(device)
     if dist.is_initialized():
         return Groups(device=device)
     if under_torchrun() and number("WORLD_SIZE") > 1:
@@ -148,6 +150,19 @@ def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | N
         return None
 
 
+def _with_gloo(backends: str) -> str | None:
+    """The ``backends`` of a world (``"cuda:nccl"``) with gloo for CPUs; None where they have one
+    for CPUs."""
+    if any(one.startswith("cpu:") for one in backends.split(",")):
+        return None
+    return f"cpu:gloo,{backends}"
+
+
+_MOST_GROUPS = 64
+"""Groups that a rank is in at a time: each holds memory of the device, or a socket to each member.
+A rank of 1,024 is in ten, where groups are blocks whose sizes are powers of two."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGroups:
     """Groups of a rank for two-step transfers over nodes of ``ranks`` ranks each: ``inside`` is its
@@ -168,7 +183,10 @@ class Groups:
     the same sets of ranks: groups made in different orders on different ranks hang at first use.
     ``messages`` between stages have a group of their own, made when first prepared for.
     ``backend`` of the groups: the world's where it is None. ``connections`` remember theirs.
-    Their collectives have the world's timeout.
+    Their collectives have the world's timeout. A world that was begun without a
+    way between CPUs (``nccl`` alone) gets a group of all ranks beside it that has gloo as well.
+    A rank is in ``most`` groups at a time, or as many as one call of :meth:`prepare` wants: those
+    that were not wanted for longest are destroyed, and made anew when they are wanted again.
     ``device``: where the tensors are that they exchange.
     ``node_ranks`` follow each other on each of several nodes: ``nodes`` are groups of links inside
     and across them, made when first prepared; without it, or where it is all ranks, all are alike.
@@ -181,9 +199,11 @@ class Groups:
         connections: Connections | None = None,
         device: str | torch.device = "cpu",
         node_ranks: int | None = None,
+        most: int = _MOST_GROUPS,
     ) -> None:
         """The groups of this rank's world; ``node_ranks`` is the number of neighbouring ranks on
-        one node, None where nodes play no role."""
+        one node, None where nodes play no role. Collective in a world without a
+        way between CPUs."""
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
         if node_ranks is not None and (node_ranks < 1 or self.ranks % node_ranks):
@@ -191,7 +211,7 @@ class Groups:
                 "ranks of a node", got=node_ranks, wanted=f"a divisor of the {self.ranks} ranks"
             )
         self.node_ranks = node_ranks if node_ranks and 1 < node_ranks < self.ranks else None
-        self._backend = backend
+        self._backend, self._most = backend, most
         self._connections = connections or Connections()
         self.device = torch.device(device)
         self.renew()
@@ -200,9 +220,17 @@ class Groups:
         """Use the current default group as the world, and drop all groups of the former world."""
         world = dist.group.WORLD
         assert world is not None, "torch.distributed is initialised"
-        self.world: dist.ProcessGroup = world
         self._timeout = _timeout_of(world, self.device)
+        backends = _with_gloo(str(dist.get_backend_config()))
+        if backends is not None:
+            self._backend = self._backend or backends
+            made = dist.new_group(timeout=self._timeout, backend=backends)
+            assert isinstance(made, dist.ProcessGroup), "every rank is in the world"
+            world = made
+        self.world: dist.ProcessGroup = world
+        # Those that were wanted last come last.
         self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._counts = [0] * self.ranks  # of the groups that each rank is in
         self._messages: Messages | None = None
         self._nodes: NodeGroups | None = None
         self._met: set[int] = set()
@@ -221,6 +249,7 @@ class Groups:
         self._connections.settle()
         waiting.leave_behind()
         self._made.clear()
+        self._counts = [0] * self.ranks
         self._messages = self._nodes = None
         self._met.clear()
 
@@ -229,7 +258,13 @@ class Groups:
         yet, and open the world. Collective: all ranks make the same call, and none returns before
         all groups exist; a rank that waits in it cannot be freed. Groups of one rank need no
         communicator and are skipped."""
-        missing = sorted({r for r in wanted if len(r) > 1} - self._made.keys())
+        asked = sorted({r for r in wanted if len(r) > 1})
+        missing = [ranks for ranks in asked if ranks not in self._made]
+        for ranks in asked:
+            if ranks in self._made:
+                self._made[ranks] = self._made.pop(ranks)  # to the end
+        if missing:
+            self._destroy_for(missing, keep=frozenset(asked))
         if not self._opened and self.ranks > 1:
             self._open(self.world)
             self._opened = True
@@ -239,6 +274,26 @@ class Groups:
             self._made[ranks] = self._make(ranks)
         if missing:
             meet(self.world)
+
+    def _destroy_for(
+        self, coming: Collection[tuple[int, ...]], *, keep: Collection[tuple[int, ...]]
+    ) -> None:
+        """Destroy groups that were not wanted for longest, but none of ``keep``, until no rank will
+        be in more than ``most`` once those that are ``coming`` are made. All ranks count alike, and
+        so destroy the same."""
+        for rank in (rank for ranks in coming for rank in ranks):
+            self._counts[rank] += 1
+        for ranks in list(self._made):
+            if max(self._counts) <= self._most:
+                return
+            if ranks in keep or all(self._counts[rank] <= self._most for rank in ranks):
+                continue
+            group = self._made.pop(ranks)
+            for rank in ranks:
+                self._counts[rank] -= 1
+            if group is not None:
+                self._settle()
+                dist.destroy_process_group(group)
 
     def _make(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Make the group of ``ranks``, and open it; returns it, None where this rank is not in

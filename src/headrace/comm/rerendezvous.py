@@ -4,7 +4,7 @@ A rank that fails in the middle of a collective leaves the others waiting in it.
 rendezvous on the status board and cuts its connections; ranks that wait for it get an error, see
 the request and join; ranks that wait for another rank, or for a device, are freed by their
 watchers. All leave the old world, with transfers that never end, and create a new one under new
-keys of the store. A rank that cannot leave within the timeout of collectives ends the job.
+keys of the store. A rank that cannot leave in time ends the job.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ from headrace.comm.watcher import Watcher
 __all__ = ["Rerendezvous"]
 
 _NOTICE_S = 1.5  # a broken connection may be seen first: the request follows within this
+
+
+_MEET_S = 300.0
+"""The most seconds that ranks take to leave a world and to meet in a new one, unless collectives
+have fewer: thousands of ranks need a minute."""
 
 
 class Rerendezvous:
@@ -83,7 +88,7 @@ class Rerendezvous:
         """Leave the old world and create a new one, for ``groups`` too. Collective.
         ``drop_attempt`` is called when no rank waits any more; afterwards nothing may refer to
         transfers of the old world."""
-        self._watcher.enter("meeting anew", limit_s=self._timeout_s)
+        self._watcher.enter("meeting anew", limit_s=min(_MEET_S, self._timeout_s))
         self._watcher.keep()  # first: the watcher must not cut connections of the new world
         self.connections.cut()
         self.connections.settle()

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from headrace.adopt.spread_model import Item, SampleReader
 from headrace.comm.collectives import gather_bytes
+from headrace.comm.gpus import settings_text
 from headrace.comm.mesh import Groups
 from headrace.comm.ranks import World
 from headrace.config import Config
@@ -496,3 +497,5 @@ def _announce(
         f"{'' if memory is None else f', {bytes_text(memory)} each'}\n"
         f"run           {folder}"
     )
+    if world.device != "cpu":
+        listener.tell(settings_text())

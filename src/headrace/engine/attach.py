@@ -35,6 +35,7 @@ from headrace.adopt.held_weights import HeldWeights
 from headrace.adopt.spread_model import BatchPart, SampleReader, SpreadModel
 from headrace.adopt.token_model import compile as adopt
 from headrace.comm.collectives import agree, agree_each
+from headrace.comm.gpus import make_current
 from headrace.comm.launch import join_world
 from headrace.comm.loop_watch import LoopWatch
 from headrace.comm.mesh import Groups
@@ -264,6 +265,7 @@ def begin(
     module = model.model if isinstance(model, AxisModel) else model
     require_trainable(module, optimizer, scheduler, clip=clip, update=update)
     device = _device_of(module)
+    make_current(device)
     join_world(device)
     groups = Groups(device=device)
     held = HeldWeights.of(module, groups.ranks)

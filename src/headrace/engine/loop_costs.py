@@ -137,9 +137,8 @@ class ModelProbes:
     ) -> BatchPart:
         """This rank's part of a pack of documents of ``lengths`` tokens, spread over ``ranks``."""
         pack = self.model.made(self.sample, lengths, len(ranks), document=self.document)
-        values = pack.to(self.device).values
         return self.model.place(
-            values, ranks, targets=pack.tokens, exchange=exchange, groups=groups
+            pack.values, ranks, targets=pack.tokens, exchange=exchange, groups=groups
         )
 
 
@@ -394,7 +393,7 @@ class LoopProfiler:
         seconds = list[float]()
         for _ in range(2):
             start = time.perf_counter()
-            self.held.add_up()
+            self.held.add_up(self.groups.world)
             if self.device != "cpu":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)

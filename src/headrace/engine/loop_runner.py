@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -45,6 +46,10 @@ from headrace.spec.plan import Plan
 from headrace.spec.program import Backward, Forward, Idle, Packs, Program, compile_turns
 
 __all__ = ["LoopMicroBatch", "LoopRunner", "Work"]
+
+_STEPPED_NOW: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Optimizers that a run takes a step of at the moment: several runs may share one, and each must
+know the others' steps from those of the loop."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -263,7 +268,6 @@ class LoopRunner:
     _times: dict[int, _MicroBatchTimes] = field(default_factory=dict, init=False)
     _checks: list[LossCheck] = field(default_factory=list, init=False)  # with all losses known
     check: bool = field(default=True, init=False)
-    _updating: bool = field(default=False, init=False)  # the optimizer's step is taken here now
     _scheduler_epoch: int | None = field(default=None, init=False)  # after its last step here
     _hook: Any = field(default=None, init=False)  # that of the optimizer, to remove it
 
@@ -271,10 +275,8 @@ class LoopRunner:
         """Start the clock, and refuse calls of ``optimizer.step()`` where plans make the steps."""
         self._clock = clock_of(self.device)
         self.check = self.check_losses
-        # Accelerate's optimizer is a shell around the user's.
-        own = getattr(self.optimizer, "optimizer", self.optimizer)
         if self.updates:
-            self._hook = own.register_step_pre_hook(self._refuse_steps)
+            self._hook = _unwrapped(self.optimizer).register_step_pre_hook(_refuse_steps)
 
     def detach(self) -> None:
         """Leave the optimizer to the user again."""
@@ -355,7 +357,7 @@ class LoopRunner:
             self._require_sums()
             self.check = not math.isfinite(loss)  # a loss of inf or NaN could not be checked
         if math.isfinite(loss):
-            self.held.add_up()
+            self.held.add_up(self.groups.world)
             if self.updates:
                 norm = self._clip_and_step()
         if self.updates or not math.isfinite(loss):
@@ -445,11 +447,12 @@ class LoopRunner:
     def _step(self) -> None:
         """Take one step of the optimizer, and one of the scheduler. Raises HeadraceError where the
         loop has stepped the scheduler since the last one, which its ``last_epoch`` shows."""
-        self._updating = True
+        optimizer = _unwrapped(self.optimizer)
+        _STEPPED_NOW.add(optimizer)
         try:
             self.optimizer.step()
         finally:
-            self._updating = False
+            _STEPPED_NOW.discard(optimizer)
         scheduler = self.scheduler
         if scheduler is None:
             return
@@ -482,17 +485,6 @@ class LoopRunner:
         """Go on from a checkpoint: check losses in the next step, and take the scheduler's count
         as it is now."""
         self.check, self._scheduler_epoch = self.check_losses, None
-
-    def _refuse_steps(self, *_: Any) -> None:
-        """The optimizer's pre-hook: raise HeadraceError for a step that the loop takes, before it
-        is taken."""
-        if not self._updating:
-            raise HeadraceError(
-                "optimizer.step()",
-                got="a call by the loop",
-                wanted="none: the run takes one step when the last micro-batch is done",
-                hint="leave optimizer.step() and optimizer.zero_grad() out",
-            )
 
     def _require_sums(self) -> None:
         """Raise ModelError on every rank where any has a loss that is no sum over the labels of the
@@ -544,9 +536,8 @@ class LoopRunner:
         model of the same kind, that of the loop.
         """
         pack, ranks, exchange = self._pack_of(batch, plan, action, work)
-        values = pack.to(self.device).values
         model = self.model if model is None else model
-        return model.place(values, ranks, targets=targets or work.targets, exchange=exchange)
+        return model.place(pack.values, ranks, targets=targets or work.targets, exchange=exchange)
 
     def _start_micro_batch(
         self,
@@ -819,3 +810,21 @@ def _ranks_of_packs(index: int, reports: Sequence[_RankReport], plan: Plan) -> l
                 hint="every rank must read the same samples",
             )
     return [tuple(pack_ranks) for pack_ranks, _ in packs_by_rank[0]]
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """The user's optimizer, around which Accelerate puts a shell."""
+    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return found
+
+
+def _refuse_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """The optimizer's pre-hook: raise HeadraceError for a step that the loop takes, before it is
+    taken."""
+    if optimizer not in _STEPPED_NOW:
+        raise HeadraceError(
+            "optimizer.step()",
+            got="a call by the loop",
+            wanted="none: the run takes one step when the last micro-batch is done",
+            hint="leave optimizer.step() and optimizer.zero_grad() out",
+        )

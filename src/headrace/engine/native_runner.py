@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,11 +57,13 @@ class NativeRunner:
         executor: Runs this rank's program of a plan, the update too.
         schedule: The learning rate of each step.
         peak_flops_per_s: Peak of one device; None leaves the utilisation out.
+        expect: Called with the predicted seconds of each step that begins.
     """
 
     executor: Executor
     schedule: Schedule
     peak_flops_per_s: float | None = None
+    expect: Callable[[float], object] = lambda predicted_s: None
     _result: StepResult | None = field(default=None, init=False)
 
     @property
@@ -72,6 +74,7 @@ class NativeRunner:
     def attempt(self, number: int, batch: TrainingBatch, plan: Plan) -> Iterator[None]:
         """Run the program of a plan, from the pulls to the update; yields nothing."""
         self._result = None
+        self.expect(plan.predicted_s)
         rate = self.schedule.rate(number)
         self._result = self.executor.run(
             plan, batch.tokens, step=number, lr=rate, masks=batch.masks

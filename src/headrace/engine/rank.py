@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from headrace.spec.architecture import Architecture, parameter_count
 from headrace.spec.cluster import Cluster
 from headrace.units import bytes_text, counted
 
-__all__ = ["Rank", "launch", "open_rank", "optimizer_options", "run_here"]
+__all__ = ["Rank", "StepActions", "launch", "open_rank", "optimizer_options", "run_here"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,18 +57,44 @@ class Rank:
         if self.first:
             self.listener.tell(text)
 
-    def enters(self, action: str) -> None:
+    def enters(self, action: str, limit_s: float = inf) -> None:
         """Announce that this rank begins ``action``: other ranks report it should this rank die or
         hang. On a device, whose collectives the host does not wait for, the action has a time
-        limit."""
+        limit: ``limit_s``, at most that of collectives."""
         gpu = self.world.device != "cpu"
-        self.world.watcher.enter(action, self.world.timeout_s if gpu else None)
+        self.world.watcher.enter(action, min(limit_s, self.world.timeout_s) if gpu else None)
 
     def progress(self, what: str, done: int, of: int) -> None:
         """Report that ``done`` of ``of`` parts of a preparation, named ``what``, are done; on the
         first rank only."""
         if self.first:
             self.listener.progress(what, done, of)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StepActions:
+    """Announces the actions of the steps of ``rank``. One on a device that takes much longer than
+    the whole step was predicted to hangs: it ends the job within minutes, and names itself."""
+
+    rank: Rank
+    # That of the step under way. The first step may compile kernels, which takes as it takes.
+    _limit_s: float = field(default=inf, init=False)
+    _any: bool = field(default=False, init=False)
+
+    def expect(self, predicted_s: float) -> None:
+        """A step begins that is predicted to take ``predicted_s``."""
+        if self._any:
+            self._limit_s = max(_LEAST_LIMIT_S, _TIMES_PREDICTED * predicted_s)
+        self._any = True
+
+    def enters(self, action: str) -> None:
+        """Announce that the rank begins an action of the step."""
+        self.rank.enters(action, self._limit_s)
+
+
+_LEAST_LIMIT_S, _TIMES_PREDICTED = 120.0, 20.0
+"""Limit of an action on a device: in seconds at least, and as a multiple of its step's predicted
+seconds: far more than predictions are wrong by, and minutes where collectives have half an hour."""
 
 
 def launch(

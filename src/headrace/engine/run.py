@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.comm.collectives import agree, gather_bytes
+from headrace.comm.gpus import settings_text
 from headrace.config import Config
 from headrace.costs import CostModel
 from headrace.costs.calibration import Calibration
@@ -21,7 +22,7 @@ from headrace.engine.cost_cache import calibration_path
 from headrace.engine.measured_costs import learnt, measured_costs
 from headrace.engine.native_runner import NativeRunner, TrainingBatch
 from headrace.engine.plans import sizes_left_out
-from headrace.engine.rank import Rank
+from headrace.engine.rank import Rank, StepActions
 from headrace.engine.record import DrawnSteps, RunRecord, make_trackers, run_facts
 from headrace.engine.recovery import LeaveWorld, Recovery
 from headrace.engine.run_planner import RunPlanner, Stopped
@@ -236,13 +237,14 @@ class RankRun:
     def _engine(self, drawn: DrawnSteps) -> Engine[TrainingBatch, None]:
         """The engine that plans, runs and records the steps of this rank."""
         rank, config, o = self.rank, self.config, self.config.optimizer
+        actions = StepActions(rank=rank)
         executor = Executor(
             rank.storage,
             rank.groups,
             seed=config.run.seed,
             device=rank.world.device,
             checked=config.run.check_finite,
-            entered=rank.enters,
+            entered=actions.enters,
             in_flight_bytes=_IN_FLIGHT * rank.cluster.memory_bytes,
         )
         leave = LeaveWorld(
@@ -261,6 +263,7 @@ class RankRun:
                     floor=o.floor,
                 ),
                 peak_flops_per_s=matmul_flops_per_s(rank.world.device, rank.dtype),
+                expect=actions.expect,
             ),
             planner=self.planner,
             recovery=Recovery(way=leave, groups=rank.groups),
@@ -428,6 +431,8 @@ class RankRun:
             f"{str(rank.dtype).removeprefix('torch.')}\n"
             f"run           {self.folder}"
         )
+        if rank.world.device != "cpu":
+            rank.say(settings_text())
 
     def _close(self) -> None:
         """End the processes that plan ahead, close the files, and tell the listener."""

@@ -83,7 +83,7 @@ class Fused:
             try:
                 return self.written(*args)
             except Exception as error:  # whatever Triton, its compiler and the driver raise
-                if isinstance(error, torch.OutOfMemoryError):
+                if _lacked_memory(error):
                     raise
                 self.written = None
                 self._warn("the compiler's kernel", error)
@@ -108,6 +108,9 @@ class Fused:
             torch._dynamo.exc.TorchDynamoException,  # noqa: SLF001
             torch._dynamo.exc.FailOnRecompileLimitHit,  # noqa: SLF001
         ) as error:
+            if _lacked_memory(error):
+                # One who runs it again with more memory may compile it.
+                raise torch.OutOfMemoryError(f"out of memory: compiling {self.name}") from error
             self._compiled = self.function
             self._warn("plain operators", error)
             return self.function(*args)
@@ -116,6 +119,20 @@ class Fused:
         """Warn that from now on ``instead`` runs, as what is faster failed with ``error``."""
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         warnings.warn(f"{self.name} runs as {instead}, slower: {why}", stacklevel=3)
+
+
+def _lacked_memory(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised from, says that memory ran out."""
+    seen = set[int]()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        if isinstance(current, torch.OutOfMemoryError | MemoryError):
+            return True
+        if "out of memory" in str(current).lower():
+            return True
+        current = getattr(current, "inner_exception", None) or current.__cause__
+    return False
 
 
 def _written_kernel(name: str) -> Callable[..., Any] | None:
@@ -176,8 +193,12 @@ def kept(key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def to_device(x: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """Copy a tensor in host memory to ``device``; the host waits for no work issued there
-    before."""
-    if torch.device(device).type == "cuda" and detect_fake_mode() is None:
+    """Copy a tensor in host memory to ``device``; the host waits for no work issued there before.
+    One that is on a device already is moved where it is another."""
+    if (
+        x.device.type == "cpu"
+        and torch.device(device).type == "cuda"
+        and detect_fake_mode() is None
+    ):
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)

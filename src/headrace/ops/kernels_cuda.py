@@ -94,21 +94,22 @@ class CudaFlash:
         # The kernel reads lse and grad by address, so they are contiguous.
         unread = _unread((2,), torch.uint64, q.device)
         _ = _workspace(q, k, len(q_lengths)) if q.is_meta else ()  # alive until the end
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(),
-            dense(q),
-            dense(k),
-            dense(v),
-            out.contiguous(),
-            lse.contiguous(),
-            *_starts(q_lengths, k_lengths, q.device),
-            max(q_lengths),
-            max(k_lengths),
-            0.0,
-            causal,
-            unread,
-            unread,
-        )
+        with _deterministic():
+            dq, dk, dv = torch.ops.aten._flash_attention_backward(
+                grad.contiguous(),
+                dense(q),
+                dense(k),
+                dense(v),
+                out.contiguous(),
+                lse.contiguous(),
+                *_starts(q_lengths, k_lengths, q.device),
+                max(q_lengths),
+                max(k_lengths),
+                0.0,
+                causal,
+                unread,
+                unread,
+            )
         return dq, dk, dv
 
 
@@ -180,23 +181,24 @@ class CudaEfficient:
         padded = rows.view(q.shape[1], len(q_lengths), width).transpose(0, 1).contiguous()
         unread = _unread((), torch.int64, q.device)
         # Of out the kernel asks only some strides and takes the others as those of a dense tensor.
-        dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
-            grad.contiguous()[None],
-            dense(q)[None],
-            dense(spread(k, q))[None],
-            dense(spread(v, q))[None],
-            None,
-            out.contiguous()[None],
-            *_starts(q_lengths, k_lengths, q.device),
-            max(q_lengths),
-            max(k_lengths),
-            padded,
-            0.0,
-            unread,
-            unread,
-            int(causal),
-            False,
-        )
+        with _deterministic():
+            dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
+                grad.contiguous()[None],
+                dense(q)[None],
+                dense(spread(k, q))[None],
+                dense(spread(v, q))[None],
+                None,
+                out.contiguous()[None],
+                *_starts(q_lengths, k_lengths, q.device),
+                max(q_lengths),
+                max(k_lengths),
+                padded,
+                0.0,
+                unread,
+                unread,
+                int(causal),
+                False,
+            )
         return dq[0], fold(dk[0], k), fold(dv[0], v)
 
 
@@ -230,6 +232,23 @@ def _workspace(q: torch.Tensor, k: torch.Tensor, documents: int) -> tuple[torch.
     if k.shape[1] == heads:
         return dq_sums, row_values
     return dq_sums, row_values, *(k.new_empty((len(k), heads, features)) for _ in range(2))
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Context in which attention adds in one order, where deterministic kernels are asked for:
+    torch's backward does so only where operators without such a kernel are errors, not warnings."""
+    warns = (
+        torch.are_deterministic_algorithms_enabled()
+        and torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+    if warns:
+        torch.use_deterministic_algorithms(mode=True, warn_only=False)
+    try:
+        yield
+    finally:
+        if warns:
+            torch.use_deterministic_algorithms(mode=True, warn_only=True)
 
 
 @contextmanager

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from headrace.comm.fake_world import fake_world
-from headrace.comm.mesh import Groups
+from headrace.comm.mesh import Groups, groups_here
 from headrace.errors import PlanMismatch
 from ranks import run_ranks
 
@@ -176,3 +178,74 @@ def test_groups_of_a_device_have_no_sockets_of_their_own() -> None:
     """Catches groups that open gloo's connections between all pairs of their ranks beside NCCL's:
     of hundreds of groups on each rank these are more files than a process may have."""
     assert run_ranks(2, _asked_for) == [["nccl", "nccl", None, None]] * 2
+
+
+PAIRS = [(0, 1), (1, 2), (0, 2), (0, 3), (1, 3), (2, 3), (0, 1, 2), (0, 1, 2, 3)]
+
+
+def _bounded() -> dict[str, Any]:
+    groups = Groups(most=3)
+    found: dict[str, Any] = {"sums": [], "most": 0}
+    for ranks in [*PAIRS, *PAIRS[:3]]:
+        groups.prepare([ranks])
+        if groups.rank in ranks:
+            value = torch.tensor([1.0 + groups.rank])
+            dist.all_reduce(value, group=groups.get(ranks))
+            found["sums"].append(float(value))
+        found["most"] = max(found["most"], len(dist.distributed_c10d._world.pg_map))
+    groups.prepare([(0, 1), (0, 2), (0, 3), (0, 1, 2)])  # more than 3, in one call
+    found["together"] = [groups.rank in ranks for ranks in groups._made]
+    try:
+        groups.get((0, 1, 2, 3))
+    except PlanMismatch:
+        found["gone"] = True
+    return found
+
+
+def test_groups_are_bounded() -> None:
+    """Catches communicators that grow in number for as long as a run goes on, ranks that destroy
+    others than their peers do, and one that a plan needs destroyed for another of its own."""
+    for rank, found in enumerate(run_ranks(4, _bounded, timeout_s=30.0)):
+        asked = [ranks for ranks in [*PAIRS, *PAIRS[:3]] if rank in ranks]
+        assert found["sums"] == [sum(1.0 + r for r in ranks) for ranks in asked]
+        assert found["most"] <= 1 + 3  # the world, too
+        assert found["gone"]
+        assert len(found["together"]) >= 4
+
+
+def _beside(folder: Path) -> tuple[float, str]:
+    rank = dist.get_rank()
+
+    def begin(backend: str, name: str) -> None:
+        store = dist.FileStore(str(folder / name), 2)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+
+    dist.destroy_process_group()
+    begin("cuda:fake", "without")
+    groups = Groups()
+    groups.prepare([(0, 1)])
+    value = torch.tensor([1.0 + groups.rank])
+    dist.all_reduce(value, group=groups.get((0, 1)))
+    other = torch.tensor([1.0 + groups.rank])
+    dist.all_reduce(other, group=groups.world)
+    backends = str(dist.get_backend_config())
+    dist.destroy_process_group()
+    begin("gloo", "with")
+    return float(value + other), backends
+
+
+def test_a_world_without_a_way_between_cpus_gets_one(tmp_path: Path) -> None:
+    """Catches a refusal of ``init_process_group("nccl")``, which most scripts call, and agreements
+    that the world's own backend would have to carry."""
+    for total, backends in run_ranks(2, _beside, tmp_path):
+        assert backends == "cuda:fake"
+        assert total == 2 * (1.0 + 2.0)
+
+
+def test_the_device_of_a_model_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches kernels that are started on another device than their tensors are on."""
+    made = list[Any]()
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    assert groups_here("cuda:1") is None
+    assert groups_here("cpu") is None
+    assert made == ["cuda:1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 from headrace.cli import doctor
+from headrace.comm.gpus import settings_text
 from headrace.config.model import DevicesConfig
 from headrace.engine import rank as rank_module
-from headrace.engine.rank import Rank, open_rank
+from headrace.engine.rank import Rank, StepActions, open_rank
 from headrace.errors import ConfigError
 from headrace.native import machine
 from headrace.ops import fused as index
@@ -63,6 +65,33 @@ def test_actions_on_a_device_have_a_limit() -> None:
     for device in ("cuda:1", "cpu"):
         Rank.enters(SimpleNamespace(world=world(device, watcher=watcher)), "0F0")  # type: ignore[arg-type]
     assert told == [("0F0", 7.0), ("0F0", None)]
+
+
+def test_actions_of_a_step_have_minutes() -> None:
+    """Catches a hang that is named after half an hour, and a first step that compiles kernels and
+    is taken for one."""
+    told = list[float | None]()
+    watcher = SimpleNamespace(enter=lambda action, limit_s: told.append(limit_s))
+    for device in ("cuda:1", "cpu"):
+        of_rank = SimpleNamespace(world=world(device, watcher=watcher))
+        of_rank.world.timeout_s = 1800.0
+        of_rank.enters = partial(Rank.enters, of_rank)
+        actions = StepActions(rank=of_rank)  # type: ignore[arg-type]
+        for predicted_s in (1.0, 1.0, 30.0, 1e6):
+            actions.expect(predicted_s)
+            actions.enters("0F0")
+    assert told == [1800.0, 120.0, 600.0, 1800.0, None, None, None, None]
+
+
+def test_settings_of_devices_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches runs that cannot recover from a lack of memory and do not say why."""
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    text = settings_text()
+    assert "NCCL_NVLS_ENABLE 0" in text
+    assert "expandable_segments:True" in text
+    monkeypatch.delenv("NCCL_NVLS_ENABLE")
+    assert "NVLink SHARP" in settings_text()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import headrace as hr
 from headrace.errors import ModelError
 from ranks import run_ranks
 from running.adopt.foreign import gpt
-from running.engine.loops import attached, costs, dataset, llama, trained
+from running.engine.loops import alone, attached, batches, costs, dataset, llama, trained
 from running.engine.test_clips import attached as clips_attached
 from running.engine.test_clips import clips, model_error
 from spread import whole
@@ -292,3 +292,33 @@ def test_other_tokens_within_a_micro_batch(kind: str, tmp_path: Path) -> None:
             assert alone == "taken"
         assert copied == "taken"
         assert (changed == "taken") == takes_places, changed
+
+
+def in_turns(ranks: int, folder: Path) -> tuple[list[float], list[float]]:
+    """Losses of a model that two runs train in turns, and those of one process."""
+    model, plain = llama(), llama()
+    optimizer, alone_optimizer = (
+        torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)
+    )
+    given: dict[str, Any] = {"costs": costs(ranks), "batch_tokens": 90, "steps": 3}
+    items = (dataset(), dataset((31, 8, 22, 50, 3, 64)))
+    runs = [attached(model, optimizer, data, folder, **given) for data in items]
+    drawn = [batches(data, 3, batch_tokens=90) for data in items]
+    found, wanted = list[float](), list[float]()
+    for number, steps in enumerate(zip(*runs, strict=True)):
+        # The second run's batch was planned before the first run's step was done.
+        for step, of_run in zip(steps, drawn, strict=True):
+            for micro in step:
+                micro.backward(model(**micro.inputs).loss)
+            found.append(step.loss)
+            wanted += alone(plain, alone_optimizer, of_run[number : number + 1])
+    for run in runs:
+        run.detach()
+    return found, wanted
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_runs_train_a_model_in_turns(ranks: int, tmp_path: Path) -> None:
+    """Catches a second attach that takes the first one's steps for the loop's, or its batch."""
+    for found, wanted in run_ranks(ranks, in_turns, ranks, tmp_path):
+        assert found == pytest.approx(wanted, rel=1e-6)

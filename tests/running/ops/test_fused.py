@@ -209,3 +209,23 @@ def test_what_cannot_be_compiled_runs_all_the_same() -> None:
     torch.testing.assert_close(found, fused(*args))
     assert torch.equal(found, again)
     assert len(tried) == 1
+
+
+@pytest.mark.apart
+def test_a_compiler_without_memory() -> None:
+    """Catches a lack of memory while compiling that a rank takes for a function that cannot be
+    compiled: it would be slow from then on, and out of memory elsewhere."""
+    tried = []
+
+    def broken(module: Any, inputs: Any) -> Any:
+        tried.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    fused = FUSED["swiglu"]
+    other = Fused(fused.function, "swiglu_without_memory(Tensor x, int block) -> Tensor", 1, None)
+    other._compiled = torch.compile(fused.function, backend=broken)
+    args = ARGUMENTS["swiglu"](T, torch.float64)
+    for times in (1, 2):
+        with pytest.raises(torch.OutOfMemoryError, match="memory"):
+            other._on_device(*args)
+        assert len(tried) == times

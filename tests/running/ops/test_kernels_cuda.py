@@ -214,6 +214,39 @@ def test_calls_mean_what_torch_defines(
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
+class Modes(Answers):
+    """Notes whether torch's attention would raise for want of a deterministic kernel: only then
+    does it run that kernel itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "attention_backward" in func.overloadpacket.__name__:
+            warns = torch.is_deterministic_algorithms_warn_only_enabled()
+            self.strict.append(torch.are_deterministic_algorithms_enabled() and not warns)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@each_backend
+@pytest.mark.parametrize("asked", [True, False])
+def test_attention_adds_in_one_order_where_asked(backend: Backend, asked: bool) -> None:
+    """Catches a deterministic run whose attention is not: torch's is none while it only warns."""
+    pack, causal = CASES["pack causal"]
+    grad, q, k, v = _draw(pack, 4, 2)
+    torch.use_deterministic_algorithms(asked, warn_only=True)
+    try:
+        with Modes() as modes:
+            out, lse = backend.forward(q, k, v, *pack, causal)
+            backend.backward(grad, q, k, v, out, lse, *pack, causal)
+        assert modes.strict == [asked]
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.are_deterministic_algorithms_enabled() is asked
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+
+
 @each_backend
 @each_causal
 def test_torch_takes_the_calls(backend: Backend, causal: bool) -> None:
