@@ -51,24 +51,37 @@ Answer = tuple[str, float, str]
 """Of a rank: ``exact`` or ``refused``, the largest relative error, and what it was refused for."""
 
 
+def _either(drawn: Any) -> bool | None:
+    """Nothing is known of what is drawn."""
+    return None
+
+
 def door_attack(
-    name: str, about: str, run: Callable[..., float], draw: Callable[..., Any], few: int
+    name: str,
+    about: str,
+    run: Callable[..., float],
+    draw: Callable[..., Any],
+    few: int,
+    takes: Callable[[Any], bool | None] = _either,
 ) -> Attack:
     """The attack on what ``run(groups, drawn, folder)`` gives on every rank, an error, of what
-    ``draw(rng, ranks)`` draws."""
+    ``draw(rng, ranks)`` draws. ``takes(drawn)`` says whether that must be exact (True) or refused
+    (False); for None it may be either."""
 
     @contextmanager
     def begin(folder: Path) -> Iterator[Case]:
         crews = Crews()
         try:
-            yield lambda rng: _case(rng, crews, run, draw, folder)
+            yield lambda rng: _case(rng, crews, run, draw, takes, folder)
         finally:
             crews.close()
 
     return Attack(name=name, about=about, begin=begin, limit_s=120, few=few, weight=2.0)
 
 
-def _case(rng: np.random.Generator, crews: Crews, run: Any, draw: Any, folder: Path) -> Outcome:
+def _case(
+    rng: np.random.Generator, crews: Crews, run: Any, draw: Any, takes: Any, folder: Path
+) -> Outcome:
     ranks = int(rng.integers(1, 5))
     drawn = draw(rng, ranks)
     _, answers = crews.run(ranks, _answered, run, drawn, str(folder), beside=lambda: None)
@@ -77,10 +90,16 @@ def _case(rng: np.random.Generator, crews: Crews, run: Any, draw: Any, folder: P
     if len(verdicts) > 1:
         return Outcome(verdict="apart", survived=False, words=words)
     (verdict,) = verdicts
+    taken = takes(drawn)
     if verdict == "refused":
-        return Outcome(verdict="refused", words=words)
+        known = taken is not True
+        return Outcome(
+            verdict="refused" if known else "refused wrongly", survived=known, words=words
+        )
     error = max(error for _, error, _ in answers)
     good = error <= _TOLERANCE  # a NaN is not
+    if good and taken is False:
+        return Outcome(verdict="taken", survived=False, error=error, words=words)
     return Outcome(
         verdict="exact" if good else "wrong",
         survived=good,
@@ -256,19 +275,29 @@ def _documents(batch: Any) -> Iterator[dict[str, torch.Tensor]]:
         yield {name: batch[name][:, start:stop] for name in ("input_ids", "labels")}
 
 
+def _takes_call(call: Call) -> bool | None:
+    plain = call.loss in ("its own", "by hand", "mean") and not call.padded
+    return True if plain and call.exchange != "2d" else None
+
+
 CALLS = door_attack(
     "calls",
     "models of transformers with any loss, over hr.compile on 1 to 4 ranks, equal one process",
     _called,
     _drawn_call,
     few=6,
+    takes=_takes_call,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """A loop: its samples, its loss, its columns, and plans drawn at random."""
+    """A loop: its model and optimizer, its samples, its loss, its columns, and plans drawn at
+    random."""
 
+    kind: str
+    optimizer: str
+    clip: float | None
     seed: int
     lengths: tuple[int, ...]
     loss: str
@@ -277,9 +306,22 @@ class Loop:
     steps: int
 
 
+_LOOPED = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "gpt2", "phi3")
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    # Adam divides gradients that are zero but for rounding by their own size.
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2, eps=(1e-3, 1e-3)),
+}
+
+
 def _drawn_loop(rng: np.random.Generator, ranks: int) -> Loop:
     count = int(rng.integers(6, 14))
     return Loop(
+        kind=str(rng.choice(_LOOPED)),
+        optimizer=str(rng.choice([*_OPTIMIZERS])),
+        clip=0.5 if rng.random() < 0.3 else None,
         seed=int(rng.integers(1 << 20)),
         lengths=tuple(int(n) for n in rng.integers(1, 60, size=count)),
         loss=str(
@@ -343,9 +385,9 @@ def _loop_loss(model: Any, micro: Any, loop: Loop) -> torch.Tensor:
 
 def _looped(groups: Groups, loop: Loop, folder: Path) -> float:
     """The error of weights after a loop of random plans."""
-    model, plain = (foreign_model("llama", 1) for _ in range(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    layers = len(model.model.layers)  # type: ignore[union-attr, arg-type]
+    model, plain = (foreign_model(loop.kind, 1) for _ in range(2))
+    optimizer = _OPTIMIZERS[loop.optimizer](model.parameters())
+    layers = int(model.config.num_hidden_layers)  # type: ignore[union-attr, arg-type]
     run = attached(
         model,
         optimizer,
@@ -354,6 +396,7 @@ def _looped(groups: Groups, loop: Loop, folder: Path) -> float:
         steps=loop.steps,
         costs=costs(groups.ranks, layers),
         batch_tokens=120,
+        clip=loop.clip,
     )
     run.engine.planner = Drawn(  # type: ignore[assignment]
         ranks=groups.ranks, layers=layers, seed=loop.seed, levels=("none",)
@@ -391,15 +434,23 @@ class _Whole:
 
 
 def _train_alone(plain: Any, batches: list[Any], loop: Loop) -> None:
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    optimizer = _OPTIMIZERS[loop.optimizer](plain.parameters())
     own = replace(loop, loss="micro") if loop.loss == "own" else loop
     for batch in batches:
         counts = [int((item["labels"] != -100).sum()) for item in batch]
         for item, count in zip(batch, counts, strict=True):
             micro = _Whole(item, sum(counts), count, len(batch))
             _loop_loss(plain, micro, own).backward()
+        if loop.clip is not None:
+            nn.utils.clip_grad_norm_(plain.parameters(), loop.clip)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _takes_loop(loop: Loop) -> bool | None:
+    if loop.labels in ("one", "shifted") or loop.column == "short":
+        return None if min(loop.lengths) == max(loop.lengths) == 1 else False
+    return None if loop.loss in ("mean", "bare", "weighted") else True
 
 
 LOOPS = door_attack(
@@ -408,6 +459,7 @@ LOOPS = door_attack(
     _looped,
     _drawn_loop,
     few=6,
+    takes=_takes_loop,
 )
 
 
@@ -516,7 +568,7 @@ def _of_axes(groups: Groups, axes: Axes, folder: Path) -> float:
     )
     mine = groups.rank * axes.replicas // groups.ranks
     part = run.shard({"x": batches[mine]}, replicas=axes.replicas)
-    for again in range(2):  # the order of stages is learnt in the first
+    for _ in range(2):  # the order of stages is learnt in the first
         model.zero_grad()
         out = run(**part)
         if axes.alike:
@@ -524,7 +576,6 @@ def _of_axes(groups: Groups, axes: Axes, folder: Path) -> float:
         loss = out.square().sum()
         run.backward(loss, alike=axes.alike)
         total = float(run.add_up(loss, alike=axes.alike))
-        assert again in (0, 1)
     wanted = 0.0
     for x in batches:
         one = plain(x).square().sum()
@@ -535,10 +586,20 @@ def _of_axes(groups: Groups, axes: Axes, folder: Path) -> float:
     return max(abs(total / wanted - 1), gradient_error(*grads))
 
 
+def _takes_axes(axes: Axes) -> bool | None:
+    known = set(axes.blocks) <= {"local", *_MIXES}
+    right = axes.declared == tuple(_MIXES.get(block, "") for block in axes.blocks)
+    # Where one axis alone is mixed, no other can be in shards meanwhile: only attention is spread.
+    spread = {"i", "j"} <= {*axes.declared} or {*axes.blocks} & {"mix i", "mix j"}
+    attends = {"i", "j"} <= {*axes.declared} or not {*axes.blocks} & {"conv i", "cumsum j"}
+    return True if known and right and spread and attends else None
+
+
 AXES = door_attack(
     "axes",
     "models of axes with any blocks, declared rightly or not, over hr.adapt, equal one process",
     _of_axes,
     _drawn_axes,
     few=8,
+    takes=_takes_axes,
 )

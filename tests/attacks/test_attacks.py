@@ -363,6 +363,14 @@ def _refused_by_one(groups: Any, drawn: str, folder: Path) -> float:
     return 0.0
 
 
+def _refused_by_all(groups: Any, drawn: str, folder: Path) -> float:
+    raise ModelError("planted", got="this", wanted="that")
+
+
+def _exact(groups: Any, drawn: str, folder: Path) -> float:
+    return 0.0
+
+
 @pytest.mark.parametrize(("work", "verdict"), [(_off, "wrong"), (_refused_by_one, "apart")])
 def test_doors_that_are_wrong_or_refuse_on_some_ranks_are_found(work: Any, verdict: str) -> None:
     """Catches an attack on front doors that is content with an error, or with a refusal that only
@@ -370,3 +378,17 @@ def test_doors_that_are_wrong_or_refuse_on_some_ranks_are_found(work: Any, verdi
     tally = run(door_attack("planted", "", work, _drawn_nothing, few=4), 4)
     assert tally.verdicts[verdict] > 0
     assert {failure.verdict for failure in tally.failures} == {verdict}
+
+
+@pytest.mark.parametrize(
+    ("work", "takes", "verdict"),
+    [(_refused_by_all, True, "refused wrongly"), (_exact, False, "taken")],
+)
+def test_doors_that_refuse_or_take_the_wrong_things_are_found(
+    work: Any, takes: bool, verdict: str
+) -> None:
+    """Catches an attack on front doors that is content with refusals of what is right, or with
+    exact results of what cannot be."""
+    attack = door_attack("planted", "", work, _drawn_nothing, few=2, takes=lambda drawn: takes)
+    assert run(attack, 2).verdicts == {verdict: 2}
+    assert run(door_attack("planted", "", work, _drawn_nothing, few=2), 2).survived == 2
