@@ -22,6 +22,7 @@ from headrace.layouts.partition import split_sizes
 from headrace.native import checkpoint
 from headrace.native.checkpoint import BackgroundWriter, step_folder, step_of
 from headrace.native.shard_files import StoredShard
+from headrace.units import counted
 
 __all__ = ["LoopCheckpoints"]
 
@@ -127,6 +128,7 @@ class LoopCheckpoints:
         values."""
         self._require_same_kind(path, checkpoint.extra_of(path))
         stored = checkpoint.names(path)
+        self._require_same_weights(path, stored)
         wanted = [
             shard
             for name, tensor in self._weights().items()
@@ -173,7 +175,7 @@ class LoopCheckpoints:
 
     def _require_same_kind(self, path: Path, extra: Mapping[str, Any]) -> None:
         """Raise CheckpointError for a checkpoint of another kind of run, or of an optimizer of
-        another class."""
+        another class, or with other groups of parameters."""
         if extra.get("loop") != _FORMAT:
             raise CheckpointError(
                 f"checkpoint {path}", got="not one of a loop", wanted="one that run.save() wrote"
@@ -184,6 +186,34 @@ class LoopCheckpoints:
                 got=f"state of {extra['optimizer']['kind']}",
                 wanted=f"that of the optimizer, {self._optimizer_kind}",
             )
+        saved, here = len(extra["optimizer"]["groups"]), len(self.optimizer.param_groups)
+        if saved != here:
+            raise CheckpointError(
+                f"checkpoint {path}",
+                got=f"an optimizer with {counted(saved, 'group')} of parameters",
+                wanted=f"{here}, as the optimizer has",
+            )
+
+    def _require_same_weights(self, path: Path, stored: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for a checkpoint, with tensors ``stored`` by name, of a model with
+        other weights, before anything of it is read."""
+        weights = self._weights()
+        saved = {name for name in stored if not name.startswith(("optimizer.", _GENERATOR))}
+        missing, more = sorted(weights.keys() - saved), sorted(saved - weights.keys())
+        if missing or more:
+            raise CheckpointError(
+                f"checkpoint {path}",
+                got=f"one without {missing[0]}" if missing else f"one with {more[0]}",
+                wanted=f"the {counted(len(weights), 'weight')} of the model, by their names",
+            )
+        for name, tensor in weights.items():
+            shape = tuple(stored[name][0])
+            if shape != (tuple(tensor.shape) or (1,)):
+                raise CheckpointError(
+                    f"checkpoint {path}",
+                    got=f"{name} of {list(shape)}",
+                    wanted=f"{list(tensor.shape)}",
+                )
 
     @property
     def _optimizer_kind(self) -> str:

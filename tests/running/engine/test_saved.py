@@ -51,7 +51,9 @@ CASES: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
     "cut": (cut, {}, "bytes"),
     "without a key": (without_a_key, {}, "optimizer|checksum"),
     "another optimizer": (nothing, {"optimizer": "adam"}, "state of SGD"),
-    "more layers": (nothing, {"layers": 3}, r"layers\.2"),
+    "more layers": (nothing, {"layers": 3}, r"one without model\.\w+\.layers\.2"),
+    "fewer layers": (nothing, {"layers": 1}, r"one with model\.\w+\.layers\.1"),
+    "other groups": (nothing, {"groups": 2}, r"with 1 group of parameters, wanted 2"),
     "other data": (nothing, {"items": 3}, "start anew"),
 }
 
@@ -72,10 +74,16 @@ def going_on(ranks: int, folder: Path, case: str) -> str:
     options["costs"] = costs(ranks, layers=other.get("layers", 2))
     kind = torch.optim.Adam if "optimizer" in other else torch.optim.SGD
     items = dataset()[: other.get("items")]
-    run = attached(model, kind(model.parameters(), lr=0.1), items, folder, **options)
+    first, *rest = model.parameters()
+    groups = [{"params": [first]}, {"params": rest}] if "groups" in other else [first, *rest]
+    run = attached(model, kind(groups, lr=0.1), items, folder, **options)  # type: ignore[arg-type]
+    before = [p.detach().clone() for p in model.parameters()]
     try:
         run.load(folder / "saved")
     except HeadraceError as error:
+        if "items" not in other:
+            for mine, own in zip(model.parameters(), before, strict=True):
+                assert torch.equal(mine, own), "weights were overwritten"
         return str(error)
     return "nothing"
 
