@@ -169,11 +169,14 @@ def test_damaged_json_is_refused(model: HybridModel, fault: str) -> None:
 
 
 def test_a_prediction_takes_no_time() -> None:
-    """Catches a walk through fifty trees for each length: at most 10 us."""
+    """Catches a walk through fifty trees for each length: at most 10 us of CPU time, at best."""
     rng = np.random.default_rng(0)
     lengths = sorted(rng.choice(np.arange(64, 60_000), size=200, replace=False).tolist())
     pair = fit_pair(lengths, [1e-8 * n * n * rng.uniform(0.9, 1.1) for n in lengths])
     asked = rng.integers(1, 120_000, size=20_000)
-    began = time.perf_counter()
-    pair(asked)
-    assert (time.perf_counter() - began) / len(asked) < 10e-6
+    seconds = list[float]()
+    for _ in range(3):
+        began = time.process_time()
+        pair(asked)
+        seconds.append(time.process_time() - began)
+    assert min(seconds) / len(asked) < 10e-6

@@ -272,11 +272,11 @@ def test_entering_costs_no_traffic() -> None:
     beats: list[Beat] = []
     watcher = Watcher(Counting(dist.HashStore()), rank=0, ranks=1, heartbeat_s=60)
     watcher.start()
-    began = time.perf_counter()
+    began = time.process_time()
     for number in range(10_000):
         watcher.enter(f"1F{number}")
         watcher.leave()
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     assert len(beats) == 1
     assert seconds < 3  # 20,000 calls
     watcher.close()

@@ -501,8 +501,11 @@ def test_looking_a_method_up_costs_next_to_nothing() -> None:
     """A change of method between two layers is a dictionary look-up: would catch a search, a
     parse or an import in it; the time is far above the machine's noise."""
     names = _usable("groups", 4)
-    start = time.perf_counter()
-    for _ in range(1000):
-        for name in names:
-            branch(name, "attention", MODELS["groups"], 4)
-    assert (time.perf_counter() - start) / (1000 * len(names)) < 50e-6
+    seconds = list[float]()
+    for _ in range(3):
+        start = time.process_time()
+        for _ in range(300):
+            for name in names:
+                branch(name, "attention", MODELS["groups"], 4)
+        seconds.append(time.process_time() - start)
+    assert min(seconds) / (300 * len(names)) < 50e-6
