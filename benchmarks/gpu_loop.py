@@ -236,6 +236,7 @@ def headraces(world: World, **spread: Any) -> tuple[dict[str, Any], list[int]]:
             out=Path(folder) / "run",
         )
         clock, counts = StepClock(world.device), list[int]()
+        costs = run.found.costs.to_json()
         for step in run:
             for micro in step:
                 micro.backward(model(**micro.inputs).loss)
@@ -245,7 +246,7 @@ def headraces(world: World, **spread: Any) -> tuple[dict[str, Any], list[int]]:
         run.detach()
     told = [row for row in map(json.loads, lines) if "step_s" in row]
     kept = [{name: row.get(name) for name in TOLD} for row in told]
-    return {**clock.row(), "told": kept}, counts
+    return {**clock.row(), "told": kept, "costs": costs}, counts
 
 
 class StepClock:

@@ -45,8 +45,8 @@ from headrace.units import bytes_text, count_text, counted, percent_text
 __all__ = ["RankRun"]
 
 _IN_FLIGHT = 1 / 16
-"""Fraction of a rank's memory that pulls under way may take, and as much again for pushes; the
-memory margin of plans covers both."""
+"""Fraction of a rank's memory that pulls under way (gathers of weights) may take, and as much again
+for pushes (sums of gradients over ranks); the memory margin of plans covers both."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,9 +131,10 @@ class RankRun:
         self.planner.check(min(longest, self.config.data.context))
 
     def _costs(self, saved: SavedState | None) -> tuple[CostModel, Profile | None, Calibration]:
-        """The costs to begin with, the profile that they are fitted to, and what is known of them
-        from earlier runs. A ``saved`` run goes on with its costs, and no profile, so that its plans
-        stay the same; on another number of ranks they are measured as for a new one. Collective."""
+        """The costs to begin with, the profile that they are fitted to, and their calibration by
+        earlier runs. A run that goes on from a ``saved`` state on as many ranks keeps its costs, so
+        that its plans stay the same; then nothing is measured, the profile is None and the
+        calibration empty. Else the costs are measured, or read from the cache. Collective."""
         rank, margin = self.rank, self.config.planner.memory_margin
         if saved is not None:
             costs = saved.costs
@@ -148,8 +149,9 @@ class RankRun:
         return costs, profile, known
 
     def _tell_margin(self, begun: CostModel) -> None:
-        """Tell the memory that plans leave free, where it was learned from earlier steps; ``begun``
-        are the costs that the run begins with."""
+        """Tell the fraction of memory that plans leave free, where it was learnt from earlier
+        steps: not where the configuration gives it. ``begun`` are the costs that the run begins
+        with, whose margin may have been lowered since for the longest sequence."""
         margin, peaks = self.planner.margin, self.planner.calibration.peaks
         if self.config.planner.memory_margin is not None or not peaks.usual.count:
             return
@@ -288,9 +290,9 @@ class RankRun:
         return (sampler.next_batch().lengths for _ in range(steps))
 
     def _save_sometimes(self, done: int, sampler: Mapping[str, Any]) -> None:
-        """Publish a checkpoint that all ranks have written by now, and begin one where it is due
-        after ``done`` steps; ``sampler`` is the sampler's state. Collective where a checkpoint is
-        being written or due."""
+        """Complete a checkpoint that all ranks have written by now, and begin one where it is due
+        after ``done`` steps: every ``checkpoint.every`` steps and after the last. ``sampler`` is
+        the sampler's state. Collective where a checkpoint is being written or due."""
         steps = self.config.run.steps
         if self.writer.busy:
             self.rank.enters("looking whether all ranks have written the checkpoint")
@@ -304,9 +306,9 @@ class RankRun:
         return gather_bytes(payload, self.rank.groups.world)
 
     def _save(self, done: int, sampler: Mapping[str, Any], *, wait: bool) -> None:
-        """Write the checkpoint after ``done`` steps; a write still under way is finished first.
-        On devices, or where configured, it is written in the background unless ``wait``.
-        ``sampler`` is the sampler's state. Collective."""
+        """Write the checkpoint after ``done`` steps; a write still under way is finished first. It
+        is written in the background where ``checkpoint.background`` is true, or is left out on a
+        GPU; with ``wait`` it never is. ``sampler`` is the sampler's state. Collective."""
         rank, background = self.rank, self.config.checkpoint.background
         rank.enters(f"writing checkpoint {done}")
         self._saved_step = done
@@ -355,16 +357,19 @@ class RankRun:
         first row in the whole tensor."""
         storage, me = self.rank.storage, self.rank.world.rank
         shapes = {w.name: w.shape for w in storage.table}
+        # (name in the checkpoint, name of the weight, this rank's rows)
         rows = [(name, name, master) for name, master in storage.masters.items()]
-        rows += [(key, key.partition(".")[2], state) for key, state in storage.optimizer_rows()]
+        for key, state in storage.optimizer_rows():
+            _, _, weight = key.partition(".")  # ``exp_avg.WEIGHT``
+            rows.append((key, weight, state))
         return [
             StoredShard(
                 name=key,
-                first_row=storage.partitions[name].parts[me].start,
+                first_row=storage.partitions[weight].parts[me].start,
                 tensor=tensor,
-                shape=shapes[name],
+                shape=shapes[weight],
             )
-            for key, name, tensor in rows
+            for key, weight, tensor in rows
         ]
 
     def _newest_state(self) -> tuple[Path | None, SavedState | None]:

@@ -39,16 +39,16 @@ _PLAN, _REFUSED, _STOP = b"p", b"r", b"s"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HandedOut:
-    """The request of the step's plan that was handed out last, and the process that made it ahead;
-    None where the plan was made here or kept from before."""
+    """The step's plan that was handed out last: its ``request``, and as ``maker`` the process that
+    made it ahead, None where it was made in this process."""
 
     request: PlanRequest
     maker: Ahead | None
 
 
 def _alike(one: PlanRequest, other: PlanRequest) -> bool:
-    """Whether the plan of one request serves the other: of the same batch with the same memory
-    margin. Ratios may differ, as they change no plan."""
+    """Whether the plan for one request serves the other: both are of the same batch and memory
+    margin. Their ratios may differ, as these change no plan."""
     return (one.lengths, one.margin) == (other.lengths, other.margin)
 
 
@@ -64,10 +64,11 @@ class RunPlanner:
     differ, and a cluster plans once and not as often as it has ranks. All ranks have one and ask in
     the same order; on others than the first a plan comes without what is expected of it.
 
-    ``ratio`` is a running mean of measured over predicted seconds. It corrects what is shown,
-    and is uniform, so it never changes which plan is best: the plans of a run follow from its
-    costs and its lengths alone, and a resumed run plans as the uninterrupted one. The one thing
-    learnt that changes plans is the memory margin, part of the costs in :meth:`state`.
+    ``ratio`` is a running mean of measured over predicted seconds. It corrects the seconds that are
+    shown: all are multiplied by it, so it never changes which plan is best. The plans of a run
+    follow from its costs and its lengths alone, and a resumed run plans as the uninterrupted one.
+    The one thing learnt that changes plans is the memory margin, part of the costs in
+    :meth:`state`.
 
     Where ``options.compare`` asks for it, the best static plan of each batch is made too, once the
     plan is handed out: no step waits for it and no plan depends on it.
@@ -80,8 +81,9 @@ class RunPlanner:
         drawn: The steps that are drawn: clocks of all ranks are predicted for them.
         calibration: What is known of the costs; takes the residuals of every step.
         drift: Watches the residuals, where it is there.
-        semantics: As in :class:`headrace.engine.step_planner.StepPlanner`.
-        stages: As in :class:`headrace.engine.step_planner.StepPlanner`.
+        semantics: ``free`` groups start when their ranks are free; in ``lockstep`` all ranks meet
+            at every layer.
+        stages: Whether pipelines may have more than one stage.
         tell: Gets a line when a process that plans ahead has died.
 
     Attributes:
@@ -143,8 +145,9 @@ class RunPlanner:
         return self.steps.problem(self.margin).model
 
     def plan(self, lengths: Lengths) -> Planned:
-        """The plan of the next step: made ahead, if it was for this batch and this margin. Of each
-        step that is drawn it comes with what the ranks' clocks are expected to show. Collective.
+        """The plan of the next step. It is the one made ahead by another process, if that was made
+        for this batch and this memory margin. For a step that is drawn it comes with the predicted
+        timeline of all ranks. Collective.
 
         Raises:
             InfeasiblePlan: On every rank, when nothing fits.
@@ -162,7 +165,8 @@ class RunPlanner:
         return self._decide_on_first(lambda: self._plan_forward(lengths))
 
     def replan_forward(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
-        """As :meth:`replan`, of forwards alone, whose margin is their own. Collective.
+        """A plan of forwards alone that takes less memory than ``failed``, as :meth:`replan` makes
+        for a step. Forwards have a memory margin of their own. Collective.
 
         Raises:
             InfeasiblePlan: On every rank, when the plan that failed was the thriftiest.
@@ -170,9 +174,10 @@ class RunPlanner:
         return self._decide_on_first(lambda: self._replan_forward(lengths, failed, exhausted))
 
     def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
-        """A plan of the same batch that is expected to take a tenth less memory than ``failed`` did
-        where it ran out, or as much less as can be had; the margin stays as high for the rest of
-        the run, as far as its longest sequence allows, and is learnt. Collective.
+        """A plan of the same batch that needs less memory than ``failed``, which ran out of it: a
+        tenth less than was predicted of the ranks that ran out, or where there is no such plan 3 %
+        or 0.5 % less. The memory margin is raised so that later plans leave as much free, as far
+        as the longest sequence of the run allows. Collective.
 
         Raises:
             InfeasiblePlan: On every rank, when the plan that failed was the thriftiest.
@@ -180,7 +185,7 @@ class RunPlanner:
         return self._decide_on_first(lambda: self._replan(lengths, failed, exhausted))
 
     def check(self, longest: int) -> None:
-        """Look whether a sequence of ``longest`` tokens will fit, before it comes. Collective.
+        """Check that a sequence of ``longest`` tokens will fit, before it comes. Collective.
 
         Raises:
             InfeasiblePlan: On every rank, when it fits nowhere.
@@ -202,8 +207,8 @@ class RunPlanner:
 
     def plan_ahead(self, coming: Iterable[Lengths], *, depth: int) -> None:
         """Have the plans of the batches to come made by another process, at most ``depth`` ahead;
-        on the first rank. Not where plans are smoothed, as each follows from the one before: they
-        are made in this process when they are asked for."""
+        on the first rank. Does nothing where plans are smoothed, as each then depends on the plan
+        before it: they are made in this process when they are asked for."""
         if not self._first or self.steps.options.smoothing:
             return
         items = (self._request(lengths, step) for step, lengths in enumerate(coming, self._step))
@@ -216,10 +221,10 @@ class RunPlanner:
         )
 
     def announce(self, lengths: Lengths) -> None:
-        """Have the plans of a batch that comes later made by another process: of its forwards and
-        of its step; on the first rank. The step's plan is not made ahead where plans are smoothed,
-        and neither where ``options.ahead`` is 0. A plan is made anew when it is asked for if what
-        it follows from has changed by then, such as the memory margin."""
+        """Have the plans of a batch that comes later made by another process, one for its forwards
+        alone and one for its step; on the first rank. Where plans are smoothed only that for
+        forwards is made ahead, and where ``options.ahead`` is 0 none. A plan is made anew when it
+        is asked for if what it follows from has changed by then, such as the memory margin."""
         if self._first:
             requests = [self._forward_request(lengths), self._request(lengths)]
             self._announced_plans().announce(requests)
@@ -233,11 +238,12 @@ class RunPlanner:
             self._ahead = None
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
-        """Take the seconds of a finished step into ``ratio``, the running mean."""
+        """Take the seconds of a finished step into ``ratio``: the mean over the first ten steps,
+        then a running mean in which each new step weighs a tenth."""
         self._done = self._step
         if predicted_s <= 0 or measured_s <= 0:
             return
-        # The prediction was corrected by the ratio of when its plan was requested.
+        # ``predicted_s`` was multiplied by the ratio that its plan was requested with: take it out.
         seen = self._planned_ratio * measured_s / predicted_s
         self._observed += 1
         weight = max(1 - _OLD_WEIGHT, 1 / self._observed)
@@ -278,8 +284,9 @@ class RunPlanner:
             best = self.steps.best_static(handed.request)
         else:
             best = handed.maker.made_after()
+            # A plan announced for another step may lack the timeline, or have one too many.
             if best is not None and handed.request.drawn != (best.predicted is not None):
-                best = self.steps.best_static(handed.request)  # announced for another step
+                best = self.steps.best_static(handed.request)
         return step if best is None else step.compared_with(best)
 
     def state(self) -> dict[str, Any]:
@@ -318,8 +325,9 @@ class RunPlanner:
         return 1.0 if ratio is None else ratio
 
     def _plan(self, lengths: Lengths) -> Planned:
-        """The plan of the next step, on the first rank: the one made ahead where it serves, else
-        the one announced or kept, else one made now."""
+        """The plan of the next step, on the first rank: the first that there is of one from the
+        process that plans ahead in the data's order, one that was announced or made before for the
+        same batch (:class:`AnnouncedPlans`), and one made now."""
         request = self._request(lengths)
         maker = self._ahead
         planned = next(maker, None) if maker is not None else None
@@ -338,14 +346,15 @@ class RunPlanner:
         return self._handed_out(planned, request, None)
 
     def _announced_plans(self) -> AnnouncedPlans:
-        """The plans of batches that a loop gives, kept as they are often asked for more than once;
-        made at the first call."""
+        """Keeps the plans of batches that a loop gives, as they are often asked for more than once,
+        and makes announced ones ahead. Created at the first call."""
         if self._announced is None:
             self._announced = AnnouncedPlans(steps=self.steps, tell=self._tell)
         return self._announced
 
     def _plan_forward(self, lengths: Lengths) -> Planned:
-        """The plan of forwards, on the first rank: the one announced or kept, else one made now."""
+        """The plan of forwards alone, on the first rank: one that was announced or made before for
+        the same batch, else one made now."""
         request, announced = self._forward_request(lengths), self._announced_plans()
         known = announced.take(request)
         if known is not None:
@@ -361,7 +370,7 @@ class RunPlanner:
         memory, predicted = costs.cluster.memory_bytes, peak_bytes(failed, costs)
         measured = [memory if r in exhausted.ranks else p for r, p in enumerate(predicted)]
         self.calibration.peaks = self.calibration.peaks.after(predicted, measured, memory)
-        self._step -= 1  # the same step
+        self._step -= 1  # the plan that failed has advanced it: plan the same step again
         request = self._request(lengths)
         planned = self._margin.plan_after_failure(
             max(predicted[r] for r in exhausted.ranks),
@@ -374,7 +383,7 @@ class RunPlanner:
         """A thriftier plan of the same forwards, on the first rank."""
         request = self._forward_request(lengths)
         predicted = peak_bytes(failed, self.steps.problem(request.margin, forward=True).model)
-        self._forward_margin.value = self._margin_of_forwards
+        self._forward_margin.value = self._margin_of_forwards  # at least that of steps
         return self._forward_margin.plan_after_failure(
             max(predicted[r] for r in exhausted.ranks),
             exhausted,
@@ -383,7 +392,8 @@ class RunPlanner:
 
     @property
     def _margin_of_forwards(self) -> float:
-        """The fraction of a rank's memory that plans of forwards leave free."""
+        """The fraction of a rank's memory that plans of forwards leave free: their own margin, but
+        never less than that of steps."""
         return max(self.margin, self._forward_margin.value)
 
     def _forward_request(self, lengths: Lengths) -> PlanRequest:
@@ -418,10 +428,10 @@ class RunPlanner:
         return planned
 
     def _decide_on_first(self, decide: Callable[[], Planned], *, stop: bool = False) -> Planned:
-        """Call ``decide`` on the first rank and send the plan to every rank; on others than the
-        first it comes without expectations. Collective. Raises InfeasiblePlan on every rank where
-        ``decide`` does, and Stopped on every rank, without a call, where the first is to
-        ``stop``."""
+        """Call ``decide`` on the first rank and send its plan to every rank; other ranks get the
+        plan without predictions of seconds and bytes. Collective. Raises InfeasiblePlan on every
+        rank where ``decide`` does. Where ``stop`` is true on the first rank, ``decide`` is not
+        called and every rank raises Stopped."""
         planned, payload = None, _STOP
         if self._first and not stop:
             try:
@@ -441,8 +451,8 @@ class RunPlanner:
         return self._groups is not None and self._groups.ranks > 1
 
     def _from_first(self, payload: bytes) -> bytes:
-        """The ``payload`` of the first rank without its first byte, on every rank. Collective.
-        Raises InfeasiblePlan or Stopped where that byte says so."""
+        """Send the first rank's ``payload`` to all; returns it without its first byte, the kind of
+        message. Collective. Raises InfeasiblePlan or Stopped where that byte says so."""
         world = self._groups.world if self._groups is not None and self._groups.ranks > 1 else None
         message = from_first(payload, world)
         kind, rest = message[:1], message[1:]

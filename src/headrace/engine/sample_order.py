@@ -61,8 +61,8 @@ class Samples:
     Attributes:
         dataset: Gives an item for each index.
         lengths: The tokens of each item [n].
-        reader: Makes samples, tensors by their names, of items.
-        name: The name of its class.
+        reader: Turns an item of the data set into a sample: tensors by their names.
+        name: The name of the data set's class.
         fingerprint: A hash of the lengths.
     """
 
@@ -74,8 +74,9 @@ class Samples:
 
     @classmethod
     def of(cls, dataset: Any, lengths: LengthSource, reader: SampleReader) -> Samples:
-        """Find out the lengths of a data set. Raises DataError for one without items, for another
-        number of lengths, and for a length below 1."""
+        """Find out how many tokens each item of a data set has. Raises DataError for a data set
+        without items, where there are more or fewer lengths than items, and for a length below
+        1."""
         count = len(dataset)
         found = np.asarray(_lengths(dataset, lengths, reader), dtype=np.int64).reshape(-1)
         if not count or len(found) != count:
@@ -132,9 +133,10 @@ class Samples:
 
 
 def _lengths(dataset: Any, lengths: LengthSource, reader: SampleReader) -> Any:
-    """The number of tokens of every sample [n]: ``lengths`` itself, or from the column or by the
-    function that it names. For None from a column whose name is known, else by reading all samples.
-    Raises DataError for a column that the data set lacks."""
+    """The tokens of every item [n]. ``lengths`` has them, or is the name of the column that does,
+    or a function from an item to its tokens. Where it is None, the first column named in _COLUMNS
+    has them; without such a column all items are read and counted. Raises DataError for a column
+    that the data set lacks."""
     if lengths is None:
         names = getattr(dataset, "column_names", None) or ()
         lengths = next((name for name in _COLUMNS if name in names), None)
@@ -153,7 +155,7 @@ def _lengths(dataset: Any, lengths: LengthSource, reader: SampleReader) -> Any:
 
 
 def _nothing(_: int) -> Item:
-    """No fields: nothing goes beside a sample."""
+    """No fields, for a batch whose samples have nothing that the model does not take."""
     return {}
 
 
@@ -170,10 +172,10 @@ class LoopBatch:
         together: The numbers of the samples in each sequence that the planner sees; None where
             each sample is one.
         counts: The tokens of each sample, where some are kept ``together``.
-        learned: Whether tokens need labels.
-        like: Gives a sample with the fields of all, where batches may have other fields than the
-            sample that the model was measured with.
-        beside: Gives the fields that go beside the i-th sample, which the model does not take.
+        learned: Whether the batch is trained on, so that some of its tokens must have a loss.
+        like: Gives a sample with the fields that all samples of this batch have; None where these
+            are those of the sample that the model was measured with.
+        beside: Gives the fields of the i-th sample that the model does not take.
         starts: Where each rank has its own samples, the number of the first sample of each rank,
             then the number of samples [ranks + 1].
         bring: Where each rank has its own samples, fetches those that this rank works on in a plan;
@@ -193,12 +195,12 @@ class LoopBatch:
     bring: Callable[[Plan], None] = field(default=lambda plan: None, repr=False)
 
     def members(self, index: int) -> tuple[int, ...]:
-        """The numbers of the samples that the planner sees as the i-th."""
+        """The numbers of the samples that make up the i-th sequence of the plan."""
         return (index,) if self.together is None else self.together[index]
 
     @property
     def tokens(self) -> Sequence[int]:
-        """The tokens of all samples."""
+        """The tokens of each sample."""
         return self.lengths.tokens if self.together is None else self.counts
 
 
@@ -236,7 +238,8 @@ class SampleOrder(Protocol):
         ...
 
     def first(self) -> Item:
-        """A sample of the data set that shows the names and shapes of fields; it is not taken."""
+        """A sample of the data set that shows the names and shapes of fields. It stays in the
+        order, to come in a batch later."""
         ...
 
     def facts(self) -> dict[str, Any]:
@@ -248,7 +251,7 @@ class SampleOrder(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken. Raises DataError for that of other data."""
+        """Go on where a state was taken. Raises DataError for a state of other data."""
         ...
 
     def close(self) -> None:
@@ -258,10 +261,10 @@ class SampleOrder(Protocol):
 
 @runtime_checkable
 class PricedOrder(Protocol):
-    """An order in which costs and ranks decide what a batch holds."""
+    """An order in which costs and ranks decide which samples a batch holds."""
 
     def price(self, problem: Problem) -> None:
-        """Draw for these costs and ranks from now on."""
+        """Draw batches for the costs and ranks of this planning problem from now on."""
         ...
 
 
@@ -326,7 +329,7 @@ class DrawnOrder:
         self._ahead = None
 
     def coming(self, epochs: int | None) -> Iterator[Lengths]:
-        """The lengths of the batches that follow, from a second sampler."""
+        """The lengths of the batches that follow, from a copy of the sampler."""
         sampler = self._sampler.copy()
         while epochs is None or int(sampler.state()["epoch"]) < epochs:
             yield sampler.next_batch().lengths
@@ -393,8 +396,9 @@ class StreamOrder:
             if items and total + count > self._budget:
                 break
             items.append(item)
-            total, self._next = total + count, None
+            total += count
             self._position["items"] += 1
+            self._next = None  # taken, also where the next one cannot be read
             self._next = self._read()
         if self._next is None:
             self._position = {"epoch": epoch + 1, "items": 0}

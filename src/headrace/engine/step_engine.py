@@ -22,7 +22,7 @@ from headrace.comm.mesh import Groups
 from headrace.engine.record import RunRecord
 from headrace.engine.recovery import Recovery
 from headrace.errors import HeadraceError
-from headrace.native.machine import peak_bytes, reset_peak_bytes
+from headrace.native.machine import outside_bytes, peak_bytes, reset_peak_bytes
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Row, Timeline
 from headrace.spec.plan import Plan
@@ -48,7 +48,9 @@ __all__ = [
 ]
 
 Stage: TypeAlias = Literal["planned", "at work", "left", "failed", "done"]
-"""Where a step is: a loop over it may have left it half way, or an error of its own ended it."""
+"""Where a step is: ``planned`` until a loop over it begins, ``at work`` within the loop, ``left``
+where the loop ended half way, ``failed`` by an error of the step itself, ``done`` once it is
+finished or skipped."""
 
 
 class StepBatch(Protocol):
@@ -96,7 +98,8 @@ class StepPlans(Protocol):
         ...
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
-        """Take in a step's seconds, which the first rank knows."""
+        """Take the seconds of a finished step, predicted and measured, to correct later
+        predictions. On the first rank, the only one that knows them."""
         ...
 
     def learn(self, step: Step) -> tuple[str, ...]:
@@ -104,7 +107,8 @@ class StepPlans(Protocol):
         ...
 
     def compared(self, step: Step) -> Step:
-        """The step beside the best static plan of its batch, where that is known."""
+        """The step with the best static plan of its batch added, to compare with; unchanged where
+        that plan is not known."""
         ...
 
 
@@ -131,7 +135,8 @@ class PlanRunner(Protocol[Batch, Handed]):
 
     @property
     def targets(self) -> int:
-        """Tokens of the step at work that have a loss, of all ranks; 0 where nobody counts them."""
+        """Tokens with a loss in the step under way, summed over all ranks; 0 where they are not
+        counted."""
         ...
 
     @property
@@ -156,7 +161,8 @@ class PlanRunner(Protocol[Batch, Handed]):
         ...
 
     def rows(self) -> tuple[Row, ...]:
-        """What this rank measured in the step, by seconds since its start. Waits for the device."""
+        """When this rank began and ended each action of the step, in seconds since the step's
+        start. Waits for the device."""
         ...
 
     def drop_attempt(self) -> None:
@@ -187,7 +193,8 @@ class Engine(Generic[Batch, Handed]):
         recovery: Repeats a step where memory runs out.
         groups: The groups of this rank.
         device: The device of the model, as torch names it.
-        drawn: The steps whose rows are gathered from all ranks, the same on every rank.
+        drawn: Numbers of the steps that are drawn as timelines: for these the measured actions
+            (:class:`Row`) of all ranks are gathered. The same on every rank.
         record: The files of the run, on the first rank.
         finished: Called with every step once it is done, on all ranks.
         heard: Called with every finished step and sentences for the user, on the first rank.
@@ -208,13 +215,23 @@ class Engine(Generic[Batch, Handed]):
     tell: Callable[[str], object] = lambda text: None
     entered: Callable[[str], object] = lambda action: None
     advice: str = "lower the learning rate and go on from the last checkpoint"
+    _outside_bytes_at_first: int = field(init=False)  # before communicators of plans were made
+
+    def __post_init__(self) -> None:
+        """Note what is held outside of torch's allocator before the first step."""
+        self._outside_bytes_at_first = outside_bytes(self.device)
+
+    def grown_outside_bytes(self) -> int:
+        """Bytes that communicators and libraries have taken of the device since the run began,
+        which no tensor can have."""
+        return max(0, outside_bytes(self.device) - self._outside_bytes_at_first)
 
     def next_step(self, number: int, read: Callable[[], Batch]) -> RunningStep[Batch, Handed]:
         """Read a batch and ask for its plan. Collective.
 
         Args:
             number: The step, from 0.
-            read: Gives the batch.
+            read: Called once, gives the batch of the step.
 
         Returns:
             The step, which runs as it is looped over.
@@ -241,7 +258,7 @@ class RunningStep(Generic[Batch, Handed]):
         batch: Its sequences.
         planned: What all ranks do, and what is expected of it.
         waited_s: Seconds that this rank waited for batch and plan.
-        forward: Whether it is of forwards alone.
+        forward: Whether it runs forwards alone, as for an evaluation: no backward, no update.
         stage: Where the step is.
         loss: The mean loss over all tokens of the batch that have one; nan before it is done.
         gradient_norm: The norm of the gradient before it was clipped; nan before the step is done,
@@ -280,8 +297,8 @@ class RunningStep(Generic[Batch, Handed]):
         return self._targets if self.done else self.engine.runner.targets
 
     def run(self) -> None:
-        """Run the step of a model that runs by itself. Collective. Raises what a loop over it
-        does."""
+        """Run a step whose runner calls the model by itself and hands out no micro-batches.
+        Collective. Raises what a loop over the step raises."""
         for _ in self:
             pass
 
@@ -296,10 +313,10 @@ class RunningStep(Generic[Batch, Handed]):
         return self.stage == "done"
 
     def again(self) -> RunningStep[Batch, Handed]:
-        """Take a step that was left anew.
+        """Make a step anew that a loop left half way.
 
         Returns:
-            The same batch and plan, as a step that has not begun.
+            A step of the same number, batch and plan, which has not begun.
         """
         return RunningStep(
             engine=self.engine,
@@ -341,7 +358,7 @@ class RunningStep(Generic[Batch, Handed]):
         self.stage = "at work"
         try:
             yield from self._train()
-        except Exception:  # of the step itself: one of the loop does not come here
+        except Exception:  # of the step itself: an error in the loop's body does not come here
             self.stage = "failed"
             raise
         finally:
@@ -353,8 +370,10 @@ class RunningStep(Generic[Batch, Handed]):
         sets ``loss``, ``gradient_norm`` and ``seconds``. Raises HeadraceError on all ranks where
         the loss or the norm is not finite."""
         engine, runner = self.engine, self.engine.runner
-        # What else this process holds is no part of the peak that plans predict.
-        other_bytes = reset_peak_bytes(engine.device) - runner.bytes_now()
+        # What this process holds besides weights, gradients and optimizer state is no part of the
+        # peak that plans predict.
+        held_bytes = reset_peak_bytes(engine.device)
+        other_bytes = held_bytes - runner.bytes_now()
         start_s = time.perf_counter()
         loss = yield from self.attempts()
         self.loss, norm = runner.update(self.number, loss)
@@ -368,7 +387,7 @@ class RunningStep(Generic[Batch, Handed]):
                 wanted="finite numbers",
                 hint=engine.advice,
             )
-        peak = max(0, peak_bytes(engine.device) - other_bytes)
+        peak = max(0, peak_bytes(engine.device) - other_bytes) + engine.grown_outside_bytes()
         self._finish(
             RankTimes(step_s=self.seconds, waited_s=self.waited_s, rows=rows, peak_bytes=peak)
         )

@@ -21,6 +21,7 @@ __all__ = [
     "copied_bytes_per_s",
     "is_out_of_memory",
     "machine_facts",
+    "outside_bytes",
     "matmul_flops_per_s",
     "memory_left",
     "peak_bytes",
@@ -120,7 +121,9 @@ def available_bytes(device: str) -> int:
     """Bytes that new tensors could take: of the device, or of this machine and what the control
     groups leave of it."""
     if device != "cpu":
-        return int(torch.cuda.mem_get_info()[0])
+        # What torch's allocator keeps for tensors that are gone is free to new ones.
+        cached_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return int(torch.cuda.mem_get_info()[0]) + cached_bytes
     free = int(psutil.virtual_memory().available)
     left = memory_left()
     return free if left is None else min(free, left)
@@ -199,6 +202,15 @@ def give_back_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+
+
+def outside_bytes(device: str) -> int:
+    """Bytes of a device that are held outside of torch's allocator: by communicators of NCCL, by
+    libraries, by other processes. 0 on a CPU."""
+    if device == "cpu":
+        return 0
+    free_bytes, all_bytes = torch.cuda.mem_get_info()
+    return int(all_bytes - free_bytes - torch.cuda.memory_reserved())
 
 
 def peak_bytes(device: str) -> int:

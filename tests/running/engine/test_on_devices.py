@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +15,13 @@ from headrace.cli import doctor
 from headrace.comm.gpus import settings_text
 from headrace.config.model import DevicesConfig
 from headrace.engine import rank as rank_module
+from headrace.engine import step_engine
 from headrace.engine.rank import Rank, StepActions, open_rank
 from headrace.errors import ConfigError
 from headrace.native import machine
 from headrace.ops import fused as index
+from ranks import run_ranks
+from running.engine.loops import attached, costs, dataset, llama, trained
 
 
 def _config(device: str = "auto") -> Any:
@@ -175,3 +180,32 @@ def test_index_tensors_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: Pinned())
     assert index.to_device(torch.arange(3), "cuda:0") == "there"
     assert copied == [("cuda:0", True)]
+
+
+def peaks_with_communicators(folder: Path, grown: int) -> list[int]:
+    """The peaks that a run records whose communicators take ``grown`` bytes in its first step."""
+    seen = iter([1000])
+    step_engine.outside_bytes = lambda device: next(seen, 1000 + grown)
+    model = llama()
+    run = attached(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        dataset(),
+        folder,
+        costs=costs(1),
+        steps=2,
+        out=folder / "run",
+    )
+    trained(run, model)
+    run.detach()
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [row["peak_bytes"][0] for row in map(json.loads, lines) if "step_s" in row]
+
+
+def test_communicators_count_as_memory_that_was_taken(tmp_path: Path) -> None:
+    """Catches plans that fill a device whose communicators hold what they count on."""
+    pytest.importorskip("transformers")
+    (plain,) = run_ranks(1, peaks_with_communicators, tmp_path / "a", 0)
+    (grown,) = run_ranks(1, peaks_with_communicators, tmp_path / "b", 5 << 40)
+    assert len(grown) == len(plain) == 2
+    assert max(plain) < 5 << 40 <= min(grown)
