@@ -27,12 +27,14 @@ __all__ = ["Terminal", "out_console", "step_line", "tell"]
 
 
 def out_console() -> Console:
-    """Standard output, as wide as the terminal; where there is none rows are not cut at 80."""
+    """Standard output, as wide as the terminal, or 120 columns where it is none, so that rows of
+    tables are not cut at 80."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def step_line(metrics: Mapping[str, Any], steps: int, eta_s: float | None = None) -> str:
-    """One step in one line, with the time left unless it is the last one."""
+    """One step of ``steps`` in one line; ``eta_s`` are the seconds until the run ends, which are
+    left out for the last step."""
     last = metrics["step"] + 1 >= steps
     left = "" if eta_s is None or last else f"  ETA {seconds_text(eta_s)}"
     return (
@@ -78,7 +80,7 @@ class Terminal(Listener):
             self._bar.start()
 
     def step(self, step: Step, notices: Sequence[str]) -> None:
-        """Show a finished step, and its notices at once."""
+        """Show a finished step where it is time for a line, and its notices always."""
         now, metrics = time.perf_counter(), step.metrics
         done = metrics["step"] + 1
         seconds_per_step = (now - self._started) / max(1, done - self._first)

@@ -22,8 +22,8 @@ def require_picture(path: Path) -> None:
 
 
 def draw_picture(bars: PlanBars, name: str, path: Path) -> None:
-    """Write the picture of a plan to ``path``: that of ``name``, a batch or an iteration, which
-    takes longest of those that were planned."""
+    """Write the picture of a plan to ``path``. ``name`` is that of its batch or iteration, the one
+    of all that were planned which takes longest."""
     from headrace.report.plan_picture import write_plan_picture
 
     write_plan_picture(bars, name, path)

@@ -25,6 +25,7 @@ Switch = Annotated[bool, Parameter(negative="")]
 """A flag without a value."""
 
 Several = Parameter(consume_multiple=True, negative="")
+"""A flag that takes all values up to the next flag."""
 
 
 def overrides(changes: list[str], keys: Mapping[str, object]) -> list[str]:

@@ -85,9 +85,9 @@ def foreign_model(name: str, seed: int) -> torch.nn.Module:
 
 
 def _model_named(name: str) -> torch.nn.Module:
-    """The model that :func:`foreign_model` is asked for, in its own type: made by
-    ``MODULE:FACTORY``, read from a local folder of transformers without its dropout, or a tiny one
-    of a type of transformers."""
+    """The model of a name, in the type of numbers that it has: made by ``MODULE:FACTORY``, read
+    from a local folder of transformers without its dropout, or a tiny one of a type of
+    transformers."""
     if ":" in name:
         model = made(name)
         if not isinstance(model, torch.nn.Module):
@@ -121,7 +121,8 @@ def made(name: str) -> Any:
 
 
 def _tiny(kind: str, transformers: Any) -> torch.nn.Module:
-    """A tiny model of a type of transformers, for causal language, else for masked language.
+    """A tiny model of a type of transformers, for causal language modelling, or where the type has
+    no such model for masked language modelling.
 
     Raises ConfigError for a type that is unknown, or of which no such model can be made.
     """
@@ -140,12 +141,12 @@ def _tiny(kind: str, transformers: Any) -> torch.nn.Module:
             config = transformers.AutoConfig.for_model(kind)
             _shrink(config, kv_heads)
             auto = next((a for a in autos if type(config) in a._model_mapping), None)  # noqa: SLF001
-            if auto is None:
+            if auto is None:  # whatever the heads: refused after the loop
                 break
             return auto.from_config(config, attn_implementation="eager", **_PLAIN)  # type: ignore[no-any-return]
         except Exception as error:  # of a constructor of transformers: of any type
             failed = error
-    else:
+    else:  # none of the numbers of heads worked
         raise ConfigError(
             f"model type {kind}",
             got=f"{type(failed).__name__}: {str(failed).strip()}",
@@ -158,8 +159,8 @@ def _tiny(kind: str, transformers: Any) -> torch.nn.Module:
 
 
 def _shrink(config: Any, kv_heads: int) -> None:
-    """Make a configuration, and those in it, that of a tiny model with every kind of layer and
-    ``kv_heads`` heads of keys and values, without dropout."""
+    """Change a configuration, and those within it, to one of a tiny model without dropout that has
+    a layer of every kind and ``kv_heads`` heads of keys and values."""
     kept_layers = _layers_of_each_kind(config)
     tiny = {**_TINY, "num_hidden_layers": len(kept_layers), "num_key_value_heads": kv_heads}
     if getattr(config, "first_k_dense_replace", 0):
@@ -172,6 +173,7 @@ def _shrink(config: Any, kv_heads: int) -> None:
             value = getattr(config, key, None) if not key.startswith("_") else None
         except Exception:  # of a property of transformers: of any type
             continue
+        # ``is int``, as a flag of the same name may be a bool.
         if key in tiny and (type(value) is int or (value is None and key in _NEEDED)):
             _set(config, key, tiny[key])
         elif key in config.sub_configs and value is not None:
@@ -203,11 +205,12 @@ def _is_list_of_layers(config: Any, value: Any) -> bool:
 
 
 def _layers_of_each_kind(config: Any) -> list[int]:
-    """The indices of the layers to keep: the first of each kind, at least two. Layers are of one
-    kind when all lists with an item for each layer have equal items for them."""
+    """The indices of the layers to keep: the first of each kind, or the first two where all are of
+    one kind. Two layers are of one kind when every list of the configuration that has an item for
+    each layer has equal items for them."""
     lists = [value for value in vars(config).values() if _is_list_of_layers(config, value)]
     if not lists:
         return [0, 1]
     kinds = [repr([items[layer] for items in lists]) for layer in range(len(lists[0]))]
-    first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    return first if len(first) > 1 else [0, 1]
+    first_of_each = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    return first_of_each if len(first_of_each) > 1 else [0, 1]

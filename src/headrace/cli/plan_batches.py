@@ -22,7 +22,8 @@ __all__ = ["plan"]
 
 
 def plan(config_path: Path, flags: PlanFlags) -> int:
-    """Plan batches; a table for people or JSON for programs, and a picture of the longest."""
+    """Plan batches and print them as text or JSON; ``--picture`` draws the plan that takes longest.
+    Returns the exit code."""
     if flags.picture is not None:
         require_picture(flags.picture)
     work = prepare(config_path, flags)

@@ -130,8 +130,8 @@ def _whole(text: str) -> int:
 
 
 def _kind(value: Any, path: Path) -> str:
-    """The kind of published costs, ``pipelines`` or ``groups``, of the ``value`` of the file
-    ``path``; raises CostError for others."""
+    """The entry ``kind`` of a file of published costs, ``pipelines`` or ``groups``. ``value`` is
+    the file's JSON and ``path`` names it in errors. Raises CostError for another kind."""
     kind = value.get("kind") if isinstance(value, dict) else None
     if kind not in ("pipelines", "groups"):
         hint = "costs written by headrace profile need a CONFIG: headrace plan CONFIG --costs FILE"
@@ -142,8 +142,8 @@ def _kind(value: Any, path: Path) -> str:
 
 
 def _costs(make: Callable[[Any], Costs], value: Any, path: Path) -> Costs:
-    """The costs that ``make`` makes of the ``value`` of the file ``path``; raises CostError, which
-    names the file, for malformed ones."""
+    """The costs that ``make`` reads from ``value``, the JSON of the file ``path``. Raises
+    CostError, which names the file, for malformed ones."""
     try:
         return make(value)
     except CostError as error:
@@ -155,8 +155,8 @@ def _costs(make: Callable[[Any], Costs], value: Any, path: Path) -> Costs:
 
 
 def _require_range(what: str, seconds: float, tokens: int) -> None:
-    """Raise CostError, of the costs ``what``, where ``tokens`` take so many ``seconds`` that sums
-    or ratios would overflow."""
+    """Raise CostError, which names ``what`` the costs are of, where ``tokens`` take so few or so
+    many ``seconds`` that sums or ratios would overflow."""
     if seconds and not _LEAST_S <= seconds <= _MOST_S:
         raise CostError(
             what, got=f"{seconds:.3g} s for {tokens:,} tokens", wanted=f"{_LEAST_S} to {_MOST_S} s"

@@ -52,9 +52,9 @@ class PlanningWork:
     """What to plan and who plans it.
 
     ``batches`` are the lengths of each batch's sequences; ``source`` says where the costs are from,
-    ``assumed`` what rates assume. ``doubts`` are planners by the names of hardware that differs a
-    little from the assumed one, none where costs were measured. A ``pessimistic`` plan is that
-    which is best in the worst case of these.
+    ``assumed`` what rates assume. ``doubts`` are planners for hardware that is somewhat slower or
+    faster than the assumed one, by names such as ``links x 0.8``; empty where costs were measured.
+    With ``pessimistic``, each batch gets the plan that is best in the worst case of these.
     """
 
     planner: StepPlanner
@@ -95,7 +95,7 @@ class PlanningWork:
 
 
 def fits(planned: Planned, costs: CostModel) -> str:
-    """How full the fullest rank is, in words: its peak and the bytes that it may use."""
+    """The memory of the fullest rank in words: its predicted peak and the bytes that it may use."""
     peaks = planned.peak_bytes
     fullest = max(range(len(peaks)), key=lambda rank: peaks[rank])
     capacity = bytes_text(costs.capacity_bytes)
@@ -148,15 +148,15 @@ def prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> PlanningWork
 
 
 def _planner_name(flags: PlanFlags | SimulateFlags) -> str | None:
-    """The value of ``planner.name`` in a configuration that ``--planner`` asks for; None where it
-    asks for none."""
+    """The value of ``planner.name`` that the flag ``--planner`` stands for, as this library's own
+    planner has another name there; None where the flag is left out or not one of the command."""
     name = flags.planner if isinstance(flags, PlanFlags) else None
     return "adaptive" if name == OWN else name
 
 
 def _doubts(config: Config, architecture: Architecture) -> dict[str, StepPlanner]:
-    """By the name of each doubt of the hardware that a configuration names, the planner with the
-    costs of the hardware as it would be then; none where it names no hardware."""
+    """Planners for hardware that is slower or faster than the one a configuration names, by the
+    name of each such doubt (:func:`doubted`); empty where it names no hardware."""
     options = config.devices
     if options.hardware is None:
         return {}
@@ -164,17 +164,17 @@ def _doubts(config: Config, architecture: Architecture) -> dict[str, StepPlanner
     kernels = Implementation.named(options.implementation)
     return {
         name: StepPlanner(
-            costs=roofline_of(config, architecture, options.ranks, *other),
+            costs=roofline_of(config, architecture, options.ranks, *hardware_and_kernels),
             options=config.planner,
             seed=config.run.seed,
         )
-        for name, other in doubted(hardware, kernels).items()
+        for name, hardware_and_kernels in doubted(hardware, kernels).items()
     }
 
 
 def _next_batches(sampler: BatchSampler, batches: int, problem: Problem) -> tuple[Lengths, ...]:
-    """The lengths of the next ``batches`` batches of the data, which are not taken from it. Where
-    costs decide what a batch holds, these are the problem's."""
+    """The lengths of the next ``batches`` batches of the data; the sampler does not move. A sampler
+    whose batches depend on costs draws them for those of ``problem``."""
     if isinstance(sampler, PricedSampler):
         sampler.price(problem)
         tell(f"iterations are {sampler}")
@@ -183,8 +183,8 @@ def _next_batches(sampler: BatchSampler, batches: int, problem: Problem) -> tupl
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Pool:
-    """Lengths drawn from a distribution, from which iterations choose; what a sampler asks of a
-    corpus."""
+    """Lengths drawn from a distribution, in the place of a corpus: a sampler of iterations asks for
+    its lengths, name and fingerprint."""
 
     lengths: NDArray[np.int64]
     name: str = "drawn lengths"
@@ -198,7 +198,7 @@ def _iterations(
     distribution ``text``. At least twice as many are drawn as are chosen: the last iterations of an
     epoch have few to choose from."""
     distribution, pool_samples = parse_distribution(text), _POOL
-    while True:
+    while True:  # with twice the samples each time, until they are enough
         (pool,) = draw_batches(distribution, None, 1, options.seed, batch_sequences=pool_samples)
         sampler = IterationSampler(_Pool(lengths=np.array(pool.tokens)), options)
         sampler.price(problem)

@@ -31,8 +31,8 @@ def profile(config_path: Path, flags: ProfileFlags) -> int:
 
     ``--efficiency`` also writes what one device attains, for rooflines of many.
     ``--hybrid`` fits hybrid costs too: a table of their own, or the key "hybrid" of the JSON.
-    Raises, before anything is measured, MissingExtra when they cannot be fitted here, and
-    ConfigError when the file of ``--efficiency`` cannot be written.
+    Returns the exit code. Raises, before anything is measured, MissingExtra when hybrid costs
+    cannot be fitted here, and ConfigError when the file of ``--efficiency`` cannot be written.
     """
     if flags.hybrid:
         need_scikit_learn()

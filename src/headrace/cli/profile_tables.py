@@ -26,7 +26,8 @@ _TARGETS: dict[Target, str] = {
 
 
 def fits_table(fits: Iterable[FittedPart]) -> Table:
-    """Seconds and bytes of every measured part, and how far the fit is off."""
+    """A table with the fit of every measured part (a layer option's forward or backward on one
+    group size): its seconds for 1K and 4K tokens, median error, and bytes for each token."""
     columns = ("group", "part", "1K tokens", "4K tokens", "error", "kept", "in passing")
     table = _table(columns, left=2)
     for fit in fits:
@@ -55,8 +56,9 @@ def limits_table(costs: CostModel) -> Table:
 
 
 def hybrid_table(model: HybridModel) -> Table:
-    """Up to how many tokens the forest of each part and quantity counts, the degree of the
-    polynomial beyond, and how far costs jump there."""
+    """A table with a line for each group size, layer option and quantity: up to how many tokens its
+    random forest is used, the degree of the polynomial beyond, and by which share costs jump
+    there."""
     table = _table(("group", "part", "of", "forest to", "degree", "jump"), left=3)
     for boundary in model.boundaries():
         table.add_row(
@@ -71,7 +73,7 @@ def hybrid_table(model: HybridModel) -> Table:
 
 
 def _lengths(row: Limits) -> tuple[str, str]:
-    """(MaxLen, UtilLen) in words."""
+    """(MaxLen, UtilLen) of a row as texts: tokens, "no limit", or "-" where there is no UtilLen."""
     max_length = "no limit" if row.max_length >= MOST_TOKENS else f"{row.max_length:,}"
     return max_length, "-" if row.util_length is None else f"{row.util_length:,}"
 

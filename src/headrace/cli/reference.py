@@ -29,8 +29,8 @@ def keys(kind: type[BaseModel] = Config) -> Iterator[tuple[str, str, str, str]]:
 def _keys_of(
     section: str, name: str, definitions: dict[str, Any]
 ) -> Iterator[tuple[str, str, str, str]]:
-    """The rows of :func:`keys` of ``section``, of which the JSON schema is ``definitions[name]``,
-    and of tables within it."""
+    """The rows of :func:`keys` for one section and the tables within it: ``definitions[name]`` is
+    the section's JSON schema, ``definitions`` has those of the tables too."""
     required = definitions[name].get("required", [])
     for key, schema in definitions[name]["properties"].items():
         default = "required" if key in required else json.dumps(schema.get("default"))
@@ -46,18 +46,18 @@ def config_markdown() -> str:
     return "\n".join([*_tables(Config, ""), *_tables(ClipsConfig, ", of clips")]).lstrip() + "\n"
 
 
-def _tables(config_type: type[BaseModel], words: str) -> Iterator[str]:
-    """Lines of Markdown: a table of keys for each section of a configuration. With ``words``, which
-    follow the section's name in its heading, only the sections that runs over clips have of their
-    own."""
+def _tables(config_type: type[BaseModel], heading_end: str) -> Iterator[str]:
+    """Lines of Markdown: a table of keys for each section of a configuration. ``heading_end``
+    follows the section's name in its heading; where it is not empty, only the sections that runs
+    over clips have of their own are included."""
     last_section = ""
     for key, kind, default, meaning in keys(config_type):
         section, _, name = key.partition(".")
-        if words and section not in _CLIPS_SECTIONS:
+        if heading_end and section not in _CLIPS_SECTIONS:
             continue
         if section != last_section:
             about = (config_type.model_fields[section].annotation.__doc__ or "").strip()
-            yield from ("", f"## `[{section}]`{words}", "", about, "")
+            yield from ("", f"## `[{section}]`{heading_end}", "", about, "")
             yield from ("| key | type | default | meaning |", "|---|---|---|---|")
             last_section = section
         text = " ".join(meaning.split()).replace("|", "\\|").replace("``", "`")
@@ -65,7 +65,7 @@ def _tables(config_type: type[BaseModel], words: str) -> Iterator[str]:
 
 
 def print_config(*, schema: bool) -> int:
-    """Print the reference, or the JSON schema."""
+    """Print the reference, or the JSON schema for ``schema``; returns the exit code."""
     if schema:
         print(json.dumps(Config.model_json_schema(), indent=1))
         return 0

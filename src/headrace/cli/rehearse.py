@@ -36,14 +36,22 @@ from headrace.units import bytes_text, counted, parse_count, seconds_text
 __all__ = ["rehearse"]
 
 _MARGIN = 0.1
-"""Left free of a device that was never asked: its context, buffers of collectives, fragments."""
+"""Fraction of memory to leave free on a device that is not at hand, where the configuration says
+nothing: for its context, the buffers of collectives and fragments."""
 
 _BAR = 40
+"""Characters of a bar of all of a rank's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """One method and level on groups of p."""
+    """One layer option, the same in all layers, on groups of ``p`` ranks.
+
+    ``kept_bytes`` and ``transient_bytes`` are those of a layer for each token: kept for the
+    backward, and in passing. ``longest`` are the most tokens that fit. The other fields are of one
+    sequence of the length that was asked for: how its weights are held, its seconds, and the peak
+    bytes of a rank.
+    """
 
     p: int
     option: LayerOption
@@ -58,7 +66,8 @@ class _Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Launch:
-    """What a group runs at once of an iteration that chooses its own samples, all of one length."""
+    """What a group runs at once where iterations choose their own samples: ``samples`` of
+    ``length`` tokens each on ``ranks`` ranks, in ``seconds``."""
 
     ranks: int
     samples: int
@@ -73,7 +82,8 @@ class _Launch:
 
 
 def rehearse(config_path: Path, flags: RehearseFlags) -> int:
-    """Play one rank, and print what was learnt."""
+    """Play one rank of a job alone, and print which sequences fit and how long a step takes;
+    returns the exit code."""
     keys = {
         "devices.ranks": flags.ranks,
         "devices.hardware": flags.hardware,
@@ -118,9 +128,11 @@ def rehearse(config_path: Path, flags: RehearseFlags) -> int:
         assumed = assumed_by(config, costs, precision=str(played.dtype).removeprefix("torch."))
         rates = Rates.of((length,), chosen.predicted_s, played.architecture, assumed)
     if flags.json:
-        told = None if rates is None else rates.to_json()
-        found = _json(played, costs, length, rows, chosen, parts)
-        print(json.dumps(found | {"forecast": told, "launch": launch and asdict(launch)}))
+        found = _json(played, costs, length, rows, chosen, parts) | {
+            "forecast": None if rates is None else rates.to_json(),
+            "launch": None if launch is None else asdict(launch),
+        }
+        print(json.dumps(found))
     else:
         _print(played, costs, length, rows, chosen, parts)
         if launch is not None:
@@ -160,7 +172,8 @@ def _rehearsal(config: Config, flags: RehearseFlags) -> Rehearsal:
 
 
 def _dtype(flags: RehearseFlags, config: Config, hardware: Hardware) -> torch.dtype:
-    """The type of numbers, whose speed the hardware must know; raises ConfigError for another."""
+    """The type of activations and working weights; raises ConfigError for one of which the speed of
+    the hardware is not known."""
     known = hardware.device.flops_per_s
     name = flags.dtype or config.devices.dtype_on(gpu=not hardware.device.is_cpu)
     if name not in known:
@@ -171,7 +184,8 @@ def _dtype(flags: RehearseFlags, config: Config, hardware: Hardware) -> torch.dt
 
 
 def _device(name: str | None) -> str | None:
-    """The device to rehearse on, None for none; raises ConfigError for one that is not here."""
+    """The device that ``--device`` has kernels run on, None for shapes alone; raises ConfigError
+    for one that is not here."""
     if name not in (None, "cpu", "cuda"):
         raise ConfigError("--device", got=repr(name), wanted="cpu or cuda, or left out")
     if name == "cuda" and not torch.cuda.is_available():
@@ -195,7 +209,9 @@ def _fingerprint(played: Rehearsal, config: Config) -> str:
 
 
 def _rows(costs: CostModel, length: int) -> Iterator[_Row]:
-    """Every method for attention and feed-forward alike, at every level."""
+    """A row for each group size and each layer option with one method for both attention and
+    feed-forward. The weights of the sequence of ``length`` tokens are replicated where it fits so,
+    else sharded."""
     a = costs.shape
     for p, options in costs.options.items():
         for text, cost in options.items():
@@ -236,7 +252,7 @@ def _check_that_something_fits(costs: CostModel, rows: list[_Row]) -> None:
 
 
 def _plan_step(costs: CostModel, config: Config, length: int) -> Plan | None:
-    """The plan of a step of one sequence; None when it fits nowhere."""
+    """The plan of a step of one sequence of ``length`` tokens; None when it fits nowhere."""
     try:
         problem = make_problem(costs, config.planner.model_copy(update={"group_sizes": ()}))
         return plan((length,), problem)
@@ -245,14 +261,15 @@ def _plan_step(costs: CostModel, config: Config, length: int) -> Plan | None:
 
 
 def _launch_of(costs: CostModel, config: Config, length: int, *, most: int) -> _Launch | None:
-    """The group and the samples of the most tokens per device-second where steps choose their own
-    samples and a rank group holds at most ``most`` tokens; None where steps have a size, or nothing
-    holds a sample."""
+    """The launch with the most tokens per second and device, if all samples have ``length`` tokens
+    and no group holds more than ``most`` tokens. None where a sample does not fit, and where the
+    configuration does not let iterations choose their own samples."""
     options = config.data.iterations
     if options is None or most < length:
         return None
     problem = make_problem(costs, config.planner.model_copy(update={"group_sizes": ()}))
     samples = [length] * (most // length)
+    # One bucket of lengths, as all samples are of one length: so one setting.
     (setting,) = IterationDrawer(problem, samples, options.options(config.run.seed)).settings
     return _Launch(
         ranks=setting.width, samples=setting.batch, length=length, seconds=setting.mean_s
@@ -286,7 +303,7 @@ def _json(
         "device": played.device,
         "capacity_bytes": costs.capacity_bytes,
         "length": length,
-        "options": [asdict(replace(row)) | {"option": str(row.option)} for row in rows],
+        "options": [asdict(row) | {"option": str(row.option)} for row in rows],
         "plan": chosen.to_json() if chosen else None,
         "memory_bytes": asdict(parts) | {"peak": parts.peak} if parts else None,
     }
@@ -322,8 +339,8 @@ def _print(
 
 
 def _table(rows: list[_Row], length: int) -> Table:
-    """A line for each group size and layer option: bytes, the longest sequence in tokens, and
-    seconds."""
+    """A table with a line for each row: the option's bytes for each token, the longest sequence in
+    tokens, and seconds and peak of a sequence of ``length`` tokens."""
     table = Table(box=None, pad_edge=False)
     names = (
         "group",
@@ -357,12 +374,12 @@ def _table(rows: list[_Row], length: int) -> Table:
 
 def _print_step(out: Console, costs: CostModel, chosen: Plan, length: int) -> None:
     """Print how long the step of the one sequence takes and how it is spread."""
-    micro, s = chosen.micro_batches[0], costs.exchange_s
+    micro, exchange = chosen.micro_batches[0], costs.exchange_s
     out.print(
         f"\na step of one sequence of {length:,} tokens: {seconds_text(chosen.predicted_s)} on "
         f"{chosen.strategy}, {micro.layers}, weights {chosen.working} (pull "
-        f"{seconds_text(s.pull_s)}, push {seconds_text(s.push_s)}, update "
-        f"{seconds_text(s.update_s)})"
+        f"{seconds_text(exchange.pull_s)}, push {seconds_text(exchange.push_s)}, update "
+        f"{seconds_text(exchange.update_s)})"
     )
 
 

@@ -33,7 +33,7 @@ batch is run on the clock: of a thousand ranks it takes seconds a batch."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Clocked:
-    """A planned batch; where it was run on the clock, its programs and what they do when."""
+    """A planned batch; where it was run on the clock, its programs and their predicted timeline."""
 
     planned: Planned
     programs: tuple[Program, ...] = ()
@@ -72,8 +72,8 @@ def simulate(config_path: Path, flags: SimulateFlags) -> int:
 
 
 def _clocked(work: PlanningWork, flags: SimulateFlags) -> list[_Clocked]:
-    """All batches planned. The first is run on the clock, too, and all are where there are few
-    ranks, or where a trace or programs are asked for."""
+    """Plan all batches. The first one is run on the clock too; all are with at most _RANKS_DRAWN
+    ranks, and where a trace or programs are asked for."""
     batches, progress = list[_Clocked](), ProgressLines()
     devices = work.costs.cluster.devices
     clock_all = devices <= _RANKS_DRAWN or flags.trace is not None or flags.programs
@@ -89,8 +89,8 @@ def _clocked(work: PlanningWork, flags: SimulateFlags) -> list[_Clocked]:
 
 
 def _print_batch(number: int, batch: _Clocked, work: PlanningWork, flags: SimulateFlags) -> None:
-    """Print one batch's plan: its seconds, how full memory is, its rates, and of the first batch
-    the picture of its ranks over time."""
+    """Print one batch's plan: its seconds (for the first batch as a picture of its ranks over
+    time), how full memory is, its rates, and with ``--programs`` the actions of every rank."""
     chosen, timeline = batch.planned.plan, batch.timeline
     if number:
         print()
@@ -113,7 +113,7 @@ def _drawing(timeline: Timeline) -> str:
     """The picture of a timeline, of its first ranks where there are many."""
     lines = draw(timeline).splitlines()
     more = timeline.devices - _RANKS_DRAWN
-    if more > 0:
+    if more > 0:  # one line for each rank, then that of the whole step
         lines[_RANKS_DRAWN:-1] = [f"and {counted(more, 'more rank')}; --trace FILE has them all"]
     return "\n".join(lines)
 
@@ -138,7 +138,7 @@ def _write_trace(batches: Sequence[_Clocked], path: Path) -> None:
         if batch.timeline is None:
             continue
         for event in batch.timeline.to_chrome_trace(step=number):
-            events.append({**event, "ts": event["ts"] + began_s * 1e6})
+            events.append({**event, "ts": event["ts"] + began_s * 1e6})  # microseconds
         began_s += batch.timeline.seconds
     try:
         path.write_text(json.dumps({"traceEvents": events}))

@@ -28,13 +28,14 @@ __all__ = ["train"]
 def train(
     config: Config | ClipsConfig, *, model: str | None, out: Path | None, resume: bool, again: str
 ) -> int:
-    """Train; prints the path of the report (or of the run's folder) to stdout. ``model`` names a
-    factory, ``again`` is the command that goes on with the run."""
+    """Train; prints the path of the report (or of the run's folder) to stdout, and returns the exit
+    code. ``model`` names the factory of an adopted model; ``again`` is the command of this run
+    without ``--out`` and ``--resume``, for people who go on with it."""
     factory = None if model is None else partial(made, model)
     if isinstance(config, ClipsConfig):
         from headrace.engine.video import shape_of, train_clips
 
-        shape_of(config)  # what is wrong there is said at once
+        shape_of(config)  # raises before any rank is started
         if factory is not None:
             raise ConfigError("--model", got=model, wanted="a configuration over tokens")
     folder = choose_folder(config, out, resume=resume)
@@ -51,7 +52,8 @@ def train(
         return 0
 
     code = launch(config, main)
-    # Under torchrun this process is a rank, else it has started the ranks and is none.
+    # Whether this process prints: as rank 0 under torchrun, else as the one that started the ranks
+    # and is none of them.
     speaks = ranks_here in ([], [0])
     if code >= STOPPED and speaks:  # not ended by a mistake that would be made again
         why = "interrupted" if code == 128 + signal.SIGINT else "stopped"
@@ -67,7 +69,7 @@ def train(
 
 
 def _launch_command(again: str) -> str:
-    """The command ``again`` as it is launched here: by torchrun, where this process was."""
+    """The command ``again``, under torchrun where this process was started by it."""
     if not under_torchrun():
         return again
     local_ranks, ranks = number("LOCAL_WORLD_SIZE", 1), number("WORLD_SIZE")

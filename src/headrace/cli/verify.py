@@ -77,10 +77,10 @@ class _Case:
 
 
 _Errors = dict[str, dict[str, float]]
-"""By method: the largest relative errors of loss and gradient."""
+"""By method: the largest relative errors, ``loss`` and ``gradient``."""
 
-_MIXED = "mixed"
-_STRATEGIES = "strategies"
+_MIXED = "mixed"  # random plans that draw from all methods, named as if it were one
+_STRATEGIES = "strategies"  # likewise, with random pipelines side by side
 _MOST_RANKS = 256  # all of them on this machine
 _LONG = 600  # long enough to be folded over four ranks
 
@@ -143,12 +143,14 @@ def _verify_checkpoint(path: Path | None) -> int:
 
 
 def _errors_of(case: _Case) -> _Errors | None:
-    """Largest relative errors of a case, None when its ranks failed."""
+    """Run a case on ranks of its own; returns its largest relative errors, None when a rank
+    failed."""
     tell(f"{case.model} on {counted(case.ranks, 'rank')}")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
 
         def main(world: World) -> int:
+            """Compare on this rank; the first one writes the errors to a file."""
             found = _compare(case)
             if world.rank == 0:
                 result.write_text(json.dumps(found))
@@ -172,19 +174,23 @@ def _compare(case: _Case) -> _Errors:
     executor = Executor(storage, groups, seed=case.seed)
     found: _Errors = {}
     for name in case.methods:
-        together = name in (_MIXED, _STRATEGIES)
-        by_size = methods_by_size(tuple(FACTS) if together else (name,), a, groups.ranks)
+        draws_from_all = name in (_MIXED, _STRATEGIES)
+        by_size = methods_by_size(tuple(FACTS) if draws_from_all else (name,), a, groups.ranks)
         if name == _STRATEGIES:
-            blocks = min(a.kv_heads, a.ffn // a.ffn_block)
-            draw = partial(random_strategy, methods=by_size, most_tensor=blocks)
+            # Tensor parallelism cuts key heads and blocks of the feed-forward.
+            most_tensor = min(a.kv_heads, a.ffn // a.ffn_block)
+            draw = partial(random_strategy, methods=by_size, most_tensor=most_tensor)
             found[name] = _worst(case, executor, draw)
+        # Size 1 is always there: a method runs on some group of these ranks where others are too.
         elif len(by_size) > 1 or name in (SINGLE_RANK, _MIXED):
             found[name] = _worst(case, executor, partial(random_plan, methods=by_size))
     return found
 
 
 def _worst(case: _Case, executor: Executor, draw: Callable[..., Plan]) -> dict[str, float]:
-    """Largest errors of random plans that ``draw`` gives."""
+    """Run batches of random tokens by the plans ``draw(lengths, ranks, layers, rng)``; returns the
+    largest relative errors, ``loss`` and ``gradient``, against one plain process. The error of a
+    gradient is relative to its largest value. Collective."""
     storage, groups = executor.storage, executor.groups
     a, rng = storage.architecture, np.random.default_rng((case.seed, case.ranks))
     worst = {"loss": 0.0, "gradient": 0.0}
@@ -208,7 +214,8 @@ def _worst(case: _Case, executor: Executor, draw: Callable[..., Plan]) -> dict[s
 
 
 def _or_infinite(error: float) -> float:
-    """No comparison with NaN is true, so it would be no error."""
+    """The error, or infinity for NaN: ``max`` and ``<=`` would pass over NaN as if it were no
+    error."""
     return error if math.isfinite(error) else math.inf
 
 

@@ -20,7 +20,7 @@ _EXACT, _SINGLE = 1e-10, 1e-6
 """Tolerances: in double precision, and where some of a model is in single precision."""
 
 _Examples = Mapping[str, Callable[[], AxisExample]]
-"""Makers of examples by the names of the cases."""
+"""By the name of each case, a function that makes its example."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +35,8 @@ class _Row:
 
 
 def axis_examples(name: str) -> _Examples:
-    """The examples of a name, or the one that ``MODULE:FUNCTION`` makes; none where it is another
-    model's."""
+    """The examples to verify for a name: those that this library has under it, or the AxisExample
+    that ``MODULE:FUNCTION`` makes. Empty where the name is of a model of tokens."""
     if name in EXAMPLES:
         return EXAMPLES[name]
     if ":" in name and isinstance(made(name), AxisExample):
@@ -47,9 +47,9 @@ def axis_examples(name: str) -> _Examples:
 def verify_axes(
     name: str, examples: _Examples, *, ranks: Sequence[int], tolerance: float | None, as_json: bool
 ) -> int:
-    """Compare loss and gradients on groups of ``ranks`` with one process'. The exit code is 0 when
-    they are equal, 1 when they are not, 2 when the model is refused."""
-    first = next(iter(examples.values()))()  # what is missing is told at once
+    """Compare loss and gradients on each number of ``ranks`` with those of one process. The exit
+    code is 0 when they are equal, 1 when they are not, 2 when the model is refused."""
+    first = next(iter(examples.values()))()  # raises at once where a package is missing
     tolerance = tolerance or (_SINGLE if first.single else _EXACT)
     rows = on_all(name, ranks, lambda count: _rows(name, count, examples))
     if rows is None:
@@ -66,6 +66,7 @@ def verify_axes(
 
 
 def _rows(name: str, ranks: int, examples: _Examples) -> Iterator[_Row]:
+    """Run every example on this rank's world; yields the errors of each. Collective."""
     for case, make in examples.items():
         example = make()
         loss, gradient = example.errors(copy.deepcopy(example.model))

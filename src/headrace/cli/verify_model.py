@@ -38,11 +38,19 @@ _VOCABULARY = 97
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
-    """Rows of documents, as lengths. ``padded``: the last document of each row is padding, on the
-    ``left`` the first; the first ``ignored`` labels have no loss.
+    """A batch to compare with.
 
-    ``own``: the loss is that of the model itself, which one process is given whole rows for; else
-    it is the cross entropy of logits, and one process runs every document by itself."""
+    Attributes:
+        name: What the table calls it.
+        rows: The tokens of each document, row by row.
+        padded: Which document of each row is padding: for ``right`` the last one, for ``left`` the
+            first one, for ``""`` none.
+        ignored: The number of labels at the start of each row that have no loss.
+        own: Whether the loss is the one that the model computes itself: then one process is given
+            whole rows. Else it is the cross entropy of the logits, and one process runs every
+            document by itself.
+        training: Whether the model is in training mode, not in evaluation mode.
+    """
 
     name: str
     rows: tuple[tuple[int, ...], ...]
@@ -64,14 +72,27 @@ _BATCHES = (
 _LONG = 150
 """Tokens of a row that is longer than the thresholds of tiny models' rotary embeddings."""
 _LONGEST = 600
+"""The most tokens of a row that runs quickly enough."""
+_BEYOND = 22
+"""Tokens by which the long row goes beyond a limit that a model's configuration names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verdict:
-    """Largest errors of a case: of the loss, relative to it, and of gradients, as
-    :func:`gradient_error` has it. ``recompute``: what blocks compute again, and ``kept_bytes`` of a
-    rank from forward to backward, where that was counted. ``compiles``: how often the model was by
-    then."""
+    """The errors of one case on ``ranks`` ranks against one process.
+
+    Attributes:
+        model: The model's name.
+        ranks: Ranks that a row was spread over.
+        exchange: How attention exchanges keys and values between ranks.
+        batch: The name of the batch.
+        entry_point: Where attention is replaced in the model.
+        compiles: How often the model has been compiled by then.
+        loss_error: Relative error of the loss.
+        gradient_error: Largest relative error of a gradient (:func:`gradient_error`).
+        recompute: What blocks compute again in the backward.
+        kept_bytes: Bytes that this rank keeps from forward to backward; None where not counted.
+    """
 
     model: str
     ranks: int
@@ -94,9 +115,10 @@ def verify_model(
     backend: str | None,
     as_json: bool,
 ) -> int:
-    """Compare losses and gradients of ``name`` on groups of ``ranks`` with one process'. The exit
-    code is 0 when they are equal, 1 when they are not, 2 when the model is refused."""
-    foreign_model(name, seed)  # a name that is none is told at once
+    """Compare losses and gradients of ``name`` on each number of ``ranks`` with those of one
+    process. The exit code is 0 when they are equal, 1 when they are not, 2 when the model is
+    refused."""
+    foreign_model(name, seed)  # raises at once where the name is of no model
     rows = on_all(name, ranks, lambda count: _cases(name, count, seed, backend))
     if rows is None:
         return 2
@@ -147,8 +169,9 @@ def _print(found: Sequence[_Verdict], tolerance: float) -> None:
 def on_all(
     name: str, ranks: Sequence[int], cases: Callable[[int], Iterable[Any]]
 ) -> list[dict[str, Any]] | None:
-    """The first rank's rows, dataclasses as dicts, for each number of ranks; None, with what is
-    wrong said, where a model is refused."""
+    """Run ``cases(count)`` on ``count`` ranks for each number in ``ranks``. Returns the dataclasses
+    that it yields on the first rank, as dicts; None where the model is refused, after the reason is
+    printed."""
     found = list[dict[str, Any]]()
     for count in ranks:
         tell(f"{name} on {counted(count, 'rank')}")
@@ -161,8 +184,8 @@ def on_all(
 
 
 def _on_ranks(name: str, ranks: int, cases: Callable[[], Iterable[Any]]) -> dict[str, Any]:
-    """The rows of ``cases`` as the first of so many ranks found them, or under ``refused`` why the
-    model cannot be spread."""
+    """Run ``cases()`` on so many new ranks. Returns ``{"rows": dataclasses as dicts}`` of the first
+    rank, or ``{"refused": reason}`` where the model cannot be spread over ranks."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
 
@@ -185,25 +208,27 @@ def _on_ranks(name: str, ranks: int, cases: Callable[[], Iterable[Any]]) -> dict
 
 
 def _cases(name: str, ranks: int, seed: int, backend: str | None) -> Iterator[_Verdict]:
-    """The verdicts of a model on this rank's world: every exchange, kind of batch and recompute
-    level. Collective."""
+    """The verdicts of a model on this rank's world: the first batch with every exchange, each other
+    batch with one of them in turn, then the first batch with each recompute level. Collective."""
     model, plain = foreign_model(name, seed), foreign_model(name, seed)
     run = headrace.compile(model, backend=backend)
     exchanges: list[Exchange] = ["ulysses", "ring", "gather"]
-    counts = run.entry_point != "graph"
+    count_bytes = run.entry_point != "graph"
     for at, batch in enumerate(_batches(run)):
         for exchange in exchanges if at == 0 else [exchanges[at % len(exchanges)]]:
-            verdict = _compare(run, plain, batch, seed + at, exchange, counts=counts)
+            verdict = _compare(run, plain, batch, seed + at, exchange, count_bytes=count_bytes)
             yield replace(verdict, model=name, ranks=ranks)
-    if counts and run.has_blocks:
+    if count_bytes and run.has_blocks:
         for level in ("attention", "full"):
             again = headrace.compile(foreign_model(name, seed), backend=backend, recompute=level)
-            verdict = _compare(again, plain, _BATCHES[0], seed, exchanges[0], counts=True)
+            verdict = _compare(again, plain, _BATCHES[0], seed, exchanges[0], count_bytes=True)
             yield replace(verdict, model=name, ranks=ranks, recompute=level)
 
 
 def _batches(run: TokenModel) -> Iterator[_Batch]:
-    """The batches that a model can be given. Graphs are not made again for an evaluation."""
+    """The batches that a model can be given: those with its own loss need ``labels``, those padded
+    on the left ``attention_mask``. A model whose graph is rewritten is not evaluated, as that would
+    need another graph."""
     takes = signature(run.inner.forward).parameters
     for batch in _BATCHES:
         if batch.own and "labels" not in takes:
@@ -218,9 +243,10 @@ def _batches(run: TokenModel) -> Iterator[_Batch]:
 
 
 def _long_row(run: TokenModel) -> int | None:
-    """A length beyond the windows and the thresholds of rotary embeddings of a model, as far as
-    that is small enough to run, and such places are not refused. None where there is no rotary
-    embedding: a table of places ends."""
+    """The tokens of a row that goes beyond a model's attention windows and the thresholds of its
+    rotary embeddings: _BEYOND more than the largest of these that leaves at most _LONGEST, at least
+    _LONG, and no more than the model takes. None without rotary embeddings, as a table of positions
+    ends."""
     config = getattr(run.inner, "config", None)
     if not any("inv_freq" in name for name, _ in run.inner.named_buffers()):
         return None
@@ -228,8 +254,9 @@ def _long_row(run: TokenModel) -> int | None:
     names = ("sliding_window", "local_attention", "max_position_embeddings")
     limits = [getattr(config, name, None) for name in names]
     limits.append(rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None)
-    beyond = [end + 22 for end in limits if isinstance(end, int) and end + 22 <= _LONGEST]
-    return min(max([_LONG, *beyond]), run.longest or _LONGEST)
+    lengths = [limit + _BEYOND for limit in limits if isinstance(limit, int)]
+    short_enough = [length for length in lengths if length <= _LONGEST]
+    return min(max([_LONG, *short_enough]), run.longest or _LONGEST)
 
 
 def _compare(
@@ -239,15 +266,16 @@ def _compare(
     seed: int,
     exchange: Exchange,
     *,
-    counts: bool,
+    count_bytes: bool,
 ) -> _Verdict:
-    """What one case gives: loss and gradients on all ranks against those on one."""
+    """Compare loss and gradients of one batch on all ranks, by ``run``, with those of the ``plain``
+    model in one process. The verdict has no model and ranks yet. Collective."""
     inputs = _inputs(batch, seed, run)
     for model in (run.model, plain):
         model.train(batch.training)
-    loss, gradients, kept = _spread(run, inputs, exchange, batch, counts=counts)
-    whole = _own_loss if batch.own else _alone
-    wanted, expected = whole(plain, run, inputs, batch)
+    loss, gradients, kept = _on_shards(run, inputs, exchange, batch, count_bytes=count_bytes)
+    in_one_process = _own_loss if batch.own else _by_document
+    expected_loss, expected_gradients = in_one_process(plain, run, inputs, batch)
     return _Verdict(
         model="",
         ranks=0,
@@ -255,59 +283,66 @@ def _compare(
         batch=batch.name,
         entry_point=run.entry_point,
         compiles=run.compiles,
-        loss_error=abs(loss - wanted) / abs(wanted),
-        gradient_error=gradient_error(gradients, expected),
+        loss_error=abs(loss - expected_loss) / abs(expected_loss),
+        gradient_error=gradient_error(gradients, expected_gradients),
         kept_bytes=kept,
     )
 
 
 def _inputs(batch: _Batch, seed: int, run: TokenModel) -> dict[str, torch.Tensor]:
-    """Drawn tokens and labels, two in five of which are ignored."""
+    """Whole inputs of the model by name, each [b, S]: token ids drawn with ``seed``, and as labels
+    the same ids, two in five of them ignored. With padding an ``attention_mask`` too, and where
+    several documents are packed into a row ``position_ids`` that begin anew for each."""
     draw = torch.Generator().manual_seed(seed)
     shape = len(batch.rows), sum(batch.rows[0])
-    rows = [m.num_embeddings for m in run.inner.modules() if isinstance(m, torch.nn.Embedding)]
-    ids = torch.randint(3, min([_VOCABULARY, *rows[:1]]), shape, generator=draw)
+    tables = [m for m in run.inner.modules() if isinstance(m, torch.nn.Embedding)]
+    sizes = [table.num_embeddings for table in tables[:1]]  # the first is that of the tokens
+    ids = torch.randint(3, min([_VOCABULARY, *sizes]), shape, generator=draw)
     labels = ids.masked_fill(torch.rand(shape, generator=draw) < 0.4, IGNORED)
     labels[:, : batch.ignored] = IGNORED
     found = {run.tokens: ids, "labels": labels}
     if batch.padded:
-        first = torch.stack([torch.arange(shape[1]) < row[0] for row in batch.rows])
-        mask = (first if batch.padded == "right" else ~first).long()
+        in_first = torch.stack([torch.arange(shape[1]) < row[0] for row in batch.rows])
+        mask = (in_first if batch.padded == "right" else ~in_first).long()
         found |= {"attention_mask": mask, "labels": labels.masked_fill(mask == 0, IGNORED)}
     elif any(len(row) > 1 for row in batch.rows):
-        places = [torch.cat([torch.arange(length) for length in row]) for row in batch.rows]
-        found["position_ids"] = torch.stack(places) + run.first_place(found)
+        positions = [torch.cat([torch.arange(length) for length in row]) for row in batch.rows]
+        found["position_ids"] = torch.stack(positions) + run.first_place(found)
     return found
 
 
-def _spread(
+def _on_shards(
     run: TokenModel,
     inputs: dict[str, torch.Tensor],
     exchange: Exchange,
     batch: _Batch,
     *,
-    counts: bool,
+    count_bytes: bool,
 ) -> tuple[float, list[torch.Tensor | None], int | None]:
-    """(loss, gradients) of all ranks together, and the bytes that this one keeps."""
+    """(loss, gradient of each parameter, kept bytes) with every rank running its shard of the
+    inputs: loss and gradients are summed over ranks, the bytes that this rank keeps from forward to
+    backward are None unless ``count_bytes``. Collective."""
     run.model.zero_grad()
     shard = run.shard(inputs, exchange=exchange)
     assert shard.labels is not None, "labels were given"
     kept = None
-    with _counter(run) if counts else nullcontext() as live:
-        before = live.look()[0] if live is not None else 0
+    with _counter(run) if count_bytes else nullcontext() as counter:
+        before, _ = counter.look() if counter is not None else (0, 0)
         if batch.own:
             loss = _loss_among(run(**shard.inputs))
         else:
             outputs = run(**{k: v for k, v in shard.inputs.items() if k != "labels"})
             loss = run.loss(logits_of(outputs), shard.labels)
-        if live is not None:
-            kept = live.look()[0] - before
+        if counter is not None:
+            now, _ = counter.look()
+            kept = now - before
     run.backward(loss)
     return float(run.add_up(loss)), [p.grad for p in run.model.parameters()], kept
 
 
 def _counter(run: TokenModel) -> ByteCounter | SavedBytes:
-    """Counts what is alive; of a compiled model, which that would forbid, what autograd keeps."""
+    """A counter of the bytes of live tensors; for a compiled model, which cannot run under that
+    one, of the bytes that autograd saves."""
     if run.compiled:
         return SavedBytes(run.model.parameters())
     return ByteCounter(settle_s=0.0)
@@ -324,8 +359,9 @@ def _loss_among(outputs: Any) -> torch.Tensor:
 def _own_loss(
     model: torch.nn.Module, run: TokenModel, inputs: dict[str, torch.Tensor], batch: _Batch
 ) -> tuple[float, list[torch.Tensor | None]]:
-    """(the model's own loss, gradients) of one process that is given whole rows, or one row after
-    the other without its padding where its attention gives NaN for that."""
+    """(the loss that the model computes itself, gradient of each parameter) in one process that is
+    given whole rows. A padded batch is run by SDPA, or where the model has none row by row without
+    its padding, as eager attention gives NaN to queries that see padding alone."""
     model.zero_grad()
 
     def own(part: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -336,23 +372,23 @@ def _own_loss(
     if not batch.padded:
         loss = own(inputs)
     elif getattr(model, "_supports_sdpa", False):
-        # Eager attention gives NaN to queries that see padding alone.
         cast("Any", model).set_attn_implementation("sdpa")
         loss = own(inputs)
     else:
         kept = inputs["attention_mask"] != 0
         rows = [{k: v[at : at + 1, kept[at]] for k, v in inputs.items()} for at in range(len(kept))]
-        counts = [int((predicted(row["labels"], run.labels) != IGNORED).sum()) for row in rows]
-        parts = [own(row) * count for row, count in zip(rows, counts, strict=True)]
-        loss = torch.stack(parts).sum() / sum(counts)
+        targets = [int((predicted(row["labels"], run.labels) != IGNORED).sum()) for row in rows]
+        sums = [own(row) * count for row, count in zip(rows, targets, strict=True)]
+        loss = torch.stack(sums).sum() / sum(targets)
     loss.backward()
     return float(loss.detach()), [p.grad for p in model.parameters()]
 
 
-def _alone(
+def _by_document(
     model: torch.nn.Module, run: TokenModel, inputs: dict[str, torch.Tensor], batch: _Batch
 ) -> tuple[float, list[torch.Tensor | None]]:
-    """(loss, gradients) of one process that runs every document by itself."""
+    """(mean cross entropy of the batch, gradient of each parameter) in one process that runs every
+    document by itself; padding too, which has no labels."""
     model.zero_grad()
     ids, kind = inputs[run.tokens], run.labels
     labels, parts = predicted(inputs["labels"], kind), list[torch.Tensor]()

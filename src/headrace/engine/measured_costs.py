@@ -31,9 +31,9 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
     """The costs to plan with and the profile that they are fitted to, the same on every rank.
 
     The profile is read from the cache where it has one of this set-up; it is measured where not,
-    and always for ``fresh``. The memory limit is not part of what is measured: it is taken from
-    this run. The first rank keeps the costs for other runs. Collective. Raises MissingExtra where
-    ``planner.costs`` needs a library that is not installed.
+    and always for ``fresh``. Cluster, memory limit and memory margin are not measured: they are
+    those of this run. The first rank keeps the costs for other runs. Collective. Raises
+    MissingExtra where ``planner.costs`` needs a library that is not installed.
     """
     require_fit(rank.config.planner)
     sizes, methods = considered(

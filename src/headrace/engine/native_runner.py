@@ -83,7 +83,7 @@ class NativeRunner:
 
     @property
     def targets(self) -> int:
-        """0: the objective counts them, sequence by sequence."""
+        """0: the objective of the model counts tokens with a loss, not this runner."""
         return 0
 
     @property
@@ -122,7 +122,8 @@ class NativeRunner:
         return found
 
     def _utilisation(self, plan: Plan, step_s: float) -> float | None:
-        """Model FLOP/s of a step as a fraction of the peak of all devices."""
+        """Model FLOP/s of a step as a fraction of the peak of all devices; None where the peak is
+        not known."""
         if not self.peak_flops_per_s:
             return None
         architecture = self.executor.storage.architecture

@@ -86,8 +86,9 @@ class OwnSamples:
         return self._here[self._shortest(self._here)][0]
 
     def _needed(self, plan: Plan, rank: int) -> list[int]:
-        """The numbers of the samples that a rank works on in a plan, in order; with the shortest of
-        the batch for a rank that gave none, as its idle turns take two tokens of it."""
+        """The numbers of the samples that a rank works on in a plan, in order. A rank that gave no
+        samples has the shortest of the batch too: in a turn in which it has no work it runs two
+        tokens of that one without a loss, as all ranks meet at every layer of a turn."""
         numbers = {
             number
             for micro in plan.micro_batches
@@ -130,7 +131,7 @@ def _to_bytes(samples: Sequence[Sequence[Item]]) -> bytes:
 
 
 def _from_bytes(data: bytes) -> list[list[Item]]:
-    """The samples of which :func:`_to_bytes` made ``data``; none of no bytes."""
+    """The samples of which :func:`_to_bytes` made ``data``; no samples for empty ``data``."""
     header, _, values = data.partition(b"\n")
     samples, start = list[list[Item]](), 0
     for fields_of_items in json.loads(header) if header else ():

@@ -56,7 +56,8 @@ Make = Callable[[int, Lengths], PlannedIteration]
 
 
 def planner_names(problem: Problem) -> tuple[str, ...]:
-    """Names of the planners for a problem's costs and semantics."""
+    """Names of the planners that can plan with a problem's costs and semantics: this library's own,
+    then those of others."""
     baselines = (name for name, baseline in BASELINES.items() if baseline.role.covers(problem))
     # Those in GENERATORS are this planner's own, for which OWN stands.
     others = (
@@ -73,7 +74,7 @@ def plan_iterations(
 ) -> list[PlannedIteration]:
     """Plan iterations, ``iterations[i]`` being the tokens of each sequence of iteration i.
 
-    Same arguments, same plans. Raises SpecError for an unknown planner or a length that is none;
+    Same arguments, same plans. Raises SpecError for an unknown planner or an invalid length;
     InfeasiblePlan, naming the iteration, for a sequence that no scheme holds.
     """
     known = planner_names(problem)
@@ -93,15 +94,15 @@ def plan_iterations(
     found = list[PlannedIteration]()
     for number, lengths in enumerate(batches):
         began = time.perf_counter()
-        with _Named(number):
+        with _IterationInErrors(number):
             made = make(number, lengths)
         found.append(replace(made, planning_s=time.perf_counter() - began))
     return found
 
 
-class _Named:
-    """Context that puts the number of the iteration before what an InfeasiblePlan raised in it
-    says, unless devices are lacking, which does not depend on the iteration."""
+class _IterationInErrors:
+    """Context that adds the number of the iteration to the text of an InfeasiblePlan raised in it,
+    except for a lack of devices, which does not depend on the iteration."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -121,8 +122,8 @@ class _Named:
 
 
 def _search_each(problem: Problem, seed: int) -> Make:
-    """A function that plans each iteration by itself, by the generators of the problem's
-    planner."""
+    """A function that plans one iteration with the generators of the problem's planner, whatever
+    the other iterations are."""
     names = {one.scheme: str(one) for one in problem.published_schemes}
 
     def make(_: int, lengths: Lengths) -> PlannedIteration:
@@ -135,23 +136,23 @@ def _search_each(problem: Problem, seed: int) -> Make:
 
 
 def _baseline_maker(problem: Problem, batches: Sequence[Lengths], planner: str, seed: int) -> Make:
-    """A function from an iteration's number to its plan by a planner of others; all iterations are
-    priced first, as some of these planners look at all."""
-    tables = []  # of prices, one for each iteration
+    """A function that plans the iteration of a number as the baseline ``planner`` does, which
+    others published. All iterations are priced first, as some baselines look at all of them."""
+    tables = []  # the prices of each iteration
     for number, lengths in enumerate(batches):
-        with _Named(number):
+        with _IterationInErrors(number):
             tables.append(formula_table(problem, SortedBatch.of(lengths)))
     baseline = BASELINES[planner]
-    prepared = None  # plans one iteration; of a baseline that needs to see all of them first
+    plan_prepared = None  # plans one iteration, for a baseline that has to see all of them first
     if baseline.prepare is not None and isinstance(problem.published, PipelineCosts):
-        prepared = baseline.prepare(tables, seed, problem.parameters)
+        plan_prepared = baseline.prepare(tables, seed, problem.parameters)
 
     def make(number: int, _: Lengths) -> PlannedIteration:
         """The plan of iteration ``number`` (from 0); raises InfeasiblePlan where the planner finds
         none."""
         table = tables[number]
-        if prepared is not None:
-            made: Assignment | None = prepared(number, table)
+        if plan_prepared is not None:
+            made: Assignment | None = plan_prepared(number, table)
         else:
             known = Known(problem=problem, bound_s=0.0, seed=seed)
             schedules = baseline.drafts(table, known)
@@ -190,12 +191,12 @@ def _plan_of_schedule(
 def plans_to_json(
     problem: Problem, found: Sequence[PlannedIteration], *, planner: str = OWN, seed: int = 0
 ) -> dict[str, Any]:
-    """The plan file of some iterations, as JSON. Raises SpecError for pipelines one after the other
-    on the same ranks, which a file of pipelines cannot say."""
+    """The plan file of some iterations, as JSON. Raises SpecError where pipelines run one after the
+    other on the same ranks: a file of pipelines can only have them side by side."""
     if isinstance(problem.published, PipelineCosts):
         _require_side_by_side(found, planner)
         head = {"kind": "pipelines", "planner": planner, "seed": seed, "devices": problem.devices}
-        return {**head, **_pipelines(problem, found)}
+        return {**head, **_file_entries(problem, found)}
     items = [
         {
             "planner": planner,
@@ -222,30 +223,31 @@ def plans_to_json(
     }
 
 
-def _pipelines(problem: Problem, planned: Sequence[PlannedIteration]) -> dict[str, Any]:
-    """The entries of a plan file with the plans of all iterations. Where any has several phases,
-    each phase becomes an item of its own: ``lengths`` and ``phases`` then have an entry for each
-    item, with its tokens, its sequences in the iteration, and the seconds of the change before
-    it."""
+def _file_entries(problem: Problem, planned: Sequence[PlannedIteration]) -> dict[str, Any]:
+    """The entries of a file of pipelines that depend on the plans: ``iterations``, the JSON of each
+    plan. Where any iteration has several phases, ``iterations`` has an item for each phase, and so
+    have two more entries: ``lengths``, its tokens, and ``phases``, the iteration that it belongs
+    to, its sequences there, and the seconds of the change of strategy before it."""
     names = {one.scheme: str(one) for one in problem.published_schemes}
     if not any(one.phases for one in planned):
-        return {"iterations": [_iteration(one, names) for one in planned]}
+        return {"iterations": [_plan_json(one, names) for one in planned]}
     items, lengths, phases = list[Any](), list[list[int]](), list[dict[str, Any]]()
     for number, one in enumerate(planned):
-        everything = tuple(range(len(one.plan.lengths)))
-        parts = one.phases or ((one, everything),)
+        all_sequences = tuple(range(len(one.plan.lengths)))
+        parts = one.phases or ((one, all_sequences),)
         for at, (phase, sequences) in enumerate(parts):
             planning_s = one.planning_s / len(parts)
-            items.append(_iteration(replace(phase, planning_s=planning_s), names))
+            items.append(_plan_json(replace(phase, planning_s=planning_s), names))
             lengths.append(list(phase.plan.lengths.tokens))
+            # Changes are between phases: none before the first, the same seconds for each other.
             change_s = one.switch_s / (len(parts) - 1) if at else 0.0
             phases.append({"iteration": number, "sequences": list(sequences), "switch_s": change_s})
     return {"iterations": items, "lengths": {"iterations": lengths}, "phases": phases}
 
 
-def _iteration(planned: PlannedIteration, names: Mapping[Scheme, str]) -> dict[str, Any]:
+def _plan_json(planned: PlannedIteration, names: Mapping[Scheme, str]) -> dict[str, Any]:
     """The JSON of one plan: its strategy, each pipeline's micro-batches as sequence indices, and
-    its seconds. ``names`` are those of the costs for schemes."""
+    its seconds. ``names`` has the name of each scheme in the file of costs."""
     made = planned.plan
     return {
         "strategy": planned.strategy,
@@ -268,7 +270,7 @@ def _iteration(planned: PlannedIteration, names: Mapping[Scheme, str]) -> dict[s
 
 
 def _require_side_by_side(planned: Sequence[PlannedIteration], planner: str) -> None:
-    """Raise SpecError where pipelines of a plan share ranks."""
+    """Raise SpecError where pipelines of a plan, or of one phase of it, share ranks."""
     for number, one in enumerate(planned):
         for made in [phase.plan for phase, _ in one.phases] or [one.plan]:
             ranks = [rank for pipeline in made.pipelines for rank in pipeline.ranks]

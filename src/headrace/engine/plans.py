@@ -71,8 +71,9 @@ def plan(
         lengths: Tokens of each sequence of the batch.
         costs: What work costs on the devices; or a problem, which restricts the choices and says
             for how many devices published costs are planned with.
-        seed: Of the search.
-        previous: The plan of the step before, whose layers are kept where the problem smooths.
+        seed: Seed of the search.
+        previous: The plan of the step before, whose layer options are kept where that costs no more
+            than the share ``smoothing`` of the problem in seconds.
         generators: What drafts schedules, in this order, of :mod:`headrace.planning` or your own;
             left out, those of the problem's planner (``headrace.planners.PLANNERS``).
 
@@ -95,7 +96,8 @@ def plan(
 
     problem = problem_of(costs)
     chosen = PLANNERS[problem.planner] if generators is None else generators
-    found = plan_batch(problem, _lengths(lengths), seed=seed, previous=previous, generators=chosen)
+    batch = _as_lengths(lengths)
+    found = plan_batch(problem, batch, seed=seed, previous=previous, generators=chosen)
     return _with_clock(found, problem)
 
 
@@ -116,7 +118,7 @@ def baselines(lengths: Lengths | Iterable[int], costs: PlanningCosts) -> dict[st
     problem = problem_of(costs)
     return {
         made.planner: _with_clock(made, problem)
-        for made in _static_plans(problem, _lengths(lengths))
+        for made in _static_plans(problem, _as_lengths(lengths))
     }
 
 
@@ -124,7 +126,8 @@ def simulate(plan: Plan, costs: PlanningCosts) -> Timeline:
     """Run a plan on a clock: what every rank does, and when.
 
     The programs of all ranks are compiled, checked and walked with the seconds of the costs.
-    Published costs know no layers: of these each micro-batch takes what its formula says.
+    Published costs are formulas of whole micro-batches: with these a micro-batch takes the seconds
+    of its formula, and there are no programs.
 
     Args:
         plan: The plan of one step.
@@ -216,8 +219,8 @@ def rivals(problem: Problem, lengths: Lengths, *, seed: int = 0) -> dict[str, Pl
 
 
 def plan_if_fits(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | None:
-    """The plan by the problem's planner, without a restriction to some strategies; None when the
-    batch does not fit."""
+    """The plan that the problem's planner makes, free to choose any strategy; None when the batch
+    does not fit."""
     from headrace.planners import PLANNERS
 
     try:
@@ -237,17 +240,17 @@ def _static_plans(problem: Problem, lengths: Lengths) -> list[Plan]:
 
 
 def problem_of(costs: PlanningCosts) -> Problem:
-    """The problem to solve with these costs: itself where one is given, for a cost model one
-    without restrictions, which is kept so that its priced schemes are reused. Raises SpecError for
+    """The problem to solve with these costs. A problem is returned as it is; for a cost model it is
+    one without restrictions, kept so that its priced schemes are reused. Raises SpecError for
     published costs, which do not say how many devices there are."""
     if isinstance(costs, Problem):
         return costs
     if isinstance(costs, CostModel):
-        known = next((one for one in tuple(_recent) if one.costs is costs), None)
-        if known is None:
-            known = Problem(costs=costs)
-            _recent.append(known)
-        return known
+        problem = next((recent for recent in tuple(_recent) if recent.costs is costs), None)
+        if problem is None:
+            problem = Problem(costs=costs)
+            _recent.append(problem)
+        return problem
     raise SpecError(
         "costs of a plan",
         got="published costs",
@@ -256,13 +259,13 @@ def problem_of(costs: PlanningCosts) -> Problem:
     )
 
 
-def _lengths(lengths: Lengths | Iterable[int]) -> Lengths:
-    """The lengths of a batch as a value, of tokens of each sequence where they are none yet."""
+def _as_lengths(lengths: Lengths | Iterable[int]) -> Lengths:
+    """The lengths of a batch, made from the tokens of each sequence where they are given so."""
     return lengths if isinstance(lengths, Lengths) else Lengths.of(lengths)
 
 
 def _with_clock(made: Plan, problem: Problem) -> Plan:
-    """The plan with a function that predicts its timeline, which drawing it needs."""
+    """The plan with ``clock``, a function that predicts its timeline, which drawing needs."""
     return made.replace(clock=partial(simulate, costs=problem.costs))
 
 
@@ -270,7 +273,7 @@ def make_problem(
     costs: CostModel, options: PlannerConfig, *, semantics: Semantics = "free", stages: bool = True
 ) -> Problem:
     """The problem that a configuration poses with these costs. Raises ConfigError for group sizes
-    without costs, and for hybrid costs that these are not."""
+    that have no costs, and where the configuration asks for hybrid costs and these are others."""
     require_costs(costs, options)
     sizes = tuple(p for p in options.group_sizes if p <= costs.cluster.devices)
     # Larger sizes are left out, but not all: a configuration with none that fits is refused.
@@ -281,8 +284,8 @@ def make_problem(
             got=unknown[0],
             wanted=f"one of {', '.join(map(str, costs.group_sizes))}",
         )
-    alone = (SINGLE_RANK,) if 1 in costs.group_sizes else ()
-    # A single rank has nothing to choose between.
+    alone = (SINGLE_RANK,) if 1 in costs.group_sizes else ()  # the method of groups of one rank
+    # Where all groups are of one rank there are no other methods to choose between.
     candidates = options.candidates if costs.group_sizes != (1,) else ()
     return Problem(
         costs=costs,

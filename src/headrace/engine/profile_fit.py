@@ -32,13 +32,13 @@ def fitted_costs(
     longest: int,
     say: Callable[[str], object],
 ) -> CostModel:
-    """Fit the costs that ``planner.costs`` asks for: quadratics of what was measured, or of
-    ParaDySe's hybrid of it up to sequences of ``longest`` tokens. The first rank tells ``say`` of a
-    hybrid. Collective.
+    """Fit the costs that ``planner.costs`` asks for: quadratics fitted to what was measured, or to
+    ParaDySe's hybrid (forests and polynomials) of it, up to sequences of ``longest`` tokens. The
+    first rank describes a hybrid by ``say``. Collective.
 
-    All ranks fit, so that what cannot be fitted is refused on all, and take the first one's
-    numbers: random forests made on other processors differ in their last digits. Raises CostError
-    for too few measurements.
+    All ranks fit, so that what cannot be fitted is refused on all. For a hybrid all then take the
+    first one's numbers, as random forests made on other processors differ in their last digits.
+    Raises CostError for too few measurements.
     """
     if options.costs == "quadratic":
         return costs_from_profile(profile)

@@ -73,19 +73,22 @@ class Rank:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StepActions:
-    """Announces the actions of the steps of ``rank``. One on a device that takes much longer than
-    the whole step was predicted to hangs: it ends the job within minutes, and names itself."""
+    """Announces each action of the steps of ``rank``, on a device with a time limit: an action that
+    takes much longer than its whole step was predicted to take counts as hung. The job then ends
+    within minutes with an error that names the action."""
 
     rank: Rank
-    # That of the step under way. The first step may compile kernels, which takes as it takes.
+    # Seconds that an action of the step under way may take; no limit in the first step, which may
+    # compile kernels.
     _limit_s: float = field(default=inf, init=False)
-    _any: bool = field(default=False, init=False)
+    _any_before: bool = field(default=False, init=False)  # whether a step has begun before
 
     def expect(self, predicted_s: float) -> None:
-        """A step begins that is predicted to take ``predicted_s``."""
-        if self._any:
+        """Set the time limit of actions as a step begins that is predicted to take
+        ``predicted_s``."""
+        if self._any_before:
             self._limit_s = max(_LEAST_LIMIT_S, _TIMES_PREDICTED * predicted_s)
-        self._any = True
+        self._any_before = True
 
     def enters(self, action: str) -> None:
         """Announce that the rank begins an action of the step."""
@@ -93,8 +96,9 @@ class StepActions:
 
 
 _LEAST_LIMIT_S, _TIMES_PREDICTED = 120.0, 20.0
-"""Limit of an action on a device: in seconds at least, and as a multiple of its step's predicted
-seconds: far more than predictions are wrong by, and minutes where collectives have half an hour."""
+"""Limit of an action on a device: at least so many seconds, and so many times the predicted seconds
+of its step. Predictions are never that far off, and it is minutes where collectives have half an
+hour."""
 
 
 def launch(
@@ -105,7 +109,7 @@ def launch(
 ) -> int:
     """Run ``main(world)`` on all ranks and return its exit code: under torchrun this process is one
     of them, else it starts them and waits. ``each`` is called time and again while ranks that were
-    started here run; ``inherited`` are the numbers of open files that ``main`` uses."""
+    started here run; ``inherited`` are the descriptors of open files that ``main`` uses."""
     options = config.devices
     settings: dict[str, Any] = {
         "device": _device(config),
@@ -169,7 +173,7 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
         node_ranks=_node_ranks(world, config.devices.node_ranks),
     )
     dtype: torch.dtype = getattr(torch, config.devices.dtype_on(gpu=world.device != "cpu"))
-    stored = dtype if dtype.itemsize >= 4 else torch.float32  # of master weights
+    stored = dtype if dtype.itemsize >= 4 else torch.float32  # type of the master weights
     world.watcher.enter("reading and tokenising the corpus")
     data = open_data(config, listener.progress if world.rank == 0 else None)
     agree("fingerprint of the corpus", data.corpus.fingerprint, groups.world)
@@ -202,10 +206,10 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
 
 
 def _node_ranks(world: World, wanted: int) -> int | None:
-    """The ranks of each node for hierarchical exchanges of weights: ``wanted`` where it is above 0,
-    else on devices those of the launcher; None where there are no such exchanges: on CPUs, and
-    where nodes have different numbers of ranks or these do not follow each other. Collective.
-    Raises ConfigError for a number that does not divide the ranks."""
+    """How many ranks a node has, for hierarchical exchanges of weights; None for no such exchanges.
+    It is ``wanted`` where that is above 0. Else it is what the launcher says, or None on CPUs and
+    where nodes have different numbers of ranks or ranks of a node are not consecutive. Collective.
+    Raises ConfigError for a ``wanted`` that does not divide the ranks."""
     if wanted:
         if world.ranks % wanted:
             raise ConfigError(
@@ -217,9 +221,10 @@ def _node_ranks(world: World, wanted: int) -> int | None:
         return wanted
     if world.device == "cpu":
         return None
-    local_places = gather_floats([world.local_rank, world.local_ranks], dist.group.WORLD)
+    # [local rank, ranks of its node] of every rank.
+    local_by_rank = gather_floats([world.local_rank, world.local_ranks], dist.group.WORLD)
     each = world.local_ranks
-    alike = all(local == [rank % each, each] for rank, local in enumerate(local_places))
+    alike = all(local == [rank % each, each] for rank, local in enumerate(local_by_rank))
     return each if alike and world.ranks % each == 0 else None
 
 

@@ -159,8 +159,8 @@ class Journal:
 
     ``first_step`` is the step the run goes on from: lines of that step and later, left by an
     attempt that was killed after its last checkpoint, are dropped. Where it is 0, the files of a
-    run that was there are kept in a folder of their own, which is said. Raises HeadraceError, as
-    each method but ``close``, when the folder does not take it.
+    run that was there are moved to a folder ``before-N`` within it, which is printed. This and
+    every method but ``close`` raise HeadraceError when a file cannot be written.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -227,7 +227,8 @@ class Journal:
 
 @contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Context that turns an error of the file system into one of this library."""
+    """Context that turns an error of the file system into a HeadraceError, which names ``path`` and
+    says how to go on."""
     try:
         yield
     except OSError as error:
@@ -251,7 +252,7 @@ def steps_done(folder: Path) -> int:
 
 
 def _step_of(line: bytes) -> int:
-    """The number of the step in a line of JSON; -1 of a line that is torn."""
+    """The number of the step in a line of JSON; -1 for a line that was cut off half way."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -286,7 +287,8 @@ def _drop_from(path: Path, first_step: int) -> None:
 
 
 def _write_aside(path: Path, text: str) -> None:
-    """Write a file under another name first, so that no reader sees half of it."""
+    """Write a file under the name ``PATH.part``, then rename it, so that no reader sees half of
+    it."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
@@ -376,7 +378,7 @@ def make_trackers(
 
 
 def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics to draw as curves, of these the ones that a step has."""
+    """Those of a step's metrics that are single numbers to draw as curves."""
     return {name: metrics[name] for name in _SCALARS if metrics.get(name) is not None}
 
 
@@ -385,7 +387,7 @@ class DrawnSteps:
     """The numbers of the steps that are drawn: about ``wanted`` of the ``steps`` of a run at equal
     distances, and the last one; none where ``wanted`` is 0.
 
-    Rows of all ranks are many: they are predicted, and gathered, for these steps only.
+    The actions of all ranks are many: they are predicted, and gathered, for these steps only.
     """
 
     wanted: int
@@ -402,4 +404,5 @@ class EarlyAndRare:
     """The numbers of the steps that are drawn in a run without a known end: 1, 2, 4, 8, ..."""
 
     def __contains__(self, number: object) -> bool:
+        """Whether the step ``number`` is drawn: where it is a power of two."""
         return isinstance(number, int) and number > 0 and number & (number - 1) == 0

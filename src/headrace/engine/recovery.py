@@ -50,8 +50,8 @@ class WayToLeave(Protocol):
         ...
 
     def possible(self, error: Exception, action: str) -> bool:
-        """Whether the step can be taken again after ``error`` in ``action``, which was not this
-        rank's lack of memory: another rank asked to leave."""
+        """Whether the step can be taken again after ``error`` in ``action``, as it was not this
+        rank that ran out of memory but another, which asked all to leave."""
         ...
 
     def ask(self, action: str) -> bool:
@@ -112,7 +112,8 @@ class Recovery:
             survived = self.way.ask(action)
             self._ran_out_in = action if survived else None
         else:
-            # After a request to leave, an error may be what aborted transfers left.
+            # Once another rank has asked to leave, any error, a lack of memory too, may come from
+            # transfers that were aborted half way.
             survived = self.way.possible(error, action)
         self._failed = self._failed or survived
         return survived
@@ -151,7 +152,7 @@ class Recovery:
         actions = tuple((rank, action) for rank, (_, action) in enumerate(by_rank) if action)
         if failed and not actions:
             raise HeadraceError("step", got="a broken connection", wanted="ranks that all answer")
-        if actions and not failed:
+        if actions and not failed:  # only other ranks ran out: this one leaves now
             self.way.leave(drop_attempt)
             self.way.end()
         exhausted = Exhausted(actions=actions) if actions else None
@@ -184,13 +185,13 @@ class LeaveWorld:
         """Do nothing: the current world is used."""
 
     def possible(self, error: Exception, action: str) -> bool:
-        """Whether another rank asks to meet anew, now or within the moment that this waits, and
-        nothing was written."""
+        """Whether nothing was written and another rank asks for a new world, now or within the
+        short time that this waits for such a request."""
         return self.recoverable() and self.rerendezvous.asked()
 
     def ask(self, action: str) -> bool:
-        """Ask all ranks to meet anew, if the groups are made and nothing was written; returns
-        whether it did."""
+        """Ask all ranks to meet in a new world, if the step's groups are made and nothing was
+        written; returns whether it did."""
         if self.recoverable() and self.prepared():
             self.rerendezvous.ask()
             return True
@@ -230,9 +231,10 @@ class LeaveGroups:
             waiting.heed(self._is_asked)
 
     def possible(self, error: Exception, action: str) -> bool:
-        """Whether another rank left: a connection broke, or memory ran out here too."""
-        left = is_broken_connection(error) or is_out_of_memory(error)
-        return self.possible_here and left and self._is_asked()
+        """Whether another rank has asked to leave, and ``error`` is one that follows from that or
+        may come with it: a broken connection, or a lack of memory on this rank too."""
+        expected = is_broken_connection(error) or is_out_of_memory(error)
+        return self.possible_here and expected and self._is_asked()
 
     def ask(self, action: str) -> bool:
         """Write the request to the store, with ``action``; False where groups cannot be left."""

@@ -32,8 +32,9 @@ class Robustness:
     """How much a plan loses at most.
 
     Attributes:
-        regret: Seconds over those of the plan made for the doubt, less one.
-        doubt: Under which doubt, such as ``attention x 0.8``.
+        regret: The plan's seconds over those of the plan made for the doubt, less 1: the largest of
+            all doubts.
+        doubt: The doubt that it is of, such as ``attention x 0.8``.
     """
 
     regret: float
@@ -66,7 +67,7 @@ def doubted(
 
 
 def robustness(planned: Planned, doubts: Mapping[str, StepPlanner]) -> Robustness:
-    """How much a plan loses at most.
+    """How much a plan loses at most, if the hardware is as one of the doubts has it.
 
     Args:
         planned: The plan, with its request.
@@ -87,7 +88,8 @@ def robustness(planned: Planned, doubts: Mapping[str, StepPlanner]) -> Robustnes
 def for_the_worst(
     request: PlanRequest, planner: StepPlanner, doubts: Mapping[str, StepPlanner]
 ) -> Planned:
-    """The plan whose largest seconds under all doubts are least, of those made for each of them.
+    """Choose the plan that is best in the worst case: of the plans made without doubt and for each
+    doubt, the one whose largest seconds over all doubts are least.
 
     Args:
         request: What to plan.

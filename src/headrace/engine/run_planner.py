@@ -40,7 +40,7 @@ _PLAN, _REFUSED, _STOP = b"p", b"r", b"s"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HandedOut:
     """The step's plan that was handed out last: its ``request``, and as ``maker`` the process that
-    made it ahead, None where it was made in this process."""
+    made it ahead, None where it was made in this process or kept from an earlier request."""
 
     request: PlanRequest
     maker: Ahead | None

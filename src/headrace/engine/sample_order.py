@@ -219,7 +219,7 @@ class SampleOrder(Protocol):
 
     @property
     def total(self) -> int:
-        """Tokens of all samples, where it is known; else more than any batch has."""
+        """Tokens of all samples, where it is known; else the most that a batch is made of."""
         ...
 
     @property
@@ -377,7 +377,7 @@ class StreamOrder:
 
     @property
     def total(self) -> int:
-        """More tokens than any batch has, as the tokens of a stream are not known."""
+        """The token budget of a batch, as the tokens of all samples of a stream are not known."""
         return self._budget
 
     @property

@@ -36,9 +36,11 @@ class SequenceSums:
     tokens.
 
     Attributes:
-        lengths: Tokens of the sequences, in the order of the row; none in an idle turn.
+        lengths: Tokens of each sequence of the micro-batch, in the order in which they are packed
+            into one row; empty in an idle turn, in which this rank works on no sequence.
         shares: The share of each sequence on this rank; 0 where a trial of the loss leaves it out.
-        placed: The placement of the tokens of the row; of a model of several axes another value.
+        placed: Which tokens of the row this rank has, as a :class:`Placement`; another value for a
+            model of several axes, which has no row of tokens.
         group: The ranks of the micro-batch; None for one rank.
         dtype: The type of the shares.
         device: Where the shares are.
@@ -62,9 +64,9 @@ class SequenceSums:
         return torch.tensor(self.shares, dtype=self.dtype, device=self.device)
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        """Values [1, s_r] or [s_r] of the local tokens, summed by sequence: [k], in single
-        precision at least. Collective among the ranks of the micro-batch. Raises ModelError for
-        values of other tokens."""
+        """Sum values of the local tokens, [1, s_r] or [s_r], by sequence over all ranks of the
+        micro-batch: [k], in single precision at least. Collective among these ranks. Raises
+        ModelError for values of another shape."""
         self.used = True
         if not self.lengths:  # an idle turn: its backward still has to reach the model
             return values.flatten()[:0]
@@ -77,11 +79,11 @@ class SequenceSums:
                 wanted=f"[1, {len(index)}], a value of each local token",
             )
         stops = np.cumsum(self.lengths)
-        # The number of the sequence of each local token [s_r].
-        owners = torch.from_numpy(np.searchsorted(stops, index, side="right")).to(values.device)
+        # The number of the sequence that each local token is of [s_r].
+        sequence = torch.from_numpy(np.searchsorted(stops, index, side="right")).to(values.device)
         flat = values.flatten()
         wide = flat.float() if flat.element_size() < 4 else flat
-        local_sums = wide.new_zeros(len(self.lengths)).index_add(0, owners, wide)
+        local_sums = wide.new_zeros(len(self.lengths)).index_add(0, sequence, wide)
         sums: torch.Tensor = (
             local_sums if self.group is None else _Sum.apply(local_sums, self.group)
         )
@@ -90,7 +92,7 @@ class SequenceSums:
         return sums
 
     def local_index(self) -> np.ndarray:
-        """[s_r] int64: where the local tokens are in the row. Raises ModelError for a model of
+        """[s_r] int64: the index in the row of each local token. Raises ModelError for a model of
         several axes."""
         return self._require_tokens().index()
 
@@ -114,8 +116,8 @@ class SequenceSums:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of a tensor [k] over a group, the same on all ranks; the gradient is the sum of the
-    gradients of all ranks."""
+    """The sum of a tensor [k] over a group, the same on all ranks. As every rank's result depends
+    on every rank's tensor, the gradient is the sum of the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

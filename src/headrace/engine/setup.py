@@ -43,12 +43,14 @@ class PricedSampler(Protocol):
     """A sampler for which costs and ranks decide what a batch holds."""
 
     def price(self, problem: Problem) -> None:
-        """Draw for these costs and ranks from now on. Raises InfeasiblePlan where the longest
-        sample fits no group, SpecError for costs and ranks that no iteration is drawn for."""
+        """Draw batches for the costs and ranks of this planning problem from now on. Raises
+        InfeasiblePlan where the longest sample fits no group, and SpecError for costs and ranks for
+        which no iteration can be drawn."""
         ...
 
     def __str__(self) -> str:
-        """What batches are drawn of, once it is priced."""
+        """How batches are drawn, in words: from which buckets of lengths, for which groups. Call
+        :meth:`price` before."""
         ...
 
 
@@ -137,7 +139,8 @@ def roofline_of(
     hardware: Hardware,
     implementation: Implementation,
 ) -> CostModel:
-    """The roofline of some hardware and kernels, with the memory and type of a configuration."""
+    """The roofline costs of ``ranks`` devices with some hardware and kernels; the memory of a
+    device and the type of numbers are those of the configuration."""
     return roofline(
         architecture,
         hardware,
@@ -155,6 +158,7 @@ def assumed_by(config: Config, costs: CostModel, *, precision: str | None = None
     options, cluster = config.devices, costs.cluster
     precision = precision or options.planned_dtype
     hardware, kernels, peak = cluster.device, "measured", None
+    # Whether seconds are from a model of the hardware that the configuration names.
     modelled = any(f"source={s}" in costs.fingerprint for s in ("roofline", "rehearsal"))
     if options.hardware is not None and modelled:
         device = Hardware.parse(options.hardware).device
@@ -175,14 +179,15 @@ def assumed_by(config: Config, costs: CostModel, *, precision: str | None = None
 
 
 def native_or_why(config: Config) -> str:
-    """The reason, in words, why the model of a configuration is not native; empty where it is, and
-    where it is an unsupported variant of a native type, which raises an error when it is opened."""
+    """The reason, in words, why the model of a configuration is not native; empty where it is. It
+    is empty too for an unsupported variant of a native type, which raises an error when it is
+    opened."""
     if config.model.from_ is None:
         return ""
     try:
         _folder_architecture(config)
     except SpecError as error:
-        # Other errors than of the type are of a variant of a native one.
+        # The type is native where the error is about something else than the type.
         return str(error) if error.what == "model_type" else ""
     return ""
 
@@ -205,9 +210,9 @@ def _folder_architecture(config: Config) -> Architecture | None:
 def _architecture(
     config: Config, folder: Architecture | None, vocabulary: int, mask_id: int | None
 ) -> Architecture:
-    """The architecture of the configuration's own shape, or ``folder``, that of a model's folder,
-    fitted to the configuration: to its context, the size of its vocabulary, and the id of the mask
-    token of its tokenizer."""
+    """The architecture of a configuration: ``folder``, that of the model's folder, where it names
+    one, else by the sizes in its section [model]. Either is fitted to the context of the
+    configuration, the size of its ``vocabulary``, and the id of its tokenizer's mask token."""
     model, context = config.model, config.data.context
     if folder is None:
         return model.architecture(vocabulary, context, mask_id)
@@ -217,8 +222,8 @@ def _architecture(
 
 
 def formula_costs(config: Config, architecture: Architecture, ranks: int) -> CostModel:
-    """Costs from formulas, for planning where nothing was measured: the roofline of the hardware
-    that the configuration names, or those of a made-up device."""
+    """Costs from formulas, for planning where nothing was measured: a roofline of the hardware
+    that the configuration names, else the synthetic costs of a made-up device."""
     options = config.devices
     memory = options.memory_bytes
     if options.hardware is not None:

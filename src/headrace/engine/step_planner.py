@@ -83,8 +83,9 @@ class StepPlanner:
         start = time.perf_counter()
         problem = self._problem_of(request)
         if self.options.rotate and problem.strategies:
-            turn = problem.strategies[request.step % len(problem.strategies)]
-            problem = problem.replace(strategies=(turn,))
+            # Strategies take turns, one for each step.
+            strategy = problem.strategies[request.step % len(problem.strategies)]
+            problem = problem.replace(strategies=(strategy,))
         previous = request.previous if self.options.smoothing else None
         made = plan_batch(
             problem,
@@ -96,9 +97,9 @@ class StepPlanner:
         return self.expected(made, request, planning_s=time.perf_counter() - start)
 
     def expected(self, made: Plan, request: PlanRequest, *, planning_s: float = 0.0) -> Planned:
-        """What a plan, whoever made it, is expected to take: seconds of its micro-batches, peak
-        bytes of the ranks, and where the request says drawn the timeline. ``planning_s`` are the
-        seconds that making it took."""
+        """The plan ``made``, by whatever planner, with what it is expected to take: seconds of its
+        micro-batches, peak bytes of the ranks, and for a step that is drawn the timeline.
+        ``planning_s`` are the seconds that making the plan took."""
         costs = self._problem_of(request).model
         return Planned(
             request=request,
@@ -127,16 +128,16 @@ class StepPlanner:
         )
 
     def require(self, longest: int, margin: float | None = None, *, forward: bool = False) -> None:
-        """Raise InfeasiblePlan when a sequence of ``longest`` tokens fits nowhere with a memory
-        margin, or not every strategy where they take turns; ``forward`` asks of forwards alone."""
+        """Raise InfeasiblePlan when a sequence of ``longest`` tokens fits on no group with a memory
+        margin. Where the strategies of a configuration take turns, it has to fit each of them.
+        ``forward`` asks for forwards alone in the place of steps."""
         lengths = Lengths(tokens=(longest,))
         turns = len(self.options.strategies) if self.options.rotate else 1
         for step in range(max(1, turns)):  # each strategy has its turn once
             self.plan(PlanRequest(lengths=lengths, step=step, margin=margin, forward=forward))
 
     def fits(self, longest: int, margin: float, *, forward: bool = False) -> bool:
-        """Whether a sequence of ``longest`` tokens fits with a memory margin; :meth:`require` as a
-        question."""
+        """Whether :meth:`require` accepts a sequence of ``longest`` tokens with a memory margin."""
         try:
             self.require(longest, margin, forward=forward)
         except InfeasiblePlan:
@@ -177,7 +178,7 @@ _THRIFTIER = (0.9, 0.97, 0.995)
 place may take, tried in this order."""
 
 _MARGIN_STEP = 0.05
-"""By so much a margin is lowered, time and again, until the longest sequence fits."""
+"""A margin is lowered by this fraction of memory at a time until the longest sequence fits."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -223,10 +224,11 @@ class MemoryMargin:
     ) -> Found:
         """Plan a batch again whose plan ran out of memory on a rank with predicted ``peak_bytes``.
 
-        Returns what ``plan`` gives for a margin: the first of plans that take at most 90, 97 and
-        99.5 % of these bytes which exists. Raises the margin to that one, as far as the longest
-        sequence of the run allows, so that later batches leave as much free. Raises InfeasiblePlan,
-        naming the ``failure``, where there is no such plan.
+        Calls ``plan(margin)`` with margins that allow 90, 97 and 99.5 % of these bytes, ``margin =
+        1 - fraction * peak_bytes / memory``, and returns the first plan that there is. The margin
+        of the run is raised to that one, as far as its longest sequence allows, so that later
+        batches leave as much free. Raises InfeasiblePlan, naming the ``failure``, where no plan
+        fits.
         """
         old, memory = self.value, self.planner.costs.cluster.memory_bytes
         refusal = ""

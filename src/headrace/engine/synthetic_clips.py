@@ -20,7 +20,7 @@ _TIMES = 1000
 
 class SyntheticClips:
     """A data set of synthetic clips. ``shapes`` [clips, 2] are the frames and the patches of a
-    frame of each clip, ``lengths`` [clips] its places, which are frames times patches."""
+    frame of each clip, ``lengths`` [clips] its tokens, which are frames times patches."""
 
     def __init__(
         self,
@@ -50,13 +50,18 @@ class SyntheticClips:
         both axes, ``frames`` [t] and ``patches`` [s]."""
         frames, patches = (int(n) for n in self.shapes[index])
         draw = torch.Generator().manual_seed(self._seed * 1_000_003 + index)
-        wave = torch.rand(3, self._channels, generator=draw, dtype=torch.float64)
+        # A wave for each channel, all drawn at random: [c] radians a frame, 2 [c] radians a patch,
+        # and its phase.
+        by_frame, by_patch, phase = torch.rand(
+            3, self._channels, generator=draw, dtype=torch.float64
+        )
         t, s = torch.arange(frames), torch.arange(patches)
-        angle = wave[0] * t[:, None, None] + 2 * wave[1] * s[:, None] + math.tau * wave[2]
+        angle = by_frame * t[:, None, None] + 2 * by_patch * s[:, None] + math.tau * phase
         noise = torch.randn(frames, patches, self._channels, generator=draw, dtype=torch.float64)
         time = torch.randint(0, _TIMES, (), generator=draw)
-        turn = torch.tensor(math.pi / 2 * float(time) / _TIMES, dtype=torch.float64)
-        noisy = turn.cos() * angle.sin() + turn.sin() * noise
+        # From the clip alone (cos = 1) to the noise alone (sin = 1), by a quarter of a circle.
+        mixed = torch.tensor(math.pi / 2 * float(time) / _TIMES, dtype=torch.float64)
+        noisy = mixed.cos() * angle.sin() + mixed.sin() * noise
         return {
             "x": noisy.to(self._dtype),
             "labels": noise.to(self._dtype),

@@ -116,14 +116,14 @@ class Training:
 
     def __call__(self, world: World, listener: Listener) -> Path:
         """Train as one rank. Collective."""
-        why = "made by a factory" if self.model is not None else native_or_why(self.config)
-        if not why:
+        why_adopted = "made by a factory" if self.model is not None else native_or_why(self.config)
+        if not why_adopted:
             rank = open_rank(world, self.config, listener)
             return train_rank(rank, self.folder, resume=self.resume).folder
         from headrace.engine.adopted_run import train_adopted
 
         if world.rank == 0:
-            listener.tell(f"the model is adopted: it is no native one ({why})")
+            listener.tell(f"the model is adopted: it is no native one ({why_adopted})")
         train_adopted(
             world, self.config, self.folder, listener, resume=self.resume, factory=self.model
         )
@@ -162,8 +162,9 @@ def profile(config: Config, *, fresh: bool = False) -> CostModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Profiling:
-    """Measures costs on a rank, called with its world and a listener; ``fresh`` measures again what
-    is in the cache. A value of a module, as ranks may be new processes."""
+    """Measures costs on a rank when it is called with the rank's world and a listener; ``fresh``
+    measures again what is in the cache. An instance can be pickled, as ranks may be new
+    processes."""
 
     config: Config
     fresh: bool
@@ -174,10 +175,12 @@ class _Profiling:
 
 
 def on_ranks(config: Config, body: Callable[[World, Listener], Found], listener: Listener) -> Found:
-    """Run ``body``, a value of a module, on all ranks of a configuration; returns what it returns
-    on the first.
+    """Run ``body(world, listener)`` on all ranks of a configuration; returns what it returns on the
+    first. Ranks may be new processes, so ``body`` must be one that can be pickled: a function or an
+    instance of a class of a module.
 
-    ``listener`` hears the first rank, in this process. Raises as :func:`train` does.
+    ``listener`` is called in this process with what the first rank reports. Raises as
+    :func:`train` does.
     """
     if under_torchrun() or config.devices.ranks == 1:
         return _in_this_process(config, body, listener)
@@ -185,7 +188,8 @@ def on_ranks(config: Config, body: Callable[[World, Listener], Found], listener:
     heard = _PipeReader(listener=listener, pipes=[receiver for receiver, _ in pipes])
     write_fds = tuple(sender.fileno() for _, sender in pipes)
     try:
-        code = launch(config, _Sending(body=body, write_fds=write_fds), heard, write_fds)
+        sending = _Sending(body=body, write_fds=write_fds)
+        code = launch(config, sending, each=heard, inherited=write_fds)
     finally:
         for pipe in pipes:
             for end in pipe:
@@ -197,7 +201,7 @@ def on_ranks(config: Config, body: Callable[[World, Listener], Found], listener:
         raise LaunchError(
             "ranks",
             got=f"exit code {code}",
-            wanted="their end",
+            wanted="exit code 0",
             hint="stderr says which rank failed and where; resume=True goes on from a checkpoint",
         )
     return heard.found[0]
@@ -247,13 +251,13 @@ def _in_this_process(
     if under_torchrun():
         _raise_stopped(launch(config, main))
     else:
-        _raise_stopped(run_here(config, partial(_in_order, main)))
+        _raise_stopped(run_here(config, partial(_stoppable, main)))
     return found[0]
 
 
-def _in_order(main: Callable[[World], int], world: World) -> int:
-    """Run ``main`` as the only rank, where a signal that ends a job stops the run after the step
-    under way. Returns the exit code of ``main``, or 128 and the number of the signal."""
+def _stoppable(main: Callable[[World], int], world: World) -> int:
+    """Run ``main`` as the only rank so that a signal that ends a job stops the run after the step
+    under way. Returns the exit code of ``main``, or 128 plus the number of the signal."""
     with told_first(world.watcher.stop_lone):
         code = main(world)
     number = world.watcher.stopped_by()
@@ -261,8 +265,8 @@ def _in_order(main: Callable[[World], int], world: World) -> int:
 
 
 class _Sender(Listener):
-    """A listener on a rank that sends every call, as its name and arguments, to the process that
-    started the rank."""
+    """A listener on a rank that sends every call, as (method name, arguments), to the process that
+    started the rank, where :class:`_PipeReader` makes it."""
 
     def __init__(self, connection: Connection) -> None:
         """Send to ``connection``, the writing end of the rank's pipe."""
@@ -303,11 +307,12 @@ def _errors_sent(sender: Connection) -> Iterator[None]:
 
 
 class _PipeReader:
-    """Receives messages from the ranks' pipes; called repeatedly while the ranks run."""
+    """Makes the calls that ranks send through pipes; called again and again while they run.
+    ``found`` gets the first rank's result as its only item, ``error`` the first error."""
 
     def __init__(self, *, listener: Listener, pipes: list[Connection]) -> None:
-        """Messages go to ``listener``; ``pipes`` are the reading ends of the ranks' pipes.
-        ``found`` gets the first rank's result as its one item, ``error`` the first error."""
+        """Call the methods of ``listener`` for messages from ``pipes``, the reading ends of the
+        ranks' pipes."""
         self._listener, self._pipes = listener, pipes
         self.found: list[Any] = []
         self.error: HeadraceError | None = None
@@ -320,8 +325,8 @@ class _PipeReader:
                 self._hear(pipe)
 
     def _hear(self, pipe: Connection) -> None:
-        """Take one message ``(method name, arguments)`` from a pipe, or drop the pipe where the
-        rank closed it."""
+        """Take one message from a pipe: a call of the listener as (method name, arguments), or
+        "found" or "error" with a result or an error. Drops the pipe where the rank closed it."""
         try:
             name, arguments = pipe.recv()
         except EOFError:

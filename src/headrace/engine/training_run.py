@@ -176,7 +176,8 @@ def locked(folder: Path, *, wait_s: float) -> Iterator[None]:
         raise ConfigError(f"folder {folder}", got=error.strerror, wanted="a place for a run")
     with file:
         deadline = time.monotonic() + wait_s
-        # Of this process, not of its children: one that plans ahead may outlive a killed rank.
+        # The lock is held by this process and not by its children: a child that plans ahead may
+        # outlive a killed rank, and must not keep the folder locked.
         while not _lock(file.fileno()):
             if time.monotonic() > deadline:
                 file.seek(0)

@@ -55,7 +55,8 @@ def train_clips(
         model, channels = run.model, shape_of(config).channels
 
         def loss(micro: LoopMicroBatch) -> torch.Tensor:
-            """This rank's part of the mean squared error of the noise that the model finds, []."""
+            """This rank's part of the mean squared error of the model's noise against that of the
+            clip, []: over all tokens of the step and all channels."""
             error = model(**micro.inputs) - micro.labels
             return error.square().sum() / (micro.targets * channels)
 
