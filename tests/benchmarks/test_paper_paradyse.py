@@ -30,6 +30,7 @@ def named(rows: list[dict[str, Any]], where: str, what: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_rows_behind_say_why(rows: list[dict[str, Any]]) -> None:
     """Catches a row that is behind without a reason, and one that was not to be; what this machine
     timed for Equation 9 may fall either way."""
@@ -43,6 +44,7 @@ def test_rows_behind_say_why(rows: list[dict[str, Any]]) -> None:
     }
 
 
+@pytest.mark.slow
 def test_lengths_are_those_of_the_paper_or_longer(rows: list[dict[str, Any]]) -> None:
     """Catches memory that is counted wrongly: without METP the roofline says what Table 5 does, to
     a fiftieth, and with it more."""
@@ -57,6 +59,7 @@ def test_lengths_are_those_of_the_paper_or_longer(rows: list[dict[str, Any]]) ->
     assert named(rows, "Table 5, all strategies", "longest")["verdict"] == "ahead"
 
 
+@pytest.mark.slow
 def test_the_exact_mixture_is_not_beaten_by_algorithm_1(rows: list[dict[str, Any]]) -> None:
     """Catches a choice that is called exact and is not; the peak makes Algorithm 1 nearly so, the
     printed sum does not."""
@@ -73,6 +76,7 @@ def test_the_exact_mixture_is_not_beaten_by_algorithm_1(rows: list[dict[str, Any
     assert max(printed) > 0.03
 
 
+@pytest.mark.slow
 def test_what_strategies_add_is_as_in_the_paper(rows: list[dict[str, Any]]) -> None:
     """Catches costs in which another strategy matters than in the paper's measurements."""
     what = "seconds over those with all strategies"
@@ -82,6 +86,7 @@ def test_what_strategies_add_is_as_in_the_paper(rows: list[dict[str, Any]]) -> N
     assert all(row["ratio"] == pytest.approx(1, abs=0.03) for row in over.values())
 
 
+@pytest.mark.slow
 def test_plans_hold_what_no_method_alone_does(rows: list[dict[str, Any]], ran: Ran) -> None:
     """Catches a planner that may choose more and holds less, or is slower where weights are not
     replicated; and curves with a point where nothing fits."""
@@ -97,6 +102,7 @@ def test_plans_hold_what_no_method_alone_does(rows: list[dict[str, Any]], ran: R
             assert [each is not None for each in seconds] == held
 
 
+@pytest.mark.slow
 def test_switching_and_cost_models(rows: list[dict[str, Any]]) -> None:
     """Catches a change of method that costs a run something, quadratics that choose worse than
     the forests that they stand in for, and errors of cost models that were not measured."""

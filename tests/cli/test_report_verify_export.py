@@ -57,6 +57,10 @@ TORCH: dict[str, tuple[list[str], str]] = {
     "native with a path": (["verify", "native", "x"], "got a path x, wanted none"),
     "no ranks": (["verify", "native", "--ranks", "0"], "got ranks [0], steps 3, wanted >= 1 each"),
     "no steps": (["verify", "native", "--steps", "0"], "steps 0, wanted >= 1 each"),
+    "no error is below 0": (
+        ["verify", "native", "--tolerance", "-1"],
+        "--tolerance: got -1.0, wanted from 0 to below 1",
+    ),
     "no path": (["verify", "checkpoint"], "verify checkpoint: got no path"),
     "no checkpoint": (["verify", "checkpoint", "{tmp}"], "got none, wanted at least one"),
     "no folder": (["verify", "checkpoint", "{tmp}/nowhere"], "got none, wanted at least one"),
@@ -84,3 +88,24 @@ def test_what_is_not_there_is_one_message(capsys, tmp_path: Path, case: str) -> 
     assert (code, out) == (2, "")
     assert text in err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("what", ["native", "latte"])
+def test_a_tolerance_of_0_takes_equal_numbers_only(capsys, what: str) -> None:
+    """Catches a tolerance that is replaced by the default as it is 0."""
+    pytest.importorskip("torch")
+    code, out, err = call(
+        capsys,
+        "verify",
+        what,
+        "--ranks",
+        "2",
+        "--steps",
+        "1",
+        "--methods",
+        "megatron_ts",
+        "--tolerance",
+        "0",
+    )
+    assert code == 1, out + err
+    assert "tolerance 0e+00" in out

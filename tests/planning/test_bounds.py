@@ -91,7 +91,7 @@ def rows(seconds: np.ndarray) -> BoundRows:
     return BoundRows(
         ranks=np.array([[1.0], [2.0]]),
         stages=zero + 1,
-        opening=zero,
+        least_c=zero,
         shared=zero + 1,
         over=zero,
         alone=seconds,

@@ -42,7 +42,8 @@ class AxisExample:
         results: Gives the tensors of a result, each with its dims; those without places of the axis
             are alike on all ranks.
         adapted: Makes the model run on shards.
-        single: Whether it computes some of it in single precision, whatever it is given.
+        single: Whether the model computes some of its result in single precision even on fp64
+            inputs, so that larger errors are rounding.
     """
 
     model: torch.nn.Module
@@ -72,12 +73,12 @@ class AxisExample:
         wanted = torch.stack(sums).sum()
         wanted.backward()
         run = self.adapted(self.model)
-        run.check = False  # errors are to be measured
+        run.check = False  # a probe would raise where the error is to be measured
         out = run(**run.shard(self.inputs))
         loss = torch.zeros(())
         for (x, dims), weight in zip(self.results(out), weights, strict=True):
             part = (x * run.local(weight, dims)).sum()
-            # What ranks with the same samples all have counts once.
+            # What the ``mates`` ranks with the same samples all have whole counts once in the sum.
             loss = loss + (part if run.is_sharded(dims) else part / run.mates)
         run.backward(loss)
         total = float(run.add_up(loss))
@@ -128,7 +129,8 @@ def latte(
 def timesformer(
     frames: int = 5, side: int = 20, samples: int = 2, *, checkpoints: bool = False
 ) -> AxisExample:
-    """A small TimeSformer of transformers in fp64. Raises MissingExtra without it."""
+    """A small TimeSformer of transformers in fp64; its result is the patches and, in front of them,
+    the token of the clip. Raises MissingExtra without it."""
     try:
         from transformers import TimesformerConfig, TimesformerModel
     except ImportError:

@@ -4,6 +4,9 @@ A hook on a stage that mixes the sharded axis shards another axis first, by one 
 order of stages is recorded in the first forward; later forwards use the axes of :func:`plan_axes`.
 Where the model checkpoints activations, recomputed stages use the shards of their first forward;
 switches stand outside of the checkpoints, so recompute repeats no traffic.
+
+A *switch* is an all-to-all after which another axis is sharded; *places* are the indices of an
+axis; the model is *spread* while its forwards work on shards, and *plain* otherwise.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ class RouteSwitch:
     rank: int
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Switch the local tensor ``x``: the local tensor with ``to_dim`` sharded. Collective."""
+        """Switch ``x``, this rank's part with ``from_dim`` sharded; returns its part with
+        ``to_dim`` sharded. Collective."""
         opened = self.dims.opened(x, self.here)
         moved = traced_switch(
             opened, self.from_dim, self.to_dim, self.sizes, self.to_sizes, self.handle, self.rank
@@ -67,9 +71,9 @@ class RouteSwitch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentCut:
-    """The cut of an argument of ``dims`` with the places of all ranks to this rank's part:
-    ``count`` places from index ``start`` on along dim ``at`` of the unflattened tensor. ``totals``
-    are the places of the axes on all ranks."""
+    """The cut of a stage's argument, a tensor of ``dims`` with the places of all ranks, to this
+    rank's part: ``count`` places from index ``start`` on along dim ``at`` of the unflattened
+    tensor. ``totals`` are the sizes of the axes on all ranks."""
 
     dims: Dims
     totals: Mapping[str, int]
@@ -78,8 +82,9 @@ class ArgumentCut:
     count: int
 
     def of(self, x: torch.Tensor, known: Mapping[str, int]) -> torch.Tensor:
-        """This rank's part of ``x``; ``x`` itself where its size is no multiple of the places of
-        all ranks. ``known`` are sizes of names that are not in ``totals``."""
+        """This rank's part of ``x``; ``x`` itself where the size of its dim is no multiple of the
+        places of all ranks, as it is this rank's part already. ``known`` are sizes of names that
+        are not in ``totals``."""
         sizes = {**known, **self.totals}
         axis = self.dims.flat[self.at]
         dim, names = next(
@@ -96,10 +101,10 @@ class ArgumentCut:
 class StageRoute:
     """What is done before and after one call of a stage in a traced forward, planned in advance.
 
-    Its first argument, a tensor of ``dims``, is switched by ``enter`` (None: not at all) and then
-    has ``here`` places of each axis on this rank; its first result is switched by ``leave``.
-    ``counts`` are the values of whole numbers among the arguments, ``cuts`` the cuts of others, by
-    position or name."""
+    The stage's first argument, a tensor of ``dims``, is switched by ``enter`` (None: not at all)
+    and then has ``here`` places of each axis on this rank; its first result is switched by
+    ``leave``. By position or name of other arguments, ``counts`` are the numbers that replace whole
+    numbers of places, ``cuts`` what cuts tensors to this rank."""
 
     dims: Dims | None = None
     here: Mapping[str, int] = field(default_factory=dict)
@@ -109,11 +114,13 @@ class StageRoute:
     cuts: Mapping[int | str, ArgumentCut] = field(default_factory=dict)
 
     def arguments(self, args: Any, named: Any) -> tuple[Any, Any]:
-        """The arguments of the stage after the switch and the cuts: (positional, keyword)."""
+        """The arguments for this rank, (positional, keyword), made from those given: the first one
+        switched, others cut, counts of places replaced."""
         given = {**dict(enumerate(args)), **named}
         first = next(iter(given))
         if self.enter is not None:
             given[first] = self.enter.of(given[first])
+        # sizes of dims that are no axes, such as channels, which cuts need, too
         known: dict[str, int] = {}
         if self.cuts and self.dims is not None:
             known = self.dims.sizes_of(given[first], self.here)
@@ -136,8 +143,9 @@ class StageRoute:
 
 
 def _route_switch(shards: AxisShards, dims: Dims, axis: str, slot: GroupSlot) -> RouteSwitch:
-    """Plan the switch of a tensor of ``dims`` from the sharded axis to ``axis``, by the group of
-    ``slot``. Nothing is sent, but ``shards.axis`` is ``axis`` afterwards."""
+    """Plan the switch of a tensor of ``dims`` from the axis that is sharded to ``axis``, among the
+    group of ``slot``. Nothing is sent, but ``shards.axis`` is ``axis`` afterwards, so that what
+    follows is planned from there."""
     planned = RouteSwitch(
         dims=dims,
         here=shards.here(),
@@ -153,8 +161,8 @@ def _route_switch(shards: AxisShards, dims: Dims, axis: str, slot: GroupSlot) ->
 
 
 def _cuts(stage: AxisStage, shards: AxisShards) -> dict[int | str, ArgumentCut]:
-    """The cuts, by position or name, of the side arguments of ``stage`` that have places of the
-    sharded axis."""
+    """The cut to this rank's part of each argument in ``stage.sides`` that has places of the axis
+    that is sharded now; by the argument's position or name."""
     sizes = shards.sizes(shards.axis)
     cuts: dict[int | str, ArgumentCut] = {}
     for side, text in stage.sides.items():
@@ -173,9 +181,9 @@ def _cuts(stage: AxisStage, shards: AxisShards) -> dict[int | str, ArgumentCut]:
 def route(
     stages: Sequence[tuple[AxisStage, str]], shards: AxisShards, slot: GroupSlot
 ) -> list[StageRoute]:
-    """Plan the switches, cuts and counts of each stage, given as (stage, the axis that is sharded
-    while it runs) in calling order: one route for each. ``slot`` has the group; ``shards`` is
-    unchanged afterwards."""
+    """Plan a traced forward: one route for each call of a stage. ``stages`` are (stage, the axis
+    that is sharded while it runs) in calling order, ``shards`` the state before the first of them,
+    unchanged afterwards; the switches run among the group of ``slot``."""
     axis_at_start, routes = shards.axis, list[StageRoute]()
     for stage, axis in stages:
         before = shards.axis
@@ -203,7 +211,7 @@ plans depend on ratios of times only."""
 
 
 def _is_cast(x: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether ``x`` has the values of ``own``, perhaps in a narrower dtype."""
+    """Whether ``x`` has the values of ``own``, perhaps cast to another dtype."""
     if x.shape != own.shape or x.device != own.device:
         return False
     return x.data_ptr() == own.data_ptr() or torch.equal(x, own.to(x.dtype))
@@ -215,11 +223,11 @@ def _backward_at_work() -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Learnt:
-    """Facts from the last forward on some ranks, in calling order of the stages: the axes that each
-    one mixed (``order``), and its module. ``heads`` are the query heads of attention over all
-    places, None where no such attention has run. All ranks that work together have the same
-    record."""
+class _ForwardRecord:
+    """What the last forward on some ranks has shown: for each call of a stage, in order, the axes
+    that it mixed (``order``) and its module (``modules``). ``heads`` is the number of query heads
+    of attention over the places of all axes, None where no such attention has run. All ranks that
+    work together have the same record."""
 
     order: tuple[tuple[str, ...], ...] = ()
     modules: tuple[torch.nn.Module, ...] = ()
@@ -241,8 +249,9 @@ class HookMode(Enum):
 
 
 class HookManager:
-    """Owns the hooks of ``model`` and the ``shards`` of the current batch; a forward begins with
-    ``axis`` sharded. ``mode`` says what the hooks do; they act only while ``spread`` is set."""
+    """Owns the hooks of ``model``, which switch axes around its stages, and the ``shards`` of the
+    current batch. A forward begins with ``axis`` sharded. The hooks act only while ``spread`` is
+    set; ``mode`` says how."""
 
     def __init__(self, model: torch.nn.Module, stages: Sequence[AxisStage], axis: str) -> None:
         """Hook the forward of the model and of the modules of each stage; raises ModelError for a
@@ -254,7 +263,8 @@ class HookManager:
                 wanted="one that is not",
                 hint="run.detach() of the first",
             )
-        # The model: the stage of each module that is one, and the names of its axes.
+        # Of the model: the stage of each module that belongs to one, and all axes that may be
+        # sharded or mixed.
         self.model, self.axis = model, axis
         self.stages = modules_of(model, tuple(stages))
         self.axes = {axis, *(name for stage in stages for name in stage.mixed)}
@@ -270,29 +280,32 @@ class HookManager:
                 )
         # Further axes that hooks of an adapter shard.
         self.switched: tuple[str, ...] = ()
-        # The batch: whether the model is spread, its shards, and shards given for the next forward.
+        # Of the batch: whether the model is spread, the shards that it works on, and those that the
+        # next forward is to begin on.
         self.spread = False
         self.shards: AxisShards | None = None
         self._next_shards: AxisShards | None = None
         self.inputs: tuple[torch.Tensor, ...] = ()  # of the micro-batch of a loop
-        # The current forward: for each stage that has begun and not ended, the axis that was
+        # Of the current forward: for each stage that has begun and not ended, the axis that was
         # sharded before it; the modules of all stages called so far; whether a checkpoint runs.
         self._axes_before = list[str]()
         self._called = list[torch.nn.Module]()
         self._recomputing_now = False
-        # The backward at work: ``spread`` and ``shards`` from before it (None while there is none),
-        # and the axis that was sharded at the end of each forward that it goes back to.
+        # Of the backward at work: (``spread``, ``shards``) from before it, None while there is
+        # none; and, for the shards of each forward that it goes back to, the axis at that
+        # forward's end.
         self._before_backward: tuple[bool, AxisShards | None] | None = None
         self._axis_at_end: dict[AxisShards, str] = {}
         # Where the operators of attention over all places look up what they work on.
         self._slot = ModelSlot()
-        # Earlier forwards: their records by ranks, and the plans made from these.
-        self._learnt: dict[Members, _Learnt] = {}
+        # Of earlier forwards: the last record by the ranks that shared the batch, and the axes
+        # planned from such records.
+        self._records: dict[Members, _ForwardRecord] = {}
         self._plans: dict[Any, tuple[AxisChoice, ...]] = {}
-        # The shards of each input that was cut, as long as the tensor lives.
+        # The shards of each input that was cut; an entry goes with its tensor.
         self._shards_of_input: MutableMapping[torch.Tensor, AxisShards] = WeakIdKeyDictionary()
-        # Tracing: whether the model is compiled; the routes of the traced forward by the number of
-        # the stage, the axis that is sharded at its end, and the group of its switches.
+        # Of tracing: whether the model is compiled; the routes of the traced forward by the number
+        # of the stage, the axis that is sharded at its end, and the group of its switches.
         self.traced, self.routes = False, dict[int, StageRoute]()
         self.last_axis = axis
         self._group_slot: GroupSlot | None = None
@@ -304,6 +317,7 @@ class HookManager:
         self._hooks.callback(hook_after(model, self._end, always=True))
         for number, (module, stage) in enumerate(self.stages.items()):
             if self.axes <= set(stage.mixed):
+                # No axis is left to shard: its attention runs over ranks.
                 self._hooks.callback(partial(setattr, module, "forward", module.forward))
                 module.forward = partial(self._jointly, stage, module, module.forward)
             entering = partial(self._enter, number, stage)
@@ -320,10 +334,10 @@ class HookManager:
         return HookMode.RECOMPUTED if self._recomputing_now else HookMode.SWITCHING
 
     @property
-    def _record_here(self) -> _Learnt:
+    def _record_here(self) -> _ForwardRecord:
         """The record of the ranks that share the current batch. Records of other groups do not
         count: not all of these ranks have them, so their plans would differ."""
-        return self._learnt.get(self.at_work.members, _Learnt())
+        return self._records.get(self.at_work.members, _ForwardRecord())
 
     @property
     def at_work(self) -> AxisShards:
@@ -345,14 +359,14 @@ class HookManager:
         """Undo what a forward on simulated ``shards`` left here, whether it ended or raised: the
         record of its stages, and the replacement of checkpoints."""
         self._next_shards = None
-        self._learnt.pop(shards.members, None)
+        self._records.pop(shards.members, None)
         self._axes_before.clear()
         self._called.clear()
         self._forward_context.close()
 
     def forget(self) -> None:
         """Drop the records of earlier forwards, as not all ranks may have run the last one."""
-        self._learnt.clear()
+        self._records.clear()
 
     def on(
         self,
@@ -368,19 +382,20 @@ class HookManager:
         removers = ExitStack()
         if before is not None:
 
-            def enter(at: Any, args: Any, named: Any) -> Any:
+            def enter(hooked: Any, args: Any, named: Any) -> Any:
                 """Call ``before`` while the model is spread; in a recompute on the shards of the
                 first forward."""
                 if not self.spread:
                     return None
                 if not torch.compiler.is_compiling():
-                    self._record_or_restore(at, removers)
+                    self._record_or_restore(hooked, key=removers)  # unique to these hooks
                 return before(args, named)
 
             removers.callback(hook_before(module, enter, named=True))
         if after is not None:
 
-            def leave(at: Any, args: Any, out: Any) -> Any:
+            def leave(_: Any, args: Any, out: Any) -> Any:
+                """Call ``after`` while the model is spread."""
                 return after(args, out) if self.spread else None
 
             removers.callback(hook_after(module, leave, always=always))
@@ -388,8 +403,8 @@ class HookManager:
         return removers.close
 
     def fewest(self, totals: Mapping[str, int]) -> int:
-        """The places of the shortest axis that will be sharded, which is the most ranks that can
-        share a sample. ``totals`` are the places of each axis. Sharded are the first axis, those
+        """The size of the shortest axis that a forward will shard: no more ranks can share a
+        sample. ``totals`` are the sizes of all axes. Sharded are the axis at the beginning, those
         that hooks of an adapter switch to, and in each stage the longest axis that it does not
         mix."""
         places = [totals[name] for name in (self.axis, *self.switched)]
@@ -400,32 +415,33 @@ class HookManager:
         return min(places)
 
     def know(self, x: torch.Tensor, shards: AxisShards) -> None:
-        """Record that ``x`` is an input cut to ``shards``: a forward that is given it runs on
-        these."""
+        """Record that the tensor ``x`` is an input that was cut to ``shards``: a forward that is
+        given ``x`` runs on them."""
         self._shards_of_input[x] = shards
 
     def shards_of(self, given: Sequence[Any]) -> AxisShards | None:
-        """The shards of the first of the values ``given`` that is a recorded input; None where none
-        is."""
+        """The shards of the first value of ``given`` that is a recorded input (:meth:`know`); None
+        where none is."""
         tensors = (x for x in given if isinstance(x, torch.Tensor))
         recorded = (self._shards_of_input.get(x) for x in tensors)
         return next((shards for shards in recorded if shards is not None), None)
 
     def take(self, shards: AxisShards) -> None:
-        """Work on a fresh copy of ``shards`` from here on, in stages that are called by hand, too.
-        The next forward runs on them even where a wrapper replaced its inputs by copies."""
+        """Work on ``shards`` from here on, in a state as at the beginning of a forward. The next
+        forward of the model runs on them even where a wrapper has replaced its inputs by copies, by
+        which they could not be found."""
         self._next_shards = shards
         if _backward_at_work() < 0:
-            self.end_backward()  # one that failed
+            self.end_backward()  # one that raised has not ended by itself
         self.shards = shards.begun(self.axis, _backward_at_work())
-        self._axes_before.clear()  # a forward that failed left some
+        self._axes_before.clear()  # a forward that raised has left some
         self._called.clear()
         self.routes = self._routes() if self.traced else {}
 
     def _routes(self) -> dict[int, StageRoute]:
-        """The route of each stage in the next forward, by stage number; empty while the calling
-        order of stages is not known. Sets ``last_axis``. Raises ModelError for stages that cannot
-        be traced."""
+        """The route of each stage in the next forward, which a compiler traces, by stage number;
+        empty while no forward has shown the calling order of stages. Sets ``last_axis``, the axis
+        that is sharded at its end. Raises ModelError for stages that cannot be traced."""
         shards, modules = self.at_work, self._record_here.modules
         if not modules:
             return {}
@@ -449,6 +465,7 @@ class HookManager:
             )
         if self._group_slot is None or self._group_slot.group is not shards.group:
             self._group_slot = GroupSlot(shards.group)
+        # ``axis`` is sharded between stages, ``during`` in one: another only if the stage mixes it
         axis, stages_with_axis = shards.axis, list[tuple[AxisStage, str]]()
         for at, stage in enumerate(stages):
             during = self._choose_axis(stage, at, shards).axis if axis in stage.mixed else axis
@@ -470,8 +487,8 @@ class HookManager:
     # Compilers break their graphs here: only at run time is it known which axis is sharded.
     @torch.compiler.disable
     def _begin_forward(self, args: Any, named: Any) -> None:
-        """Take the shards that the arguments of the model belong to and start its forward; raises
-        ModelError for inputs that were not sharded."""
+        """Start a forward on the shards that its inputs were cut to, found by these tensors, or on
+        those given to :meth:`take`. Raises ModelError for inputs that were not sharded."""
         values = (*args, *named.values())
         shards = self.shards_of(values)
         if shards is None and self.inputs and not torch.is_grad_enabled():
@@ -518,17 +535,17 @@ class HookManager:
 
     @torch.compiler.disable
     def _note_stage_order(self, *, failed: bool) -> None:
-        """Restore the model's checkpoint functions and, unless the forward raised, record in which
-        order its stages were called and what they mixed."""
+        """End a spread forward: restore the model's checkpoint functions and, unless it raised,
+        record in which order its stages were called and what they mixed."""
         self._forward_context.close()
         if self.shards is not None and not failed:
-            self._learnt[self.shards.members] = replace(
+            self._records[self.shards.members] = replace(
                 self._record_here, order=tuple(self.shards.passed), modules=tuple(self._called)
             )
 
     def _enter(self, number: int, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
-        """The hook before stage ``number``: its arguments (positional, keyword), switched and cut
-        to an axis that the stage does not mix, or None to leave them."""
+        """The hook before a module of a stage, the one of that ``number``: returns its arguments
+        (positional, keyword) for this rank, or None to leave them as they are."""
         mode = self.mode
         if mode is HookMode.TRACED:
             return self.routes[number].arguments(args, named)
@@ -538,8 +555,9 @@ class HookManager:
 
     @torch.compiler.disable
     def _enter_stage(self, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
-        """Switch the first tensor of a stage's arguments to an axis that it does not mix, cut side
-        arguments to this rank and set counts of places to this rank's. Returns the arguments,
+        """Prepare the arguments of a stage that begins: its first one, a tensor, is switched to an
+        axis that the stage does not mix, where the sharded one is mixed; its ``sides`` are cut to
+        this rank's part, and its ``counts`` set to this rank's places. Returns the arguments,
         (positional, keyword)."""
         given = {**dict(enumerate(args)), **named}
         first_key = next(iter(given), None)
@@ -550,14 +568,14 @@ class HookManager:
                 got=f"{type(first).__name__} as its first argument",
                 wanted=f"a tensor of dims {stage.dims}",
             )
-        self._record_or_restore(module, module)
+        self._record_or_restore(module, key=module)
         shards = self.at_work
         stage_number = shards.pass_stage(stage.mixed)
-        if stage_number == len(self._called):  # not in a recompute
+        if stage_number == len(self._called):  # else it is recomputed, and was recorded before
             self._called.append(module)
         self._axes_before.append(shards.axis)
         if shards.group is not None and shards.axis in stage.mixed:
-            shards.learn(first, stage.layout, self.axes)
+            shards.learn(first, stage.layout, self.axes)  # the choice needs the sizes of all axes
             axis = self._choice_for(stage, stage_number).axis
             if axis != shards.axis:
                 given[first_key] = shards.switched(first, stage.layout, axis)
@@ -570,16 +588,18 @@ class HookManager:
                 given[count] = shards.counted(axis)
         return tuple(given[at] for at in range(len(args))), {k: given[k] for k in named}
 
-    def _record_or_restore(self, module: torch.nn.Module, hook: Any) -> None:
-        """In a forward, record under ``hook`` which axis is sharded and how many stages have begun
-        when it comes to a hook of ``module``. In a recompute, which a checkpoint runs within a
-        backward, restore both. Raises ModelError for a recompute of a module that ran several times
-        with different axes sharded, as it is not known which time is recomputed."""
+    def _record_or_restore(self, module: torch.nn.Module, key: Any) -> None:
+        """Have a recompute, which a checkpoint runs within the backward, find the sharded axis and
+        the number of stages begun as they were when the forward came to ``module``: a forward
+        records both under ``key``, a recompute restores them. Raises ModelError for a
+        recompute of a module that ran several times with different axes sharded, as it is not known
+        which of these times is recomputed."""
         shards = self.at_work
-        if _backward_at_work() == shards.task:
-            shards.entries.setdefault(hook, []).append((shards.axis, shards.position))
+        if _backward_at_work() == shards.task:  # the forward itself, not a recompute
+            shards.entries.setdefault(key, []).append((shards.axis, shards.position))
             return
-        entries = shards.entries.get(hook, [])
+        entries = shards.entries.get(key, [])
+        # (axis sharded before the module, choice made in it): recomputes have to repeat both
         ways = {(axis, shards.chosen.get(position)) for axis, position in entries}
         if len(ways) > 1:
             raise ModelError(
@@ -592,8 +612,9 @@ class HookManager:
             shards.axis, shards.position = entries[-1]
 
     def resume(self, shards: AxisShards, at_end: Callable[[Callable[[], None]], None]) -> None:
-        """Spread the model again on the ``shards`` of a forward whose backward begins, until that
-        backward has ended. ``at_end(function)`` has autograd call a function at its end."""
+        """Spread the model again on the ``shards`` of an earlier forward, as its backward begins
+        and may run parts of it again; until the backward ends. ``at_end(function)`` has autograd
+        call ``function`` at that end."""
         if self._before_backward is None:
             self._before_backward = self.spread, self.shards
             at_end(self.end_backward)
@@ -601,8 +622,9 @@ class HookManager:
         self.spread, self.shards = True, shards
 
     def end_backward(self) -> None:
-        """Restore the state from before the current backward, and in the shards of its forwards the
-        axis that was sharded at their ends; nothing where there is no backward."""
+        """Undo :meth:`resume`: restore whether the model is spread and on which shards, and for the
+        shards of each forward the axis at that forward's end, which recomputes have changed. Does
+        nothing where no backward is at work."""
         if self._before_backward is not None:
             self.spread, self.shards = self._before_backward
             self._before_backward = None
@@ -611,8 +633,8 @@ class HookManager:
         self._axis_at_end.clear()
 
     def _leave(self, number: int, stage: AxisStage, module: Any, _: Any, out: Any) -> Any:
-        """The hook after stage ``number``: its result ``out`` with the axis sharded that was so
-        before the stage, where it is declared to return to it; None to leave the result."""
+        """The hook after a module of a stage, the one of that ``number``: returns its result
+        ``out``, switched back where the stage is declared to do that, or None to leave it."""
         mode = self.mode
         if mode is HookMode.TRACED:
             return self.routes[number].result(out)
@@ -620,8 +642,8 @@ class HookManager:
 
     @torch.compiler.disable
     def _leave_stage(self, stage: AxisStage, out: Any) -> Any:
-        """Switch the first tensor of a stage's result back to the axis that was in shards before,
-        for a stage with ``returns``."""
+        """The result of a stage that ends: its first tensor is switched back to the axis that was
+        sharded before the stage where ``stage.returns`` asks for it, else it stays as it is."""
         shards, before = self.at_work, self._axes_before.pop()
         if not stage.returns or shards.axis == before or shards.group is None:
             return out
@@ -632,14 +654,15 @@ class HookManager:
     def _jointly(
         self, stage: AxisStage, module: Any, forward: Callable[..., Any], *args: Any, **named: Any
     ) -> Any:
-        """Run ``forward``, that of a stage that mixes all axes, so that one of them is sharded: its
-        attention sees the places of all ranks (:class:`JointAttention`). Records its heads. Raises
-        ModelError for a stage without attention. Unchanged while the model is not spread."""
+        """Take the place of ``forward`` of a module whose stage mixes all axes, so that one of them
+        has to stay sharded: attention in it is spread over the ranks (:class:`JointAttention`), and
+        its number of heads recorded. While the model is plain it is ``forward`` itself. Raises
+        ModelError for a stage that calls no attention."""
         shards = self.shards
         plain = not self.spread or module not in self.stages  # a copy of the model is plain, too
         if plain or shards is None or shards.group is None:
             return forward(*args, **named)
-        chosen = shards.chosen.get(shards.position - 1)
+        chosen = shards.chosen.get(shards.position - 1)  # this stage's: it has been counted
         method = None if chosen is None or chosen.method == "none" else chosen.method
         joint = JointAttention(shards, stage, self._slot, method)
         with joint:
@@ -650,12 +673,13 @@ class HookManager:
                 got="no call of scaled_dot_product_attention",
                 wanted="attention that can be spread over ranks",
             )
-        self._learnt[shards.members] = replace(self._record_here, heads=joint.heads)
+        self._records[shards.members] = replace(self._record_here, heads=joint.heads)
         return out
 
     def _choice_for(self, stage: AxisStage, at: int) -> AxisChoice:
-        """The axis to shard from stage number ``at`` on. A recompute keeps the choice of its first
-        forward, unless that was for want of a better one (a mixed axis and no method)."""
+        """The axis to shard from stage number ``at`` on. It is chosen once in a forward, so that a
+        recompute finds the same choice; only a choice of a mixed axis without a method, made while
+        nothing was known of its heads, is made again."""
         shards = self.at_work
         known = shards.chosen.get(at)
         if known is None or (known.axis in stage.mixed and known.method == "none"):
@@ -671,6 +695,7 @@ class HookManager:
         record = self._record_here
         has_heads = record.heads or not mixes_all
         recorded = record.order[at : at + 1] == (stage.mixed,)
+        # A stage with ``returns`` is switched back anyway: there is no sequence of axes to plan.
         if has_all_sizes and has_heads and not stage.returns and recorded:
             key = record.order, record.heads, tuple(shards.totals.items()), shards.ranks
             if key not in self._plans:
@@ -696,7 +721,7 @@ class HookManager:
             [MixingStage(mixes=mixed) for mixed in self._record_here.order],
             sizes,
             shards.ranks,
-            tensor_bytes=1.0,
+            tensor_bytes=1.0,  # only ratios of times matter
             transfer_s=lambda sent: sent / _LINK_BYTES_S,
             entry=self.axis,
             exit_=self.axis,
@@ -706,9 +731,9 @@ class HookManager:
 
     @contextmanager
     def _recomputing(self, shards: AxisShards) -> Iterator[None]:
-        """Context in which the checkpoint functions of the model's modules, as diffusers and
-        transformers keep them, are replaced by :meth:`_run_checkpoint` on ``shards``: switches are
-        then outside of what is recomputed."""
+        """Context of a forward on ``shards`` in which the functions by which modules of diffusers
+        and transformers checkpoint activations are replaced by :meth:`_run_checkpoint`, so that
+        switches stand outside of what is recomputed."""
         name = "_gradient_checkpointing_func"
         modules = [module for module in self.model.modules() if name in module.__dict__]
         checkpoints = [getattr(module, name) for module in modules]
@@ -728,9 +753,10 @@ class HookManager:
         *args: Any,
         **named: Any,
     ) -> Any:
-        """Take the place of ``checkpoint(function, *args, **named)``. Where ``function`` is the
-        module of a stage, it is switched before and after the checkpoint, so that the recompute of
-        the stage switches nothing."""
+        """Take the place of ``checkpoint(function, *args, **named)``, a call in a forward on
+        ``shards``. Where ``function`` is a module of a stage, switches are made before and after
+        the checkpoint, not within it, so that its recompute repeats none. Any other ``function``
+        may contain stages: its recompute begins with the axis sharded that is so now."""
         stage = self.stages.get(function) if isinstance(function, torch.nn.Module) else None
         if stage is None:
             return checkpoint(
@@ -744,21 +770,22 @@ class HookManager:
     def _run_checkpointed(
         self, state: tuple[AxisShards, str, int], function: Callable[..., Any], *args: Any
     ) -> Any:
-        """Run ``function`` in mode RECOMPUTED, in the first forward and in the recompute alike.
-        ``state`` is what it starts from: (shards, sharded axis, number of stages begun)."""
+        """Run ``function``, a module of a stage within a checkpoint, in mode RECOMPUTED, in the
+        forward and in the recompute alike, from ``state``: (shards, sharded axis, number of stages
+        begun). What was before is restored."""
         shards, axis, position = state
-        mode_before, position_before = self._recomputing_now, shards.position
+        recomputing_before, position_before = self._recomputing_now, shards.position
         self._recomputing_now, shards.position = True, position
         try:
             return self._on_shards_of(shards, axis, function, *args)
         finally:
-            self._recomputing_now, shards.position = mode_before, position_before
+            self._recomputing_now, shards.position = recomputing_before, position_before
 
     def _on_shards_of(
         self, shards: AxisShards, axis: str, function: Callable[..., Any], *args: Any
     ) -> Any:
-        """Run ``function`` on the ``shards`` of its first forward, with ``axis`` sharded as then;
-        in a recompute the model may have other current shards by now. They are restored."""
+        """Run ``function`` on ``shards`` with ``axis`` sharded, and restore what was before. So a
+        recompute runs as its forward did, though the model may work on other shards by now."""
         shards_before, axis_before = self.shards, shards.axis
         self.shards, shards.axis = shards, axis
         try:

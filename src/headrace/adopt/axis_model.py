@@ -10,6 +10,11 @@ The sharded axis is one that the current stage does not mix; before a stage that
 all-to-all shards another axis instead. The objective is the sum of all ranks'
 losses: a term that all ranks compute alike is divided by the number of ranks
 (``alike=True``), a term that ranks with the same samples compute alike by ``mates``.
+
+The words used below: the *places* of an axis are its indices (frames of time, say), so their number
+is its size. An axis is *in shards* (sharded) when each rank of a group has a run of its places.
+What ranks have *alike* is the same on each of them. The model is *spread* while its forwards work
+on shards; otherwise it is the user's *plain* one.
 """
 
 from __future__ import annotations
@@ -60,7 +65,7 @@ _FEWEST = 3
 """Places that a sample on which a model is tried has on every axis, at least."""
 
 Sizes = Callable[[Mapping[str, torch.Tensor]], Mapping[str, int]] | None
-"""A function from the inputs by name to the sizes of axes by name."""
+"""A function from the whole inputs by name to the sizes of axes by name."""
 
 
 class AxisModel:
@@ -70,16 +75,18 @@ class AxisModel:
         model: The model, alone or under DDP or FSDP2.
         stages: The modules in which places of an axis see each other.
         inputs: The dims of its inputs with places of axes, by name.
-        axis: The axis that is in shards where no stage says otherwise.
-        batch: The name of the samples, which may be worked on apart.
-        sizes: Gives places of axes that the model makes of its inputs, by name.
-        counts: The axes that whole numbers among the inputs count, by name of the input.
-        switched: Axes that hooks of an adapter put in shards.
+        axis: The axis that is in shards when a forward begins, and where no stage needs another.
+        batch: The name of the axis of samples; groups of ranks may work on different samples.
+        sizes: A function from the inputs by name to the sizes, by name, of axes that no dim of an
+            input shows, such as the patches that the model makes of a frame.
+        counts: For each input that is a whole number of places, by name, the axis whose places it
+            counts; the model is given the number of places on this rank instead.
+        switched: Further axes that hooks of an adapter put in shards.
         groups: The groups of this rank; those of the world when left out.
         check: Whether the model is tried on shards of its first batch before it is run on any;
             ``"first step"`` compares gradients of all ranks with the plain model's, too.
         compare: Whether ranks compare the inputs of each batch.
-        other_dims: Dims that an input may have in the place of those of ``inputs``, by name.
+        other_dims: For inputs that may come with another number of dims, by name, these dims.
 
     Raises:
         SpecError: For an ``axis`` that no input has, where no ``sizes`` are given.
@@ -111,12 +118,14 @@ class AxisModel:
         self.axis, self.batch = axis, batch
         self._sizes, self.check = sizes, bool(check)
         self._first_step = check == "first step"
-        # A batch on which the plain model failed: it is tried on it again in its first call.
+        # A batch on which the plain model raised in ``shard``: the probe is tried again on it in
+        # the first call, which may have what was missing.
         self._unprobed_batch: Mapping[str, Any] | None = None
-        # From the probe, for each tensor of a result: whether every rank has the whole of it.
+        # From the probe, for each tensor that the model returns: whether every rank has it whole.
         self._alike = tuple[bool, ...]()
-        # Whether tensors that ranks have alike are guarded, so that they do not count once for each
-        # rank; and which guards raise in the backward at work: all, or those of own losses.
+        # Guards are hooks on tensors that ranks have alike: they raise in a backward that would
+        # count such a tensor once for each rank. Whether there are guards; and, while a backward
+        # runs, whether all of them raise, and whether those on losses that the model returns do.
         self._has_guards, self._refuses_alike, self._refuses_own = False, False, False
         self._alike_of_backwards = set[bool]()  # given to backwards since the last add_up
         if sizes is None and not any(axis in dims for dims in self.inputs.values()):
@@ -137,8 +146,9 @@ class AxisModel:
     whole = False
 
     def install(self) -> Callable[[], None]:
-        """Have the model itself give results on the shards of its inputs while it is spread; its
-        hooks exist already. Returns a function that undoes this."""
+        """Have a call of the model itself, while it is spread, give what a call of this object
+        gives, with the result on the shards of the inputs: for loops that call the model. Returns a
+        function that undoes this."""
 
         def back(_: Any, out: Any) -> Any:
             """Put the result back on the shards of the inputs, and prepare it for a backward."""
@@ -157,8 +167,8 @@ class AxisModel:
         *,
         always: bool = False,
     ) -> Callable[[], None]:
-        """Change what a module of the model is given or returns while the model is spread, as for
-        positions that it counts itself.
+        """Change what a module of the model is given or returns while the model is spread, such as
+        a module that makes positions from the number of places that it sees.
 
         Args:
             module: A module of the model.
@@ -172,13 +182,13 @@ class AxisModel:
         return self._manager.on(module, before, after, always=always)
 
     def places_of(self, axis: str) -> int:
-        """Count the places of an axis in the whole batch, of which this rank may have some.
+        """Count the places of an axis on all ranks that share this rank's samples.
 
         Args:
             axis: Its name.
 
         Returns:
-            The places on all ranks.
+            The size of the axis before it was sharded.
 
         Raises:
             SpecError: For an axis that neither inputs nor ``sizes`` tell.
@@ -199,6 +209,7 @@ class AxisModel:
         return () if self.shards is None else tuple(self.shards.moves)
 
     def __str__(self) -> str:
+        """The model, its sharded axis, and what this rank sent in the last forward, in words."""
         name, moves = type(self.inner).__name__, self.moves
         if self.shards is None or self.shards.group is None:
             return f"{name} on one rank" if self.ranks == 1 else f"{name}, samples apart"
@@ -231,16 +242,17 @@ class AxisModel:
 
     @property
     def mates(self) -> int:
-        """The number of ranks that work on the same samples. What they have alike counts once: a
-        loss is taken to be divided by it where it is asked for after the forward."""
-        self._has_guards = False  # the caller divides, so the backward has nothing to refuse
+        """The number of ranks that work on this rank's samples. Losses of ranks are summed, so a
+        loss that these ranks compute alike has to be divided by it. Who reads it is taken to do so:
+        the next backward refuses no loss for being alike."""
+        self._has_guards = False
         return self._manager.at_work.ranks
 
     @property
     def share(self) -> float:
-        """What a mean over samples on this rank, as a model's own loss, counts in that over the
-        whole batch, ``run.backward(loss * run.share)``: its part of the samples, over the ranks
-        that have the same ones."""
+        """The weight of a mean over this rank's samples, such as a model's own loss, in the mean
+        over the whole batch: this rank's share of the samples, divided by the number of ranks that
+        have the same ones. Use it as ``run.backward(loss * run.share)``."""
         _, own_samples, all_samples = self._manager.at_work.samples
         return own_samples / all_samples / self.mates
 
@@ -268,7 +280,8 @@ class AxisModel:
             SpecError: For replicas that the ranks cannot be divided into.
         """
         blocks = replica_blocks(self.ranks, replicas)
-        places, groups = self.places(batch) * self._sample_count(batch), self._groups
+        places = self.places(batch) * self._sample_count(batch)  # later those of all replicas
+        groups = self._groups
         members = blocks[0] if groups is None else next(b for b in blocks if groups.rank in b)
         needed = self.groups_for(batch, members)
         self._watch.count()
@@ -284,7 +297,7 @@ class AxisModel:
                 if replicas > 1:
                     places_by_rank = gather_floats([float(places)], groups.world)
                     places = round(sum(places_by_rank[block[0]][0] for block in blocks))
-            self._probe_once(batch, may_wait=True)
+            self._probe_once(batch, may_postpone=True)
         shards, inputs = self._place_batch(batch, members, None)
         labels = self._local_labels(inputs, shards)
         if self._label_name not in self._argument_names:
@@ -292,6 +305,7 @@ class AxisModel:
         if self._first_step and replicas == 1 and self._unprobed_batch is None:
             self._first_step = False
             self._compare_whole(inputs, {k: v for k, v in batch.items() if k in inputs})
+            # The comparison has run forwards on these shards: the caller gets fresh ones.
             shards, inputs = self._place_batch({k: batch[k] for k in inputs}, members, None)
         return BatchPart(
             inputs=inputs,
@@ -304,14 +318,14 @@ class AxisModel:
 
     def _compare_whole(self, local: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
         """Compare the spread model on this rank's ``local`` inputs with the plain one on the
-        ``whole`` batch, where the loss is the sum of squares of all results. Collective. Raises
-        ModelError where losses or gradients differ."""
+        ``whole`` batch, by the sum of squares of all results as the loss, and its gradients.
+        Collective. Raises ModelError where they differ."""
 
         def spread() -> torch.Tensor:
             """The loss of all ranks, [], after its backward."""
             values = list(result_tensors(self(**local)))
             known = self._alike if len(self._alike) == len(values) else [False] * len(values)
-            # What all mates have alike counts once.
+            # What ranks with the same samples have alike counts once in the sum over ranks.
             squares = [
                 x.square().sum() / (self.mates if alike else 1)
                 for x, alike in zip(values, known, strict=True)
@@ -338,10 +352,11 @@ class AxisModel:
         exchange: str | None = None,
         groups: Groups | None = None,
     ) -> BatchPart:
-        """:meth:`shard` without a check that ``ranks`` have the same batch: no communication. Their
-        groups (:meth:`groups_for`) must exist in ``groups``. Fields that the model does not take
+        """This rank's part of a batch, as :meth:`shard` gives it, but without communication: it is
+        not checked that all ``ranks`` have the same batch, and their process groups
+        (:meth:`groups_for`) must exist in ``groups`` already. Fields that the model does not take
         are in ``rest``. Of values in host memory only this rank's part is copied to the model's
-        device, and nobody waits for it."""
+        device, asynchronously."""
         declared = {name: value for name, value in values.items() if name in self.inputs}
         others = {name: value for name, value in values.items() if name not in declared}
         shards, placed = self._place_batch(declared, ranks, groups)
@@ -374,7 +389,7 @@ class AxisModel:
         return value
 
     def take(self, part: BatchPart) -> None:
-        """Spread the model: its forwards work on ``part`` from now on."""
+        """Spread the model: its forwards work on the shards of ``part`` until :meth:`release`."""
         self._manager.take(part.placed)
         self._manager.spread = True
         self._manager.inputs = tuple(
@@ -388,11 +403,13 @@ class AxisModel:
     def _place_batch(
         self, batch: Mapping[str, Any], ranks: Members, groups: Groups | None
     ) -> tuple[AxisShards, dict[str, Any]]:
-        """(the shards of a batch on this rank, the batch with its inputs cut to them). ``ranks``
-        share the batch; their process groups are taken from ``groups``, those of this model where
-        None. The model's next forward runs on these shards. Raises InfeasiblePlan and DataError."""
+        """Cut a batch, which all ``ranks`` share, to this rank: first samples are divided among
+        groups of consecutive ranks, then each group shards the axis. Returns (this rank's shards,
+        the batch with its inputs cut to them); the model's next forward runs on these shards. The
+        process groups are found in ``groups``, or in those of this model where it is None. Raises
+        InfeasiblePlan and DataError."""
         if isinstance(self.model, FSDPModule):
-            add_plainly(self.model)
+            add_plainly(self.model)  # FSDP2 is to sum gradients of ranks, as losses are summed
         tensors, groups = self._declared_inputs(batch), groups or self._groups
         totals = self._totals(tensors)
         samples = self._samples_of(totals)
@@ -420,13 +437,15 @@ class AxisModel:
         return shards, self._cut_inputs(shards, batch)
 
     def _cut_inputs(self, shards: AxisShards, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch with its inputs cut to ``shards`` and its counts set to the places there. The
-        model works on these shards from here on, and finds them by the tensors returned."""
+        """A batch with its inputs cut to ``shards``, and its counts of places set to those of this
+        rank. The model works on these shards from here on; a later forward recognises them by the
+        tensors that are returned here."""
         self._manager.take(shards)
         cut = dict(batch)
         for name, value in self._declared_inputs(batch).items():
             part = self.local(value, str(self._dims_of(name, value)))
-            # Another tensor in any case: only what was cut is recorded, not the user's input.
+            # A new tensor even where nothing was cut off: the user's own input must not be taken
+            # for one that was sharded.
             cut[name] = part.view_as(part) if part is value else part
             self._manager.know(cut[name], shards)
         for name, axis in self.counts.items():
@@ -434,12 +453,14 @@ class AxisModel:
                 cut[name] = self._manager.at_work.counted(axis)
         return cut
 
-    def _probe_once(self, batch: Mapping[str, Any], *, may_wait: bool = False) -> None:
+    def _probe_once(self, batch: Mapping[str, Any], *, may_postpone: bool = False) -> None:
         """Try the model on shards of a batch, unless that was done, is not wanted, or the axis has
         too few places for two ranks. Raises ModelError, on all ranks, where results differ on any.
+        Collective.
 
-        Where the plain model fails and this ``may_wait``, the batch is kept for the first call of
-        the model, which may have more inputs, or other types of numbers (autocast). Collective."""
+        With ``may_postpone``, where the plain model raises, the probe is postponed: the batch is
+        kept for the first call of the model, which may have the inputs that were missing here, or
+        another dtype (autocast)."""
         refuse_batch_norms(self.inner)
         if not self.check or self._places_of_axis(batch) < 2:
             return
@@ -448,27 +469,29 @@ class AxisModel:
             self._run_probe(batch)
         except Exception as found:
             error = found
-        waits = isinstance(error, WholeFails) and may_wait
+        postponed = isinstance(error, WholeFails) and may_postpone
         if self._groups is not None:
-            # Over all ranks: whether one has an error to raise, and whether one waits.
-            any_rank = torch.tensor([float(error is not None and not waits), float(waits)])
-            dist.all_reduce(any_rank, dist.ReduceOp.MAX, group=self._groups.world)
-            waits = waits or (error is None and bool(any_rank[1]))
-            if any_rank[0] and (error is None or waits):
-                error, waits = _elsewhere(self.inner), False
-        self._unprobed_batch = batch if waits else None
-        if error is not None and not waits:
+            # All ranks end alike: an error on any of them goes before a postponed probe on any.
+            has_error = error is not None and not postponed
+            on_any_rank = torch.tensor([float(has_error), float(postponed)])
+            dist.all_reduce(on_any_rank, dist.ReduceOp.MAX, group=self._groups.world)
+            postponed = postponed or (error is None and bool(on_any_rank[1]))
+            if on_any_rank[0] and (error is None or postponed):
+                error, postponed = _elsewhere(self.inner), False
+        self._unprobed_batch = batch if postponed else None
+        if error is not None and not postponed:
             raise error
-        self.check = waits
+        self.check = postponed
 
     def _places_of_axis(self, batch: Mapping[str, Any]) -> int:
-        """The places in a whole batch of the axis that is sharded first."""
+        """The size, in a whole batch, of the axis that is sharded at first."""
         return self._totals(self._declared_inputs(batch))[self.axis]
 
     def _run_probe(self, batch: Mapping[str, Any]) -> None:
         """Try the model on shards of a batch in this process, by :func:`probe_axes`, and record
-        which results are alike on all ranks. Two samples suffice; where a number or a tensor
-        without declared dims may count the samples, all are taken. Raises ModelError."""
+        which results are alike on all ranks. To save time the batch is cut to two samples, unless
+        it has a number or a tensor without declared dims, as that may count samples or have a value
+        for each. Raises ModelError."""
         inputs = {
             name: value
             for name, value in batch.items()
@@ -488,6 +511,7 @@ class AxisModel:
             shards.samples = (0, samples, samples)
             return self._cut_inputs(shards, inputs)
 
+        # They may have places of the axis that nobody declared; an error will name them.
         suspects = [
             name
             for name, x in _all_tensors(inputs).items()
@@ -496,8 +520,9 @@ class AxisModel:
         self._alike = probe_axes(self._manager, inputs, totals, placed, suspects=suspects)
 
     def _local_labels(self, values: Mapping[str, Any], shards: AxisShards) -> torch.Tensor | None:
-        """The labels among ``values``, or None; they are cut to this rank's places where they have
-        no dims of their own (then they have those of the main input), else they are cut already."""
+        """This rank's part of the labels among ``values``; None where there are none. Labels with
+        declared dims were cut with the inputs; others are taken to have the dims of the main input,
+        and are cut here."""
         labels = values.get(self._label_name)
         if labels is None or self._label_name in self.inputs or self._main_input is None:
             return labels
@@ -520,7 +545,8 @@ class AxisModel:
         return axis_groups(ranks, len(ranks) // parts)
 
     def most_ranks(self, batch: Mapping[str, Any], ranks: int) -> int:
-        """How many ranks a batch can be spread over: an image has one frame.
+        """How many ranks a batch can be spread over: fewer than there are where its axes are short
+        and its samples few, as for one image, which has one frame.
 
         Args:
             batch: Inputs of the model by name.
@@ -539,7 +565,8 @@ class AxisModel:
         return 1
 
     def places(self, sample: Mapping[str, Any]) -> int:
-        """Count the places of all axes in a sample, or of those that its inputs tell.
+        """Count the places of a sample: the product of the sizes of its axes, as far as the inputs
+        and ``sizes`` tell them.
 
         Args:
             sample: Inputs of the model by name.
@@ -551,7 +578,8 @@ class AxisModel:
         return math.prod(n for name, n in totals.items() if name in self.axes)
 
     def _local_places(self, shards: AxisShards) -> int:
-        """The number of places on this rank: the product over all axes and the samples."""
+        """The number of places on this rank: the product of its local sizes of all axes and of its
+        number of samples. Sequences beside the axes, such as a text, do not count."""
         here = shards.here()
         return math.prod(n for name, n in here.items() if name not in shards.beside)
 
@@ -577,7 +605,8 @@ class AxisModel:
         return shards.local(x, layout)
 
     def is_sharded(self, dims: str) -> bool:
-        """Say whether ranks with the same samples have parts of a tensor now, or have it alike.
+        """Say whether ranks with the same samples have different parts of a tensor now (True), or
+        all of them the same one.
 
         Args:
             dims: Its dims.
@@ -588,8 +617,8 @@ class AxisModel:
         return bool(self._manager.at_work.sharded_dims(Dims.parse(dims)))
 
     def collect(self, x: torch.Tensor, dims: str) -> torch.Tensor:
-        """Put a result together on every rank: a loss of it is ``alike`` on all of them.
-        Collective.
+        """Gather a result, so that every rank has the whole of it: places, then samples. A loss of
+        it is the same on all ranks, so it is ``run.backward(loss, alike=True)``. Collective.
 
         Args:
             x: This rank's part.
@@ -607,10 +636,11 @@ class AxisModel:
         return self._guarded(gather(whole, sample_dim, shards.across, sizes=sizes))
 
     def back(self, out: Any, like: str) -> Any:
-        """Put a result on the shards that inputs have. Collective.
+        """Switch a result of the model back to shards of the axis that the inputs have in shards.
+        Collective.
 
         Args:
-            out: The result, a tensor or several of which the first counts.
+            out: The result: a tensor, or a tuple of which the first tensor is switched.
             like: The input whose dims it has.
 
         Returns:
@@ -642,6 +672,7 @@ class AxisModel:
                 "inputs of the model", got="others than were sharded", wanted="what shard() gave"
             )
         if self._unprobed_batch is not None:
+            # The probe that shard() postponed, with the flags and numbers of this call.
             more = {k: v for k, v in inputs.items() if not isinstance(v, torch.Tensor)}
             self._probe_once({**more, **self._unprobed_batch})
         spread_before = self._manager.spread
@@ -664,13 +695,14 @@ class AxisModel:
         ):
             out = self._compiled(**inputs)
         shards = self._manager.at_work
+        # Nothing kept track of the sharded axis in a graph: it is the one that was planned.
         shards.axis = self._manager.last_axis if shards.group is not None else self.axis
         return out
 
     def _spread_in_backward(self, out: Any, shards: AxisShards) -> Any:
-        """Have the backward of a result ``out`` run while the model is spread, on the ``shards`` of
-        its forward, as checkpoints run stages again there. Results that ranks have alike are
-        guarded. Returns ``out`` itself."""
+        """Make sure that in the backward of a result ``out`` the model is spread on the ``shards``
+        of its forward, as activation checkpoints run stages again there; and guard the tensors of
+        ``out`` that ranks have alike (:meth:`_guarded`). Returns ``out`` itself."""
         queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 
         def begin(_: Sequence[torch.Tensor]) -> None:
@@ -678,6 +710,7 @@ class AxisModel:
 
         values = list(result_tensors(out))
         was_probed = len(self._alike) == len(values)
+        # Without a probe single numbers, such as losses, are taken to be alike.
         flags = self._alike if was_probed else [not x.dim() for x in values]
         for value, alike in zip(values, flags, strict=True):
             if value.grad_fn is not None:
@@ -688,9 +721,9 @@ class AxisModel:
         return out
 
     def _guarded(self, x: torch.Tensor, *, own: bool = False) -> torch.Tensor:
-        """Guard a tensor ``x`` that ranks have alike, or (``own``) the model's own loss, a mean
-        over samples: a backward that would count it once for each rank raises ModelError there.
-        Returns ``x``."""
+        """Guard a tensor ``x`` that ranks have alike: a backward that would count it once for each
+        rank raises ModelError when it comes to ``x``. ``own`` says that it is a loss that the model
+        itself returns, a mean over samples. Returns ``x``."""
 
         def refuse(_: torch.Tensor) -> None:
             """Refuse a backward that would count the tensor's gradient once for every rank."""
@@ -709,15 +742,15 @@ class AxisModel:
         return x
 
     def _is_alike(self, loss: torch.Tensor) -> bool:
-        """Whether ``loss`` is the same number, up to rounding and not 0, on all ranks with the same
-        samples; where this rank has its samples alone, on those with other samples. Collective
-        among these ranks."""
+        """Whether ``loss`` is the same number, up to rounding and not 0, on all ranks that share
+        this rank's samples; where no other rank does, on the ranks that have other samples.
+        Collective among these ranks."""
         shards = self._manager.at_work
         group = shards.group if shards.group is not None else shards.across
         if group is None or loss.dim():
             return False
         value = loss.detach().double()
-        extremes = torch.stack([value, -value])
+        extremes = torch.stack([value, -value])  # one maximum for both: min(x) = -max(-x)
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         largest, smallest = float(extremes[0]), -float(extremes[1])
         rounding = 16 * torch.finfo(loss.dtype).eps * max(abs(largest), abs(smallest))
@@ -763,7 +796,8 @@ class AxisModel:
         if self._has_guards:
             _, own_samples, all_samples = shards.samples
             parts = all_samples / max(1, own_samples)
-            # The mean of all ranks' means is that over the samples only for parts of one size.
+            # With ``alike`` the mean of all ranks' means is taken, which is the mean over all
+            # samples only where every group of ranks has as many samples as this one.
             self._refuses_own = not alike or parts * shards.ranks != len(shards.members)
             self._refuses_alike = not alike and self._is_alike(loss)
         try:
@@ -812,12 +846,16 @@ class AxisModel:
         return whole
 
     def join(self, groups: Groups, *, label_name: str) -> None:
-        """Work in a training loop, with its groups. Items have the model's inputs without the dim
-        of samples, and what they are compared with under ``label_name``, of the dims of the first
-        input with axes.
+        """Prepare for a training loop that reads samples from a data set: use the process groups of
+        the loop, and know which field of a sample has its labels.
+
+        Args:
+            groups: The groups of this rank in the loop.
+            label_name: The field with the labels (targets) of a sample. Unless ``inputs`` declares
+                its dims, it has the dims of the first input that has the sharded axis.
 
         Raises:
-            SpecError: For a model whose samples have no name.
+            SpecError: For a model that was adapted without ``batch``, the name of its samples.
             ModelError: For a model none of whose inputs has places of its axis.
         """
         if self.batch is None:
@@ -834,12 +872,14 @@ class AxisModel:
                 wanted=f"one with a dim {self.axis}",
                 hint="use hr.adapt and a loop of your own",
             )
-        self._known_groups, self._groups_are_known, self._label_name = groups, True, label_name
+        self._known_groups, self._groups_are_known = groups, True
+        self._label_name = label_name
 
     def read(self, item: Any, what: str) -> Item:
-        """Make a sample of an item: its tensors and numbers as tensors, with a dim of one sample
-        where inputs have such a dim. Raises DataError for an item without the main input, and for
-        other dims; ``what`` is what errors call the item."""
+        """Make a sample of an item of the data set: its tensors and numbers as tensors, each with a
+        dim of samples, of size 1, where inputs have that dim; other fields are left out. Raises
+        DataError for an item without the main input, and for other dims; ``what`` is what errors
+        call the item."""
         if not isinstance(item, Mapping) or self._main_input not in item:
             got = ", ".join(map(str, item)) if isinstance(item, Mapping) else type(item).__name__
             raise DataError(what, got=got or "nothing", wanted=f"a field {self._main_input!r}")
@@ -858,11 +898,12 @@ class AxisModel:
         return self.places(sample)
 
     def begin(self, sample: Item, device: str) -> Callable[[], None]:
-        """Try the model on shards of a sample, grown where it has few places, and :meth:`install`;
-        returns what takes that back. Raises ModelError for a model that cannot be run on them."""
+        """Try the model on shards of a sample, and :meth:`install` it for the loop; returns a
+        function that undoes the latter. Raises ModelError for a model that cannot be run on
+        shards."""
         grown = {name: value.to(device) for name, value in self._grown(sample).items()}
         inputs = {name: value for name, value in grown.items() if name in self._argument_names}
-        self._probe_once(inputs, may_wait=True)
+        self._probe_once(inputs, may_postpone=True)
         self._unprobed_batch = None  # the loop calls the model itself, so nothing would try it
         if self._first_step and self.most_ranks(inputs, self.ranks) == self.ranks:
             self.shard(inputs)  # compares the first step
@@ -875,28 +916,28 @@ class AxisModel:
         return end
 
     def packs(self, samples: Sequence[Item]) -> list[Pack]:
-        """Put samples together into packs, one for each shape."""
+        """Put samples together into packs, one for all samples of equal shapes."""
         samples_by_key: dict[Any, list[Item]] = {}
         for sample in samples:
             samples_by_key.setdefault(self._pack_key(sample), []).append(sample)
         return [self._pack(some) for some in samples_by_key.values()]
 
     def made(self, sample: Item, lengths: Sequence[int], ranks: int, *, document: int) -> Pack:
-        """Make a pack with about as many places as ``lengths`` together, from copies of one sample:
-        as many as there are lengths, or more where a copy would have more than ``document`` places.
-        The sample is cut to that size by the same factor on all axes that its inputs show."""
+        """Make a pack to measure the model with: equal copies of one sample, resized so that all
+        have about ``sum(lengths)`` places together. There are as many copies as lengths, or more
+        where a copy would have more than ``document`` places. ``ranks`` will share the pack."""
         total = sum(lengths)
-        count = max(len(lengths), -(-total // document))
+        count = max(len(lengths), -(-total // document))  # rounded up
         shrunk = self._shrunk(sample, total / count, ranks)
         return self._pack([shrunk] * count)
 
     def ranks_for(self, pack: Pack, ranks: Members) -> Members:
-        """The first of ``ranks``, as many as the samples and axes of a pack have places for."""
+        """The first of ``ranks``: as many as can share the samples and axes of a pack."""
         return ranks[: self.most_ranks(pack.values, len(ranks))]
 
     def groups_of(self, ranks: Members) -> list[Members]:
-        """List all groups that ``ranks`` may need: for each way to split samples among them, the
-        groups that share an axis and those across."""
+        """List all groups that ``ranks`` may need: for each size of the groups that share a sample,
+        which divides the number of ranks, those of :func:`axis_groups`."""
         group_sizes = [each for each in range(1, len(ranks) + 1) if len(ranks) % each == 0]
         return sorted({some for each in group_sizes for some in axis_groups(ranks, each)})
 
@@ -906,7 +947,7 @@ class AxisModel:
             self._groups.prepare(groups)
 
     def number(self, outputs: Any) -> torch.Tensor:
-        """The mean square of the model's result."""
+        """The mean square of the model's result, as a loss to measure a backward with."""
         return logits_of(getattr(outputs, "sample", outputs)).float().square().mean()
 
     def order(self, exchange: str) -> TokenOrder:
@@ -953,15 +994,17 @@ class AxisModel:
         return {name: batch[name] for name in self.inputs if batch.get(name) is not None}
 
     def _totals(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """The places in whole inputs of the model's axes, of sequences beside them, and of the
-        samples, by name: from the shapes of ``tensors``, and from ``sizes``. Raises DataError where
-        inputs differ from their dims or from each other, and where the axis is missing."""
+        """The sizes of a batch by name: of the model's axes, of sequences beside them, such as a
+        text, and of the samples. ``tensors`` are the whole inputs with declared dims; sizes are
+        read from their shapes, and from the user's ``sizes``. Raises DataError where inputs do not
+        fit their dims or each other, and where no size of the axis to shard is found."""
         found: dict[str, int] = {}
         for name, x in tensors.items():
             dims = self._dims_of(name, x)
             if x.dim() != len(dims.names):
                 raise DataError(f"input {name}", got=list(x.shape), wanted=f"dims {dims}")
             for names, size in zip(dims.names, x.shape, strict=True):
+                # A flattened dim, such as (t s), does not tell the sizes of its axes.
                 if len(names) == 1 and found.setdefault(names[0], size) != size:
                     raise DataError(
                         f"input {name}",
@@ -971,6 +1014,7 @@ class AxisModel:
         found |= self._sizes(tensors) if self._sizes is not None else {}
         if self.axis not in found:
             raise DataError("inputs", got=", ".join(tensors) or "none", wanted="those with axes")
+        # Without dims that nobody shards, such as channels.
         wanted = {*self._manager.axes, *self._manager.beside, self.batch}
         return {name: n for name, n in found.items() if name in wanted}
 
@@ -982,8 +1026,9 @@ class AxisModel:
         return other if other is not None and fits else self.inputs[name]
 
     def _require_declared(self, batch: Mapping[str, Any], samples: int) -> None:
-        """Raise DataError for tensors without declared dims that may have a dim of samples, where
-        ranks have different samples."""
+        """Raise DataError for a tensor without declared dims whose first dim is as long as there
+        are ``samples``: it may have a dim of samples, and nobody would cut it to those of a
+        rank."""
         for name, value in batch.items():
             tensor = isinstance(value, torch.Tensor) and value.dim() > 0
             if name not in self.inputs and tensor and len(value) == samples > 1:
@@ -995,7 +1040,7 @@ class AxisModel:
                 )
 
     def _samples_of(self, totals: Mapping[str, int]) -> int:
-        """The samples of a batch with these places; 1 where no axis counts them."""
+        """The number of samples of a batch of these sizes; 1 where samples have no dim."""
         return totals.get(self.batch, 1) if self.batch else 1
 
     def _parts_for(self, totals: Mapping[str, int], ranks: int) -> int:
@@ -1031,7 +1076,7 @@ class AxisModel:
         return dims.names.index(names) if names in dims.names else None
 
     def _sample_count(self, values: Mapping[str, torch.Tensor]) -> int:
-        """The samples of a batch; 1 where no dim counts them."""
+        """The number of samples of a batch, from the main input; 1 where it has no dim of them."""
         if self._main_input is None or self._main_input not in values:
             return 1
         sample_dim = self._sample_dim(self.inputs[self._main_input])
@@ -1066,6 +1111,7 @@ class AxisModel:
             for at, names in enumerate(dims.names):
                 if len(names) == 1 and names[0] in self.axes and name in sample:
                     sizes[names[0]] = sample[name].shape[at]
+        # All axes scaled by f scale the number of places by f to the number of axes.
         factor = (places / self.length(sample)) ** (1 / len(sizes))
         wanted = {name: max(ranks, round(n * factor)) for name, n in sizes.items()}
         return {name: self._resized(name, value, wanted) for name, value in sample.items()}
@@ -1073,19 +1119,19 @@ class AxisModel:
     def _grown(self, sample: Item) -> Item:
         """A sample with at least ``_FEWEST`` places on each axis that its inputs show; shorter axes
         are repeated."""
-        shown = self._totals(self._declared_inputs(sample))
-        wanted = {name: max(_FEWEST, n) for name, n in shown.items() if name in self.axes}
+        sizes = self._totals(self._declared_inputs(sample))
+        wanted = {name: max(_FEWEST, n) for name, n in sizes.items() if name in self.axes}
         return {name: self._resized(name, value, wanted) for name, value in sample.items()}
 
     def _resized(self, name: str, value: torch.Tensor, wanted: Mapping[str, int]) -> torch.Tensor:
-        """A field cut to the places that ``wanted`` has for each of its axes, by name; where it has
-        fewer places they are repeated."""
+        """A field of a sample, cut to the sizes that ``wanted`` gives for its axes by name; where
+        it has fewer places they are repeated. Other dims stay as they are."""
         dims = self._dims(name)
         for at, names in enumerate(dims.names if dims is not None else ()):
             count = wanted.get(names[0]) if len(names) == 1 else None
             if count is not None:
                 repeats = [1] * value.dim()
-                repeats[at] = -(-count // value.shape[at])
+                repeats[at] = -(-count // value.shape[at])  # rounded up, then cut to the count
                 value = value.repeat(repeats).narrow(at, 0, count)
         return value
 
@@ -1106,8 +1152,9 @@ def _elsewhere(model: torch.nn.Module) -> ModelError:
 
 
 def axis_groups(ranks: Members, each: int) -> list[Members]:
-    """The groups of ``ranks`` where ``each`` of them share a sample: blocks of ``each`` consecutive
-    ranks, which shard an axis, then the ranks with the same index in all blocks, which have other
-    samples."""
+    """The groups of ``ranks`` where ``each`` of them share a sample: first the blocks of ``each``
+    consecutive ranks, which shard an axis; then, for each index in a block, the ranks with that
+    index in all blocks, which have the same places of different samples. For four ranks and
+    ``each`` 2 these are (0, 1), (2, 3), (0, 2), (1, 3)."""
     blocks = [ranks[at : at + each] for at in range(0, len(ranks), each)]
     return [*blocks, *(ranks[at::each] for at in range(each))]

@@ -1,10 +1,11 @@
 """Tests whether a model can be run on shards of its axes, by runs of the model in one process.
 
-The model is run on a small batch as it is, and once more with its hooks, which keep the whole
-tensor of every switch. Then it is run for each of a few simulated ranks: what arrives at a switch
-must be this rank's part of the tensor that was kept, and what leaves it is taken from there. So
-nothing is communicated, and an error shows at the first switch behind it. Where one does, the runs
-are repeated, with what every module is given and returns recorded, to name the module.
+The model is run on a small batch as it is, and once more with its hooks, where one simulated rank
+has all places: the whole tensor that comes to each switch is kept. Then it is run for each of a few
+simulated ranks: what arrives at a switch must be this rank's part of the tensor that was kept, and
+what leaves it is taken from there. So nothing is communicated, and an error shows at the first
+switch behind it. Where one does, the runs are repeated, with what every module is given and returns
+recorded, to name the module.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _RANKS = (2, 3)
 """Numbers of ranks that are simulated."""
 _DYNAMO = "torch._dynamo"
 _TINY = 1e-3
-"""Parameters without a larger value, such as gates of zeros, may hide differences in what they are
-multiplied with."""
+"""Parameters whose values are all smaller, such as gates of zeros, may hide differences in what
+they are multiplied with: a probe replaces them by random numbers."""
 
 _HINT = (
     "something mixes places of the axis, or counts them, outside of the stages that mix it: name "
@@ -50,7 +51,8 @@ _SUSPECTS = (
 
 
 def refuse_batch_norms(model: torch.nn.Module) -> None:
-    """Raise ModelError for norms whose statistics are those of one rank's places."""
+    """Raise ModelError for BatchNorm and InstanceNorm in training: they take statistics over all
+    places, of which a rank has only some."""
     for name, module in model.named_modules():
         if isinstance(module, _MIXES_THE_BATCH) and module.training:
             raise ModelError(
@@ -66,15 +68,18 @@ class WholeFails(ModelError):
 
 
 class _Differs(Exception):
-    """A simulated rank has other values at a switch than its part of the whole tensor."""
+    """Raised where a simulated rank has other values at a switch than its part of the whole
+    tensor."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ProbeShards(AxisShards):
-    """Shards of a simulated rank: number ``part`` of ``parts``. Without a ``part`` the rank has all
-    places, and the tensor that is given to each switch or gather is appended to ``kept``; a part is
-    compared with these, of which it has come to ``compared``. ``prefer`` are all axes in the order
-    in which stages shard them; ``axes_met`` are those that were switched to."""
+    """Shards of a simulated rank: number ``part`` of ``parts``.
+
+    With ``part`` None the rank has all places, and the tensor that is given to each switch or
+    gather is appended to ``kept``. Other ranks compare what they have with ``kept``, in order;
+    ``compared`` is the number of tensors that were. ``prefer`` are all axes: stages shard the first
+    of them that they can. ``axes_met`` are the axes that were switched to."""
 
     prefer: tuple[str, ...]
     parts: int = min(_RANKS)
@@ -96,7 +101,8 @@ class ProbeShards(AxisShards):
         return self.part or 0
 
     def begun(self, axis: str, task: int) -> Self:
-        """This object itself, reset to the beginning of a forward; what was kept stays."""
+        """This object itself, reset to the beginning of a forward; it is not copied, so that the
+        probe finds in it what was kept."""
         self.axis, self.task, self.position, self.compared = axis, task, 0, 0
         self.passed.clear()
         self.chosen.clear()
@@ -104,7 +110,7 @@ class ProbeShards(AxisShards):
         return self
 
     def sizes(self, axis: str) -> tuple[int, ...]:
-        """The places of ``axis`` on each rank; without a part all are on the first one."""
+        """The number of places of ``axis`` on each rank; without a part the first one has all."""
         if self.part is None:
             return (self.totals[axis], *(0,) * (self.parts - 1))
         return split_sizes(self.totals[axis], self.parts)
@@ -123,7 +129,8 @@ class ProbeShards(AxisShards):
     def local(
         self, x: torch.Tensor, dims: Dims, known: Mapping[str, int] | None = None
     ) -> torch.Tensor:
-        """This rank's part of a tensor with all places; see :meth:`AxisShards.local`."""
+        """This rank's part of ``x``, a tensor of ``dims`` with all places; ``known`` are sizes of
+        names that are not in ``totals``."""
         if not (sharded := self.sharded_dims(dims)):
             return x
         part = dims.opened(x, {**(known or {}), **self.totals})
@@ -132,16 +139,17 @@ class ProbeShards(AxisShards):
         return dims.closed(part)
 
     def whole(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
-        """The kept tensor with all places, once ``x`` was found to be this rank's part of it.
-        Raises _Differs where it is not."""
+        """Stand in for a gather of ``x``, this rank's part: the tensor with all places that was
+        kept. Raises _Differs where ``x`` is not this rank's part of it."""
         if not (sharded := self.sharded_dims(dims)):
             return x
-        (at, name), *_ = sharded  # the axis, or a sequence beside it
+        (at, name), *_ = sharded  # the dim and name of the axis, or of a sequence beside it
         return dims.closed(self._keep_or_compare(dims.opened(x, self.here()), at, name))
 
     def switched(self, x: torch.Tensor, dims: Dims, axis: str) -> torch.Tensor:
-        """This rank's part, with ``axis`` sharded, of the kept tensor, once ``x`` was found to be
-        its part of it before the switch. Raises _Differs where it is not."""
+        """Stand in for a switch of ``x``, this rank's part before it: this rank's part, with
+        ``axis`` sharded, of the tensor with all places that was kept. Raises _Differs where ``x``
+        is not this rank's part of it."""
         opened, at = dims.opened(x, self.here()), dims.dim_of(axis)
         self.totals[axis] = opened.shape[at]
         self.require_places(axis)
@@ -151,9 +159,10 @@ class ProbeShards(AxisShards):
         return dims.closed(kept.narrow(at, *self.span(axis)))
 
     def _keep_or_compare(self, part: torch.Tensor, at: int, name: str) -> torch.Tensor:
-        """The tensor with all places at the current switch. Where this rank has all places that is
-        ``part``, which is kept for others; else it is the one kept before, with which ``part`` is
-        compared: dim ``at`` has the places of ``name``. Raises _Differs."""
+        """The tensor with all places at the current switch, unflattened. Where this rank has all
+        places it is ``part`` itself, which is kept for other ranks. Else it is the next one of
+        ``kept``, and ``part`` is compared with this rank's places of ``name`` in its dim ``at``;
+        raises _Differs where they are not equal."""
         if self.part is None:
             self.kept.append(part)
             return part
@@ -163,10 +172,10 @@ class ProbeShards(AxisShards):
         return kept
 
     def is_part(self, part: torch.Tensor, kept: torch.Tensor) -> bool:
-        """Whether ``part`` is what this rank should have of ``kept``, a tensor with all places:
-        both are equal, or their sizes differ in one dim, which is a sharded axis or has it
-        flattened with others as (outer, axis, inner), behind first places, such as class tokens,
-        that every rank has."""
+        """Whether ``part`` is what this rank should have of ``kept``, a tensor with all places
+        whose dims nobody declared. Either both are equal, or their sizes differ in one dim: this is
+        a sharded axis, perhaps flattened with others as (outer, axis, inner), perhaps behind some
+        entries that every rank has, such as class tokens."""
         if part.shape == kept.shape:
             return _alike(part, kept)
         if part.dim() != kept.dim():
@@ -180,13 +189,14 @@ class ProbeShards(AxisShards):
         return any(self._is_part_beside(name, dim, part, kept) for name in self.beside)
 
     def _is_part_beside(self, name: str, dim: int, part: torch.Tensor, kept: torch.Tensor) -> bool:
-        """Whether ``part`` is this rank's part of ``kept`` where dim ``dim`` has the sequence
-        ``name``, such as a text, and the places of the axis, one in front of the other."""
+        """Whether ``part`` is this rank's part of ``kept`` where dim ``dim`` is a concatenation of
+        the sequence ``name``, such as a text, and the places of the axis, in either order."""
         (start, count), total = self.span(name), self.totals[name]
+        # What is left of the dim besides the sequence: the places of the axis.
         part_rest, kept_rest = part.shape[dim] - count, kept.shape[dim] - total
         if min(part_rest, kept_rest) < 0:
             return False
-        # The sequence begins at index 0, or behind the rest.
+        # Where the sequence begins, in both tensors: at index 0, or behind the rest.
         for part_at, kept_at in ((0, 0), (part_rest, kept_rest)):
             own = part.narrow(dim, part_at, count)
             if _alike(own, kept.narrow(dim, kept_at + start, count)) and self._is_part_of(
@@ -202,17 +212,18 @@ class ProbeShards(AxisShards):
         """Whether ``part`` is this rank's part of ``kept`` where dim ``dim`` has the places of
         ``name``, as :meth:`is_part` describes."""
         (start, count), total = self.span(name), self.totals[name]
-        if total == count:
+        if total == count:  # not sharded: it cannot be why the sizes differ
             return False
-        # Dim ``dim`` has ``first`` places that all ranks have, then ``each`` for every place of
-        # ``name``: the sizes of ``part`` and ``kept`` tell both numbers.
+        # Dim ``dim`` has ``first`` entries that all ranks have, then ``each`` for every place of
+        # ``name``. Its sizes tell both numbers: first + each count, and first + each total.
         each, rest = divmod(kept.shape[dim] - part.shape[dim], total - count)
         first = kept.shape[dim] - each * total
         if rest or first < 0 or not _alike(part.narrow(dim, 0, first), kept.narrow(dim, 0, first)):
             return False
         behind = part.narrow(dim, first, part.shape[dim] - first)
         kept_behind = kept.narrow(dim, first, kept.shape[dim] - first)
-        # The axis may lie at any depth of a flattened dim: try every number of outer places.
+        # The axis may lie at any depth of a flattened dim (outer, axis, inner): every divisor of
+        # ``each`` is tried as the size of outer.
         for outer in (divisor for divisor in range(1, each + 1) if each % divisor == 0):
             own = behind.unflatten(dim, (outer, count, each // outer))
             whole = kept_behind.unflatten(dim, (outer, total, each // outer))
@@ -237,8 +248,8 @@ def _alike(part: torch.Tensor, kept: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """The tensors that a module was given and returned in one call, and the axis that was in shards
-    when it returned."""
+    """One call of module ``name``: the tensors that it was given and returned, and the axis that
+    was sharded when it returned."""
 
     name: str
     given: Sequence[torch.Tensor]
@@ -248,9 +259,9 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Probe:
-    """What a probe needs: the hooks of its model; the places of each axis in the batch
-    (``totals``); ``placed``, which gives the inputs cut to some shards; and ``suspects``, the names
-    of inputs without declared dims that may have places of the axis."""
+    """What all runs of a probe share: ``manager`` has the model and its hooks; ``totals`` are the
+    sizes of the axes in the batch; ``placed`` gives the inputs cut to some shards; ``suspects`` are
+    the names of inputs without declared dims that may have places of the axis, for errors."""
 
     manager: HookManager
     totals: Mapping[str, int]
@@ -277,7 +288,7 @@ class _Probe:
             axis=self.manager.axis,
             totals=dict(self.totals),
             group=_NOBODY,
-            members=(-1,),
+            members=(-1,),  # no real rank: its records are not taken for those of ranks
             beside=self.manager.beside,
             prefer=prefer,
         )
@@ -303,11 +314,14 @@ def probe_axes(
     *,
     suspects: Sequence[str] = (),
 ) -> tuple[bool, ...]:
-    """Run a model on a ``batch`` and on shards of it, each axis being in shards where stages let
-    it. ``totals`` are the places of each axis in the batch. ``placed`` takes shards and gives the
-    inputs on them; ``suspects`` are inputs without dims that may have places of the axis. Returns
-    for each tensor of a result whether it is the whole one on every rank. Raises ModelError, naming
-    the module, where results differ, and WholeFails for what the plain model raises."""
+    """Compare a model on shards of a ``batch`` with the model on the whole of it, in this process.
+
+    It is tried once for every axis, which stages then shard wherever they do not mix it, and with
+    each number of simulated ranks. ``totals`` are the sizes of the axes in the batch, ``placed``
+    takes shards and gives the inputs cut to them, and ``suspects`` are names of inputs without dims
+    that may have places of the axis. Returns for each tensor that the model returns whether every
+    rank has the whole of it. Raises ModelError, naming the module, where results differ, and
+    WholeFails where the plain model raises."""
     probe = _Probe(manager=manager, totals=totals, placed=placed, suspects=suspects)
     axes = [manager.axis, *sorted(manager.axes - {manager.axis})]
     with _leaving_untouched(manager.model):
@@ -320,7 +334,7 @@ def probe_axes(
             except InfeasiblePlan:  # this axis has too few places in this batch
                 continue
             order = tuple(shards.axes_met)
-            if order in tried_orders:
+            if order in tried_orders:  # another first axis that led to the same switches
                 continue
             tried_orders.append(order)
             if not _results_alike(list(result_tensors(out)), wanted):
@@ -336,6 +350,7 @@ def probe_axes(
 
 
 def _results_alike(results: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    """Whether there are as many ``results`` as ``wanted``, of equal values up to rounding."""
     return len(results) == len(wanted) and all(map(_alike, results, wanted))
 
 
@@ -356,10 +371,12 @@ def _whole_result(manager: HookManager, batch: Mapping[str, Any]) -> list[torch.
 def _try_parts(
     probe: _Probe, kept: ProbeShards, parts: int, wanted: Sequence[torch.Tensor]
 ) -> list[bool]:
-    """Run the model for each of ``parts`` simulated ranks. ``kept`` has the tensors of switches,
-    ``wanted`` are the results of the plain model. Returns for each result whether every rank has
-    the whole of it. Raises ModelError where a rank's result is no part of the whole one, or where
-    numbers, which may be parts of a sum, do not add up to it."""
+    """Run the model for each of ``parts`` simulated ranks, and compare its results with ``wanted``,
+    those of the plain model. ``kept`` has the tensors of the switches of a run with all places.
+    Returns for each result whether every rank has the whole of it; where the batch has too few
+    places for ``parts`` ranks nothing is tried, and all count as whole. Raises ModelError where a
+    rank's result is no part of the whole one. A single number may also be a part of a sum: it is an
+    error where those of all ranks do not add up to the whole one either."""
     sums = [torch.zeros((), dtype=torch.float64) for _ in wanted]
     are_parts, are_whole = [True for _ in wanted], [True for _ in wanted]
     if kept.totals[probe.manager.axis] < parts:
@@ -379,7 +396,7 @@ def _try_parts(
         for at, (mine, whole) in enumerate(zip(results, wanted, strict=True)):
             are_parts[at] = are_parts[at] and shards.is_part(mine, whole)
             are_whole[at] = are_whole[at] and are_parts[at] and mine.shape == whole.shape
-            if mine.dim() == 0:  # the parts of a loss that is a sum add up
+            if mine.dim() == 0:  # judged below, when those of all ranks are added
                 sums[at] += mine.double().cpu()
             elif not are_parts[at]:
                 raise _first_error(probe, kept, shards)
@@ -398,8 +415,9 @@ def _try_parts(
 def _first_error(
     probe: _Probe, kept: ProbeShards, failed: ProbeShards, error: Exception | None = None
 ) -> ModelError:
-    """The error for a run on shards ``failed`` whose result differs from that on ``kept``, or that
-    raised ``error``. Both runs are repeated to name the first module at which they differ."""
+    """The error for a run on shards ``failed`` that gave another result than the run with all
+    places, on ``kept``, or that raised ``error``. Both runs are repeated, with a record of every
+    module, to name the first one at which they differ."""
     model, axis = probe.manager.model, failed.axis
     found = "its result" if error is None else f"{type(error).__name__}: {error}"
     if not isinstance(model, FSDPModule):  # its modules cannot be run again after an error
@@ -424,8 +442,10 @@ def _first_error(
 def _first_difference(
     shards: ProbeShards, whole: Sequence[_Seen], mine: Sequence[_Seen]
 ) -> tuple[str, str] | None:
-    """(the first module whose input or output on ``shards``, in ``mine``, is no part of the whole
-    one, in words; the axis that was sharded there). None where no module was called on shards."""
+    """Find the first call of a module that ``mine``, the calls of a run on ``shards``, and
+    ``whole``, those of the run with all places, do not have in common: one whose input or output is
+    no part of the whole one. Returns (this module in words, the axis that was sharded there); None
+    where ``mine`` is empty."""
     for kept, seen in zip(whole, mine, strict=False):
         shards.axis = seen.axis
         if kept.name != seen.name:
@@ -449,7 +469,8 @@ def _all_parts(
 
 @contextmanager
 def _watched(model: torch.nn.Module, shards: ProbeShards) -> Iterator[list[_Seen]]:
-    """Context that gives a list in which every call of a module without submodules is recorded."""
+    """Context that gives a list, to which each call of a module without submodules is appended, in
+    the order in which they return; ``shards`` tell the axis that is sharded then."""
     seen = list[_Seen]()
 
     def recorder(name: str) -> Callable[..., None]:
@@ -474,9 +495,9 @@ def _watched(model: torch.nn.Module, shards: ProbeShards) -> Iterator[list[_Seen
 
 @contextmanager
 def _leaving_untouched(model: torch.nn.Module) -> Iterator[None]:
-    """Context for runs of a model that are to leave no trace: it is in evaluation mode, its tiny
-    weights are drawn anew, and compiled modules run eagerly. Afterwards weights, buffers, modes and
-    the states of all random generators are as before."""
+    """Context for runs of a model that are to leave no trace: it is in evaluation mode, weights
+    that are all tiny (``_TINY``) have random values, and compiled modules run eagerly. Afterwards
+    weights, buffers, modes and the states of all random generators are as before."""
     training = [module for module in model.modules() if module.training]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
@@ -504,15 +525,16 @@ def _leaving_untouched(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _reshard(model: torch.nn.Module) -> None:
-    """Have FSDP2 free the weights that it has gathered, so that it gathers them anew."""
+    """Have FSDP2 free the weights that it has gathered, so that the next forward gathers them anew,
+    with the values that the shards have now."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _tiny_values(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """The values of a parameter on this rank (its shard under FSDP2) where all are below _TINY in
-    magnitude, so that they hide what they are multiplied with; else None."""
+    """The values of a parameter on this rank (its shard under FSDP2) if all are below ``_TINY`` in
+    magnitude; else None."""
     values: torch.Tensor = getattr(parameter.data, "to_local", lambda: parameter.data)()
     if not values.is_floating_point() or not values.numel():
         return None
@@ -520,8 +542,9 @@ def _tiny_values(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def _draw(like: torch.Tensor, seed: int) -> torch.Tensor:
-    """Random numbers in the shape of ``like`` and of the size of usual weights, the same ones on
-    every rank."""
+    """Random numbers in the shape, dtype and device of ``like``, and of the size of usual weights;
+    the same ones on every rank."""
     generator = torch.Generator().manual_seed(seed)
+    # a vector: a gate or a norm; a matrix: 1 / sqrt(fan in), which keeps variances
     scale = 0.5 if like.dim() < 2 else like[0].numel() ** -0.5
     return (torch.randn(like.shape, generator=generator) * scale).to(like)

@@ -41,16 +41,18 @@ class Dims:
         return tuple(name for names in self.names for name in names)
 
     def __contains__(self, name: str) -> bool:
+        """Whether a tensor of these dims has the axis ``name``, flattened or not."""
         return name in self.flat
 
     def __str__(self) -> str:
+        """The text that :meth:`parse` reads."""
         texts = (names[0] if len(names) == 1 else f"({' '.join(names)})" for names in self.names)
         return " ".join(texts)
 
     def opened(self, x: torch.Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
-        """``x`` unflattened: one dim for each name. ``sizes`` are the sizes in ``x`` of the names
-        that are known; of each dim one name may be missing there, as its size follows. Raises
-        DataError for a tensor of other dims or sizes."""
+        """``x`` unflattened: one dim for each name. ``sizes`` are the sizes that names have in
+        ``x``; one name of each dim may be missing there, as its size follows from that of the dim.
+        Raises DataError for a tensor of other dims or sizes."""
         if x.dim() != len(self.names):
             self._refuse(x, sizes)
         shape: list[int] = []
@@ -69,17 +71,18 @@ class Dims:
         return dict(zip(self.flat, self.opened(x, sizes).shape, strict=True))
 
     def closed(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`opened`: flattens dims whose names share one, of any sizes."""
+        """The inverse of :meth:`opened`: ``x``, which has one dim for each name, with the dims of
+        names in one bracket flattened to one."""
         shape: list[int] = []
-        at = 0
+        at = 0  # the first dim of ``x`` that is not in ``shape`` yet
         for names in self.names:
             shape.append(math.prod(x.shape[at : at + len(names)]))
             at += len(names)
         return x.reshape(shape)
 
     def dim_of(self, name: str) -> int:
-        """The dim of an axis in an unflattened tensor. Raises SpecError where it has no such
-        axis."""
+        """The index of an axis's dim in an unflattened tensor (:meth:`opened`). Raises SpecError
+        where it has no such axis."""
         if name not in self:
             raise SpecError("axis of a tensor", got=name, wanted=f"one of {self}")
         return self.flat.index(name)
@@ -99,6 +102,7 @@ def _parse(text: str) -> Dims:
     """Dims from text such as ``(b s) t c``: for each dim the names of its axes; raises SpecError
     for other text and for a name that comes twice."""
     names: list[tuple[str, ...]] = []
+    # A piece is a flattened dim in brackets, a name, or a bracket without its other one (an error).
     pieces: Sequence[str] = re.findall(r"\([^()]*\)|[^\s()]+|[()]", text)
     for piece in pieces:
         inside = piece[1:-1].split() if piece.startswith("(") else [piece]
@@ -112,26 +116,29 @@ def _parse(text: str) -> Dims:
 
 
 Entry = tuple[str, int]
-"""(the axis in shards when a forward came to a hook, the number of stages that had begun)."""
+"""What a forward found when it came to a hook: (the axis that was sharded, the number of stages
+that had begun)."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AxisShards:
     """How one batch is sharded on this rank, and the state of the forward that runs on it.
 
-    The places of ``axis`` are sharded over the ranks of ``group``, those of all other axes are not;
-    sequences in ``beside``, such as a text, always are. The ranks of ``across`` have the same
-    places of other samples; ``members`` are all ranks that share the batch.
+    Of the places of ``axis`` each rank of ``group`` has a consecutive run, of about equal length;
+    of sequences in ``beside``, such as a text, too. Every rank of the group has all places of all
+    other axes. The ranks of ``across`` have the same places of other samples; ``members`` are all
+    ranks that share the batch.
 
-    ``totals`` are the places of each axis whose size is known, on all ranks of the group together;
+    ``totals`` are the sizes of axes, as far as they are known, on all ranks of the group together;
     for the axis of samples, the group's samples. ``samples`` is (index of the group's first sample,
     its number of samples, that of the whole batch).
 
     Of the forward: ``passed`` are the axes that each stage mixed, in calling order; ``position`` is
-    the number of the next stage; ``chosen`` is the choice made for each stage, by number; ``moves``
-    are the exchanges so far. ``entries`` has one entry for each time that the forward came to a
-    hook, by hook. ``task`` is the number of the backward that the forward ran in, -1 for none.
-    ``joint`` caches placements for attention over all places.
+    the number of the next stage; ``chosen`` is the axis chosen for each stage, by number; ``moves``
+    are the exchanges so far. ``entries`` lists by hook, for each time that the forward came to it,
+    what a recompute has to begin with. ``task`` is the number that autograd gave the backward
+    within which the forward ran, -1 for none. ``joint`` caches placements for attention over the
+    places of all axes.
     """
 
     axis: str
@@ -162,12 +169,13 @@ class AxisShards:
         return dist.get_rank(self.group) if self.group is not None else 0
 
     def sizes(self, axis: str) -> tuple[int, ...]:
-        """The places of ``axis`` on each rank of the group while it is sharded."""
+        """The number of places of ``axis`` on each rank of the group while it is sharded."""
         return split_sizes(self.totals[axis], self.ranks)
 
     def joint_sizes(self, parts: Dims) -> tuple[int, ...]:
-        """The places on each rank of several sequences together. Each dim of ``parts`` has the axes
-        of one sequence, of which one is sharded."""
+        """The number of places on each rank of several sequences together. Each dim of ``parts``
+        names the axes of one sequence, of which one is sharded: a sequence ``t s`` with ``t``
+        sharded has the local size of t times the size of s."""
         places_by_rank = [0] * self.ranks
         for names in parts.names:
             sharded = next(name for name in names if name in self.sharded)
@@ -177,9 +185,9 @@ class AxisShards:
         return tuple(places_by_rank)
 
     def begun(self, axis: str, task: int) -> Self:
-        """A copy for a forward that begins with ``axis`` sharded, within backward ``task`` (-1 for
-        none). Each forward has its own, as its backward may recompute parts after other forwards
-        have run."""
+        """A copy in the state before a forward that begins with ``axis`` sharded, within backward
+        number ``task`` (-1 for none). Each forward has its own, as its backward may recompute parts
+        after other forwards have run."""
         return replace(
             self,
             axis=axis,
@@ -193,8 +201,8 @@ class AxisShards:
         )
 
     def pass_stage(self, mixed: tuple[str, ...]) -> int:
-        """Count a stage that begins, and return its number. The axes that it mixes are recorded in
-        ``passed``, unless they are there from before, as in a recompute."""
+        """Count a stage that begins, and return its number. The axes that it mixes are appended to
+        ``passed``, except in a recompute, whose forward has done so."""
         if self.position == len(self.passed):
             self.passed.append(mixed)
         self.position += 1
@@ -202,7 +210,7 @@ class AxisShards:
 
     @property
     def sharded(self) -> tuple[str, ...]:
-        """The names whose places are sharded now."""
+        """The names of the axis and the sequences that are sharded now."""
         return (self.axis, *self.beside)
 
     def sharded_dims(self, dims: Dims) -> list[tuple[int, str]]:
@@ -211,20 +219,20 @@ class AxisShards:
         return [(dims.dim_of(name), name) for name in self.sharded if name in dims]
 
     def here(self) -> dict[str, int]:
-        """The places on this rank of every axis whose size is known."""
+        """The number of places on this rank of every axis whose size is known, by name."""
         known = [name for name in self.sharded if name in self.totals]
         return self.totals | {name: self.sizes(name)[self.rank] for name in known}
 
     def best(self, free: Sequence[str]) -> str:
-        """The axis to shard, of those that a stage leaves ``free``, where no plan is known: the one
-        with the most places."""
+        """The axis to shard where no plan is known: of the axes ``free``, which a stage does not
+        mix, the one with the most places."""
         return max(free, key=lambda name: self.totals.get(name, 0))
 
     def local(
         self, x: torch.Tensor, dims: Dims, known: Mapping[str, int] | None = None
     ) -> torch.Tensor:
-        """This rank's part of a tensor with the places of all ranks. ``known`` are sizes of names
-        that are not in ``totals``."""
+        """This rank's part of ``x``, a tensor of ``dims`` with the places of all ranks. ``known``
+        are sizes of names that are not in ``totals``."""
         sharded = self.sharded_dims(dims)
         if not sharded or self.group is None:
             return x
@@ -234,7 +242,8 @@ class AxisShards:
         return dims.closed(part)
 
     def whole(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
-        """The full tensor on every rank, gathered from this rank's part. Collective."""
+        """The tensor with the places of all ranks, gathered from ``x``, this rank's part of it,
+        of ``dims``. Collective."""
         sharded = self.sharded_dims(dims)
         if not sharded or self.group is None:
             return x
@@ -244,12 +253,13 @@ class AxisShards:
         return dims.closed(whole)
 
     def learn(self, x: torch.Tensor, dims: Dims, axes: Collection[str]) -> None:
-        """Record in ``totals`` the sizes of those of ``axes`` that are not sharded in ``x``."""
+        """Record in ``totals`` the sizes of ``axes`` that a tensor ``x`` on this rank shows: of all
+        but the sharded one, of which it has only a part."""
         sizes = zip(dims.flat, dims.opened(x, self.here()).shape, strict=True)
         self.totals |= {name: n for name, n in sizes if name in axes and name != self.axis}
 
     def require_places(self, axis: str) -> None:
-        """Raise InfeasiblePlan where ranks would be left without places of an axis."""
+        """Raise InfeasiblePlan where an axis has fewer places than the group has ranks."""
         if self.totals[axis] < self.ranks:
             raise InfeasiblePlan(
                 f"axis {axis}",
@@ -259,12 +269,15 @@ class AxisShards:
             )
 
     def switched(self, x: torch.Tensor, dims: Dims, axis: str) -> torch.Tensor:
-        """Shard ``axis`` instead of the current one, by one all-to-all. Returns the local part of
-        ``x`` after it, records the exchange, and has ``axis`` in shards from here on. Raises
-        InfeasiblePlan where ranks would be left without places. Collective."""
+        """Shard ``axis`` instead of the current one, by one all-to-all: from ``x``, this rank's
+        part with the current axis sharded, to its part with ``axis`` sharded, which is returned.
+        Records the exchange in ``moves``, and ``axis`` as the sharded one. Raises InfeasiblePlan
+        where ranks would be left without places. Collective."""
         part = dims.opened(x, self.here())
+        # All places of ``axis`` are here still, so this is its size, which nobody may have known.
         self.totals[axis] = part.shape[dims.dim_of(axis)]
         self.require_places(axis)
+        # The places of ``axis`` that this rank will have stay here, all others are sent.
         kept_share = self.sizes(axis)[self.rank] / self.totals[axis]
         sent_bytes = round(part.nbytes * (1 - kept_share))
         self.moves.append(AxisMove(before=self.axis, after=axis, sent_bytes=sent_bytes))
@@ -280,7 +293,8 @@ class AxisShards:
         return dims.closed(moved)
 
     def counted(self, axis: str) -> int:
-        """The places of an axis on this rank. Raises SpecError for one whose size is not known."""
+        """The number of places of an axis on this rank. Raises SpecError for an axis whose size is
+        not known."""
         here = self.here()
         if axis not in here:
             raise SpecError("axis that is counted", got=axis, wanted=f"one of {', '.join(here)}")
@@ -289,9 +303,9 @@ class AxisShards:
     def cut(
         self, x: torch.Tensor, dims: Dims, known: Mapping[str, int] | None = None
     ) -> torch.Tensor:
-        """This rank's part of an argument ``x`` of a stage, which may have the places of all ranks
-        or, already, those of this rank; by its shape it is found out which. ``known`` are sizes of
-        names that are not in ``totals``. Raises DataError for a shape that fits neither or both."""
+        """This rank's part of ``x``, an argument of a stage, which has the places of all ranks or
+        is this rank's part already: its shape tells which. ``known`` are sizes of names that are
+        not in ``totals``. Raises DataError for a shape that fits neither or both."""
         if self.axis not in dims or self.group is None:
             return x
         others = {name: n for name, n in (known or {}).items() if name != self.axis}

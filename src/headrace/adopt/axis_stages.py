@@ -16,21 +16,25 @@ __all__ = ["AxisStage", "modules_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisStage:
-    """Modules in which places of an axis see each other.
+    """Modules in which places of an axis see each other, as in attention over time.
+
+    Axes are written as names, and the dims of a tensor as the names of their axes: ``(b s) t c`` is
+    a tensor of three dims, the first of which has axes b and s flattened.
 
     Attributes:
         modules: Their names, ``*`` for a part of any name: ``blocks.*.temporal``.
         mixes: The axes whose places see each other in them: ``t``, or several, ``t s``.
         dims: The dims of their first argument and first result: ``(b s) t c``.
-        sides: The dims of other arguments that have places of axes, by number or name: what is
-            whole there is cut to this rank's places.
-        counts: The axes whose places whole numbers among the arguments count, by number or name:
-            ``{"num_frames": "t"}``; they are given the places that this rank has in the stage.
-        attends: The sequences that its attention sees one after the other, in their order, where
+        sides: The dims of other arguments that have places of axes, by the argument's position or
+            name: one that has the places of all ranks is cut to those of this rank.
+        counts: For arguments that are whole numbers of places, by position or name, the axis whose
+            places they count: ``{"num_frames": "t"}``; the stage is given this rank's number.
+        attends: The sequences over which its attention runs, concatenated, in their order, where
             there are others beside the places of the axes: ``n (t s)`` for a text and the places
             behind it. Their names are sharded over the same ranks, wherever inputs have them.
-        returns: Whether the axis that was in shards before is so again afterwards, for models whose
-            code between stages asks for it; else it stays as it is until a stage mixes it.
+        returns: Whether the axis that was sharded before the stage is sharded again after it, for
+            models whose code between stages needs that; else the stage's own axis stays sharded
+            until another stage mixes it.
 
     Raises:
         SpecError: For malformed dims, for a mixed axis that the dims lack, and for ``attends``
@@ -46,8 +50,9 @@ class AxisStage:
     returns: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse mixed axes that are not in the dims, dims of side arguments that cannot be parsed,
-        and sequences of ``attends`` other than the mixed axes in order and single names."""
+        """Raise SpecError for mixed axes that are not in the dims, for dims of ``sides`` that
+        cannot be parsed, and for ``attends`` that is not made of one sequence of all mixed axes, in
+        the order of the dims, and others of one name each."""
         layout = self.layout
         for name in self.mixed:
             if name not in layout:
@@ -55,7 +60,7 @@ class AxisStage:
                     f"stage {self.modules}", got=f"mixes {name}", wanted=f"an axis of {self.dims}"
                 )
         for text in self.sides.values():
-            Dims.parse(text)
+            Dims.parse(text)  # raises
         sequences = self.sequences.names
         others = [names for names in sequences if names != self.places]
         if self.places not in sequences or any(len(names) > 1 for names in others):
@@ -82,22 +87,22 @@ class AxisStage:
 
     @property
     def sequences(self) -> Dims:
-        """The sequences that its attention sees one after the other, as dims: for each sequence
-        the names that it flattens."""
+        """The sequences over which its attention runs, concatenated in this order, as dims: for
+        each sequence the names that it flattens; without ``attends`` only the mixed axes."""
         return Dims.parse(self.attends) if self.attends else Dims((self.places,))
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """The names of other sequences that its attention sees, such as a text, beside the places
-        of the mixed axes."""
+        """The names of the sequences, such as a text, over which its attention runs besides the
+        places of the mixed axes."""
         return tuple(name for name in self.sequences.flat if name not in self.places)
 
 
 def modules_of(
     model: torch.nn.Module, stages: tuple[AxisStage, ...]
 ) -> dict[torch.nn.Module, AxisStage]:
-    """Map each module of the model that a stage names to that stage. Raises ModelError for names
-    that no module has, and for modules of two stages."""
+    """Map each module of the model whose name matches ``stage.modules`` to that stage. Raises
+    ModelError for a stage that matches no module, and for a module of two stages."""
     found: dict[torch.nn.Module, AxisStage] = {}
     for stage in stages:
         # ``*`` stands for one part of a name, between two dots.

@@ -1,7 +1,8 @@
 """Attention over the places of all ranks, within a stage that mixes the sharded axis.
 
 Inside such a stage, calls of ``scaled_dot_product_attention`` attend to the places of all ranks, by
-Ulysses or a ring. Nothing is masked there, so the order of places does not matter.
+Ulysses (an all-to-all of heads for places) or a ring (keys and values go from rank to rank).
+Nothing is masked there, so the order of places does not matter.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from headrace.spec.axes import AxisMove
 __all__ = ["JointAttention", "JointMethod"]
 
 JointMethod = Literal["ulysses", "ring"]
-"""How ranks exchange for it: heads for places, or keys and values from rank to rank."""
+"""How ranks exchange for such attention: see the module."""
 
 
 class JointAttention(TorchFunctionMode):
-    """A torch function mode that spreads attention over ranks during one call of a ``stage`` that
-    mixes all axes, one of which is sharded. ``calls`` counts the calls of attention in it,
-    ``heads`` are the query heads of the last one."""
+    """A torch function mode for one call of a ``stage`` that mixes all axes, one of which is
+    sharded: attention in it runs over the places of all ranks. ``calls`` counts the calls of
+    attention, ``heads`` is the number of query heads of the last one."""
 
     def __init__(
         self,
@@ -44,9 +45,9 @@ class JointAttention(TorchFunctionMode):
         slot: ModelSlot,
         method: JointMethod | None,
     ) -> None:
-        """``shards`` tells the places of each rank. ``slot`` is given the placement of the tokens,
-        which the attention operator looks up there. With ``method`` None it is Ulysses where there
-        is a head for each rank, else a ring."""
+        """``shards`` tells the places of each rank. The placement of the tokens is put into
+        ``slot``, where the attention operator looks it up. ``method`` None stands for Ulysses where
+        there are as many heads as ranks, else a ring."""
         super().__init__()
         self._shards, self._stage, self._slot, self._method = shards, stage, slot, method
         self.calls, self.heads = 0, 0
@@ -58,7 +59,8 @@ class JointAttention(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Replace attention; run any other function unchanged."""
+        """Called by torch in the place of ``func``: replaces attention by :meth:`_attend`, and
+        runs any other function unchanged."""
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         return self._attend(*args, **(kwargs or {}))
@@ -76,9 +78,9 @@ class JointAttention(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """Attention of this rank's queries over the places of all ranks, with the arguments of
-        ``scaled_dot_product_attention``: query [..., N, places, D], key and value
-        [..., G, places, D] of this rank's places. Returns [..., N, places, D]. Raises ModelError
-        for masks, dropout, causal attention and other numbers of places. Collective."""
+        ``scaled_dot_product_attention``: query [..., N, places, D] of N heads, key and value
+        [..., G, places, D] of G heads, with this rank's places. Returns [..., N, places, D]. Raises
+        ModelError for masks, dropout, causal attention and other numbers of places. Collective."""
         if attn_mask is not None or dropout_p or is_causal:
             got = "a mask" if attn_mask is not None else "dropout" if dropout_p else "causal"
             raise ModelError(
@@ -97,12 +99,12 @@ class JointAttention(TorchFunctionMode):
                 hint="name the module of the attention over places alone as the stage",
             )
         self.calls, self.heads = self.calls + 1, query.shape[-3]
-        if self._shards.simulated:
+        if self._shards.simulated:  # a probe, in one process
             key, value = self._whole(key), self._whole(value)
             return scaled_dot_product_attention(
                 query, key, value, scale=scale, enable_gqa=enable_gqa
             )
-        rows = query.shape[:-3].numel()
+        rows = query.shape[:-3].numel()  # the samples, as the product of all dims before heads
         method = self._method or ("ulysses" if self.heads >= len(sizes) else "ring")
         axis, kv_heads = self._shards.axis, key.shape[-3]
         sent_vectors = _sent_vectors(sizes, self._shards.rank, self.heads, kv_heads, method)
@@ -116,8 +118,8 @@ class JointAttention(TorchFunctionMode):
         return out.reshape(*query.shape[:-1], value.shape[-1])
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Keys or values [..., places of this rank, D] put together over all ranks, each sequence
-        whole before the next: [..., places of all ranks, D]."""
+        """Gather keys or values ``x`` [..., places of this rank, D] over all ranks, sequence by
+        sequence: [..., places of all ranks, D], each sequence whole before the next."""
         # Names for the dims that are not of places, so that each sequence can be gathered by name.
         row_dims = tuple((f"_{at}",) for at in range(x.dim() - 2))
         here, wholes = self._shards.here(), list[torch.Tensor]()

@@ -1,4 +1,11 @@
-"""Adapters for models with axes that are known by class: Latte, CogVideoX, Wan and others."""
+"""Adapters for models with axes that are known by class: Latte, CogVideoX, Wan and others.
+
+An adapter declares the stages and inputs of a model, and hooks the modules that need to know more
+than this rank's part, such as those that make positions. Dims have these letters: b samples, c
+channels, t frames, y and x points of a frame, s patches of a frame (h rows by w columns of them), n
+or m words of a text, d or e features, j heads, k a dim of size 1. ``run.shards.local`` cuts a
+tensor with the places of all ranks to this rank's part.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +37,19 @@ __all__ = [
 
 
 def _patches(inputs: Mapping[str, torch.Tensor], high: int, wide: int) -> dict[str, int]:
-    """The places of axis ``s``: the number of patches of ``high`` by ``wide`` points in a frame of
-    the input ``hidden_states`` [..., height, width]."""
+    """The size of axis ``s``, as ``{"s": size}``: the number of patches, of ``high`` by ``wide``
+    points, in a frame of the input ``hidden_states`` [..., height, width]."""
     *_, height, width = inputs["hidden_states"].shape
     return {"s": (height // high) * (width // wide)}
 
 
 def _of_all_frames(run: AxisModel) -> Callable[[Any, dict[str, Any]], Any]:
-    """A hook before a module that makes positions by the shape of a video [b, c, t, y, x], and does
-    not read its values: it is given zeros with the frames of all ranks, which take no memory."""
+    """Make a hook to run before a module that makes positions from the shape of a video [b, c, t,
+    y, x], without reading its values: so that it makes those of the frames of all ranks."""
 
     def before(args: Any, named: dict[str, Any]) -> Any:
+        """Replace the video by zeros with all frames; as one zero is expanded, they take no
+        memory."""
         (x,) = args
         b, c, _, *side = x.shape
         return (x.new_zeros(()).expand(b, c, run.places_of("t"), *side),), named
@@ -49,10 +58,11 @@ def _of_all_frames(run: AxisModel) -> Callable[[Any, dict[str, Any]], Any]:
 
 
 def _own_places(run: AxisModel, dims: Dims) -> Callable[[Any, Any], tuple[torch.Tensor, ...]]:
-    """A hook after a module that returns tensors of ``dims`` with all places: it returns this
-    rank's part of each."""
+    """Make a hook to run after a module that returns tensors of ``dims`` with the places of all
+    ranks, such as rotary embeddings (cos, sin)."""
 
     def after(_: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Cut each tensor to this rank's part."""
         assert run.shards is not None, "sharded"
         return tuple(run.shards.local(x, dims) for x in out)
 
@@ -81,6 +91,7 @@ def adapt_latte(
     side = inner.config.patch_size
 
     def sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """The number of patches of a frame, which no input shows."""
         return _patches(inputs, side, side)
 
     run = AxisModel(
@@ -99,19 +110,21 @@ def adapt_latte(
     own_positions = list[torch.Tensor]()  # [1, frames, d], while a forward runs
 
     def hide_positions(args: Any, named: dict[str, Any]) -> Any:
+        """Keep the model's positions for :func:`add_positions`, and put zeros in their place."""
         own_positions.append(inner.temp_pos_embed)
         inner.temp_pos_embed = torch.zeros_like(own_positions[-1][:, :1])
         return args, named
 
     def restore_positions(_: Any, out: Any) -> Any:
+        """Give the model its positions back, after a forward that raised, too."""
         inner.temp_pos_embed = own_positions.pop()
         return out
 
     def add_positions(args: Any, named: dict[str, Any]) -> Any:
-        """Add positions to x [b s, frames, d]; a recompute, after the forward, finds them in the
-        model."""
+        """Add positions to x [b s, frames, d]. A recompute, which runs after the forward has
+        restored them, finds them in the model."""
         x, *rest = args
-        if x.shape[1] > 1:
+        if x.shape[1] > 1:  # Latte adds none to a single frame
             positions = own_positions[-1] if own_positions else inner.temp_pos_embed
             x = x + positions.to(x.dtype)
         return (x, *rest), named
@@ -121,6 +134,8 @@ def adapt_latte(
     return run
 
 
+# Of TimeSformer: the patches of attention over space, the clip's token in front of them, and the
+# patches as they are embedded.
 _PATCHES, _CLIP = Dims.parse("(b t) (h w) d"), Dims.parse("(b t) k d")
 _EMBEDDED = Dims.parse("b (h w t) d")
 
@@ -133,7 +148,9 @@ def adapt_timesformer(
     compare: bool = True,
 ) -> AxisModel:
     """Adapt a TimeSformer; its result [b, 1 + patches of this rank, d] begins with the clip's
-    token, which all ranks have alike. Raises ModelError for attention that is not divided."""
+    token, which all ranks have alike. Rows of patches (h) are sharded; around attention over space,
+    which hooks do, frames are. Raises ModelError for attention that is not divided into attention
+    over time and over space."""
     inner = getattr(model, "module", model)
     config = inner.config
     if config.attention_type != "divided_space_time":
@@ -142,6 +159,7 @@ def adapt_timesformer(
         )
 
     def sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """The number of rows of patches of a frame."""
         return {"h": inputs["pixel_values"].shape[3] // config.patch_size}
 
     prefix = "timesformer." if hasattr(inner, "timesformer") else ""
@@ -170,8 +188,8 @@ def adapt_timesformer(
 
     def to_frames(args: Any, named: dict[str, Any]) -> Any:
         """Switch the patches of x [b t, 1 + h w, d] from shards of rows to shards of frames, as
-        attention over space needs all rows; the token before them, which every rank has of all
-        frames, is cut to this rank's frames."""
+        attention over space needs all rows of a frame. The clip's token, which stands in front of
+        them in every frame, is on every rank for all frames: it is cut to this rank's frames."""
         x, *rest = args
         shards = run.shards
         assert shards is not None, "sharded"
@@ -181,8 +199,8 @@ def adapt_timesformer(
         return (torch.cat([shards.cut(x[:, :1], _CLIP), patches], dim=1), *rest), named
 
     def to_rows(_: Any, out: Any) -> Any:
-        """Switch the patches back to shards of rows; the token before them is gathered of all
-        frames."""
+        """Undo :func:`to_frames`: switch the patches back to shards of rows, and gather the token
+        of all frames."""
         x, *rest = out
         shards = run.shards
         assert shards is not None, "sharded"
@@ -212,7 +230,7 @@ def adapt_transformer_2d(
     check: bool | FirstStep = True,
     compare: bool = True,
 ) -> AxisModel:
-    """Adapt a Transformer-2D, whose frames are in shards at first."""
+    """Adapt headrace's own Transformer-2D; frames are sharded when a forward begins."""
     return AxisModel(
         model,
         stages=_TRANSFORMER_2D_STAGES,
@@ -242,14 +260,15 @@ def adapt_wan(
     check: bool | FirstStep = True,
     compare: bool = True,
 ) -> AxisModel:
-    """Adapt a Wan; inputs must be given by name. A timestep may be one of each sample, or of each
-    place (TI2V). Raises ModelError for patches of several frames."""
+    """Adapt a Wan; inputs must be given by name. There may be a timestep for each sample [b] or, as
+    in TI2V, for each place [b, t s]. Raises ModelError for patches of several frames."""
     inner = getattr(model, "module", model)
     deep, high, wide = inner.config.patch_size
     if deep != 1:
         raise ModelError("patches of Wan", got=f"{deep} frames", wanted="one frame")
 
     def sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """The number of patches of a frame, which no input shows."""
         return _patches(inputs, high, wide)
 
     run = AxisModel(
@@ -286,8 +305,9 @@ def adapt_ltx(
     check: bool | FirstStep = True,
     compare: bool = True,
 ) -> AxisModel:
-    """Adapt an LTX-Video; inputs must be given by name. Its ``num_frames``, ``height`` and
-    ``width`` are those of the whole video, also in a call with a rank's part."""
+    """Adapt an LTX-Video, whose input is a sequence of all patches of all frames (s); inputs must
+    be given by name. Its ``num_frames``, ``height`` and ``width`` are those of the whole video,
+    also in a call with a rank's part: positions are made for all of it, and then cut."""
     inner = getattr(model, "module", model)
     run = AxisModel(
         model,
@@ -313,6 +333,7 @@ _COGVIDEOX_INPUTS = {
     "timestep": "b",
     "encoder_hidden_states": "b n e",
 }
+# Rotary embeddings; and of CogVideoX the positions of the text, and of the places behind it.
 _PLACES_ROTARY, _TEXT = Dims.parse("(t s) d"), Dims.parse("k n d")
 _COGVIDEOX_PLACES = Dims.parse("k (t s) d")
 _POSITIONS = "_get_positional_embeddings"
@@ -328,8 +349,8 @@ def adapt_cogvideox(
     compare: bool = True,
 ) -> AxisModel:
     """Adapt a CogVideoX; inputs must be given by name, ``image_rotary_emb`` as that of the whole
-    video. Its text, which attention sees in front of the places, is in shards as they are. Raises
-    ModelError for patches of several frames."""
+    video. Attention runs over the text and the places behind it; each rank has a part of either.
+    Raises ModelError for patches of several frames."""
     inner = getattr(model, "module", model)
     if inner.config.patch_size_t is not None:
         got = f"{inner.config.patch_size_t} frames"
@@ -337,6 +358,7 @@ def adapt_cogvideox(
     side, patches = inner.config.patch_size, inner.patch_embed
 
     def sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """The number of patches of a frame, which no input shows."""
         return _patches(inputs, side, side)
 
     run = AxisModel(
@@ -363,17 +385,19 @@ def adapt_cogvideox(
     own_sample_frames = list[int]()  # the embedding's ``sample_frames``, while it runs
 
     def replace_positions(args: Any, named: dict[str, Any]) -> Any:
-        """Have the embedding make positions by its method, which is replaced by one that makes
-        those of this rank's text and places."""
+        """Replace the embedding's method that makes positions by one that makes those of this
+        rank's text and places, and have the embedding call it, instead of taking positions from its
+        buffer."""
         make, buffer_frames = getattr(patches, _POSITIONS), patches.sample_frames
         buffer_size = (patches.sample_height, patches.sample_width, buffer_frames)
         words = patches.max_text_seq_length
 
         def of_this_rank(height: int, width: int, _: int, device: Any = None) -> torch.Tensor:
             """Positions [1, words + places of this rank, d] for frames of ``height`` by ``width``
-            points; the number of local frames, which is given, does not matter."""
+            points; the third argument, the number of this rank's frames, is not used."""
             assert run.shards is not None, "sharded"
-            # As many frames, before compression, as the video has on all ranks.
+            # The frames of the video on all ranks, before the VAE's compression over time, as the
+            # method counts them.
             frames = (run.places_of("t") - 1) * patches.temporal_compression_ratio + 1
             in_buffer = (height, width, frames) == buffer_size
             whole = patches.pos_embedding if in_buffer else make(height, width, frames, device)
@@ -386,6 +410,7 @@ def adapt_cogvideox(
         return args, named
 
     def restore_method(_: Any, out: Any) -> Any:
+        """Undo :func:`replace_positions`, after a forward that raised, too."""
         delattr(patches, _POSITIONS)
         patches.sample_frames = own_sample_frames.pop()
         return out
@@ -418,10 +443,11 @@ def adapt_hunyuan(
     check: bool | FirstStep = True,
     compare: bool = True,
 ) -> AxisModel:
-    """Adapt a HunyuanVideo; inputs must be given by name. The texts of a batch have one length; the
-    padding behind them, which attention masks, is left out. Their refiner, which mixes words, runs
-    on every rank, and behind it they are in shards as the frames are. Raises ModelError for patches
-    of several frames, and where the first frame is conditioned by itself."""
+    """Adapt a HunyuanVideo; inputs must be given by name. The texts of a batch must have one
+    length; the padding behind them, which attention would mask, is cut off. The text refiner, in
+    which words see each other, runs on the whole text on every rank; its result is sharded by
+    words. Raises ModelError for patches of several frames, and for a first frame that is
+    conditioned in another way than the others (``token_replace``)."""
     inner = getattr(model, "module", model)
     config = inner.config
     if config.patch_size_t != 1 or config.image_condition_type == "token_replace":
@@ -433,6 +459,7 @@ def adapt_hunyuan(
     side = config.patch_size
 
     def sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """The numbers of patches of a frame, and of words without padding."""
         return {**_patches(inputs, side, side), "n": _words(inputs)}
 
     run = AxisModel(
@@ -449,7 +476,8 @@ def adapt_hunyuan(
     )
 
     def without_padding(args: Any, named: dict[str, Any]) -> Any:
-        """Cut padding off the texts. Raises InfeasiblePlan for fewer words than ranks."""
+        """Cut the padding off the model's texts and their mask. Raises InfeasiblePlan for fewer
+        words than ranks."""
         assert run.shards is not None, "sharded"
         words, ranks = run.places_of("n"), run.shards.ranks
         if words < ranks:
@@ -467,7 +495,8 @@ def adapt_hunyuan(
         return run.shards.local(out, _WORDS)
 
     def unmasked(args: Any, named: dict[str, Any]) -> Any:
-        return args, {**named, "attention_mask": None}  # nothing is left that it would mask
+        """Take the mask off attention: without padding nothing is left that it would mask."""
+        return args, {**named, "attention_mask": None}
 
     run.on(inner, without_padding)
     run.on(inner.rope, _of_all_frames(run), _own_places(run, _PLACES_ROTARY))
@@ -496,13 +525,15 @@ def adapt_mochi(
     check: bool | FirstStep = True,
     compare: bool = True,
 ) -> AxisModel:
-    """Adapt a Mochi; inputs must be given by name. The texts of a batch have one length; padding
-    behind them, which attention leaves out, is left out before. Behind the embedding, which mixes
-    words and runs on every rank, they are in shards as the frames are."""
+    """Adapt a Mochi; inputs must be given by name. The texts of a batch must have one length; the
+    padding behind them, which attention would leave out, is cut off. The embedding of texts, in
+    which words see each other, runs on the whole text on every rank; its result is sharded by
+    words."""
     inner = getattr(model, "module", model)
     side = inner.config.patch_size
 
     def sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """The numbers of patches of a frame, and of words without padding."""
         return {**_patches(inputs, side, side), "n": _words(inputs)}
 
     run = AxisModel(
@@ -518,15 +549,18 @@ def adapt_mochi(
     )
 
     def without_padding(args: Any, named: dict[str, Any]) -> Any:
+        """Cut the padding off the model's texts and their mask."""
         return args, _unpadded(named, run.places_of("n"))
 
     def all_frames(args: Any, named: dict[str, Any]) -> Any:
-        """Have rotary positions made for the frames of all ranks, not for those of this rank."""
+        """Replace the second argument, this rank's number of frames, by that of all ranks, so that
+        rotary positions are made for all frames."""
         frequencies, _, *rest = args
         return (frequencies, run.places_of("t"), *rest), named
 
     def own_words(_: Any, out: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        """Cut embedded texts [b, n, d] to this rank's words; that of the timestep stays."""
+        """Cut the second result, the embedded texts [b, n, d], to this rank's words; the first, the
+        embedded timestep, stays."""
         assert run.shards is not None, "sharded"
         step, text = out
         return step, run.shards.local(text, _WORDS)
@@ -545,8 +579,8 @@ def adapt_mochi(
 
 
 def _unpadded(named: dict[str, Any], words: int) -> dict[str, Any]:
-    """A model's arguments by name, with texts and their mask cut to the first ``words`` words: what
-    is behind them is padding."""
+    """The arguments ``named`` of a model, with texts [b, m, e] and their mask [b, m] cut to the
+    first ``words`` words; what is behind these is padding."""
     texts = ("encoder_hidden_states", "encoder_attention_mask")
     return {**named, **{name: named[name][:, :words] for name in texts}}
 

@@ -11,6 +11,7 @@ from headrace.costs import CostModel
 from headrace.costs.cost_model import MOST_TOKENS
 from headrace.costs.limits import Limits, limits_of
 from headrace.costs.paradyse import HybridModel, Target
+from headrace.costs.quadratic import Linear
 from headrace.costs.sources.measured import FittedPart
 from headrace.spec.plan import Working
 from headrace.units import bytes_text, percent_text, seconds_text
@@ -27,7 +28,7 @@ _TARGETS: dict[Target, str] = {
 
 def fits_table(fits: Iterable[FittedPart]) -> Table:
     """A table with the fit of every measured part (a layer option's forward or backward on one
-    group size): its seconds for 1K and 4K tokens, median error, and bytes for each token."""
+    group size): its seconds for 1K and 4K tokens, median error, and the lines of its bytes."""
     columns = ("group", "part", "1K tokens", "4K tokens", "error", "kept", "in passing")
     table = _table(columns, left=2)
     for fit in fits:
@@ -38,8 +39,8 @@ def fits_table(fits: Iterable[FittedPart]) -> Table:
             seconds_text(fit.curve([1024])),
             seconds_text(fit.curve([4096])),
             percent_text(fit.error.median),
-            f"{bytes_text(fit.kept.slope)}/token" if forward else "",
-            f"{bytes_text(fit.transient.slope)}/token" if forward else "",
+            _line_text(fit.kept) if forward else "",
+            _line_text(fit.transient) if forward else "",
         )
     return table
 
@@ -70,6 +71,13 @@ def hybrid_table(model: HybridModel) -> Table:
             "-" if math.isinf(boundary.jump) else percent_text(boundary.jump),
         )
     return table
+
+
+def _line_text(line: Linear) -> str:
+    """The bytes of a line over tokens, such as "64 B/token"; what does not grow with tokens stands
+    before where it is more than 1,024 tokens take, as a head's logits of one chunk."""
+    grows = f"{bytes_text(line.slope)}/token"
+    return f"{bytes_text(line.constant)} + {grows}" if line.constant > 1024 * line.slope else grows
 
 
 def _lengths(row: Limits) -> tuple[str, str]:

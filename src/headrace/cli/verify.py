@@ -97,6 +97,8 @@ def verify(what: str, path: Path | None, flags: VerifyFlags) -> int:
         raise ConfigError("verify", got=got, wanted=f">= 1 each, at most {_MOST_RANKS} ranks")
     if flags.seed < 0:
         raise ConfigError("--seed", got=flags.seed, wanted=">= 0")
+    if flags.tolerance is not None and not 0 <= flags.tolerance < 1:
+        raise ConfigError("--tolerance", got=flags.tolerance, wanted="from 0 to below 1")
     if what != "native":
         if ":" in what:
             tell(f"running the code of {what}")
@@ -113,7 +115,7 @@ def verify(what: str, path: Path | None, flags: VerifyFlags) -> int:
             what,
             ranks=ranks,
             seed=flags.seed,
-            tolerance=flags.tolerance or 1e-5,
+            tolerance=1e-5 if flags.tolerance is None else flags.tolerance,
             backend=flags.backend,
             as_json=flags.json,
         )
@@ -124,7 +126,8 @@ def verify(what: str, path: Path | None, flags: VerifyFlags) -> int:
         for model in _MODELS
         for count in ranks
     ]
-    return _print([(case, _errors_of(case)) for case in cases], flags.tolerance or 1e-10)
+    tolerance = 1e-10 if flags.tolerance is None else flags.tolerance
+    return _print([(case, _errors_of(case)) for case in cases], tolerance)
 
 
 def _verify_checkpoint(path: Path | None) -> int:

@@ -50,7 +50,8 @@ def verify_axes(
     """Compare loss and gradients on each number of ``ranks`` with those of one process. The exit
     code is 0 when they are equal, 1 when they are not, 2 when the model is refused."""
     first = next(iter(examples.values()))()  # raises at once where a package is missing
-    tolerance = tolerance or (_SINGLE if first.single else _EXACT)
+    if tolerance is None:
+        tolerance = _SINGLE if first.single else _EXACT
     rows = on_all(name, ranks, lambda count: _rows(name, count, examples))
     if rows is None:
         return 2

@@ -139,6 +139,7 @@ def _padded_gather(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGro
     coming = issue_padded_gather(x, sizes, group)
 
     def joined() -> torch.Tensor:
+        """The rows that arrived, without the padding."""
         parts = coming.wait().split(max(sizes))
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
@@ -303,7 +304,7 @@ def from_first(payload: bytes, group: dist.ProcessGroup | None) -> bytes:
 
 
 def gather_floats(values: Sequence[float], group: dist.ProcessGroup | None) -> list[list[float]]:
-    """Every rank's list of as many floats (fp64 on the wire), in rank order."""
+    """Every rank's list of floats (sent in fp64), in rank order; all lists are equally long."""
     if group is None:
         return [list(values)]
     ranks = dist.get_world_size(group)
@@ -343,9 +344,9 @@ def agree(what: str, value: str, group: dist.ProcessGroup | None) -> None:
 
 
 def agree_each(of: str, values: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
-    """:func:`agree` for the values of the arguments ``of`` something, by name, in one exchange
-    where they are alike; else the error names the first that differs."""
-    try:
+    """Raise PlanMismatch on every rank when one of the ``values`` by name, arguments of a function
+    ``of``, is not the same on all; the error names the first that differs."""
+    try:  # all at once, which is one exchange where they agree
         agree(f"arguments of {of}", "\n".join(f"{k}={v}" for k, v in values.items()), group)
     except PlanMismatch:  # on every rank
         for name, value in values.items():

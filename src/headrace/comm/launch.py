@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _LOCALHOST = "127.0.0.1"
-_threaded = threading.Event()  # torch has computed on several threads here, as a lone rank
+_used_threads = threading.Event()  # set once a lone rank has computed on several threads here
 
 
 def start(
@@ -58,24 +58,24 @@ def start(
 ) -> int:
     """Run ``main`` on ``ranks`` ranks of this machine and return the job's exit code.
 
-    0 when every rank returned 0; 130 on Ctrl-C, 143 on SIGTERM, 129 on SIGHUP (but for nohup), 138
-    on SIGUSR1; 2 for an error of headrace's tree
-    (its text is printed once); 128 + signal for a rank that was killed; 75 for one that hung; else
-    the code of the first rank that failed. Who died, and in what action, is on stderr.
+    The code is 0 when every rank returned 0; 130 on Ctrl-C, 143 on SIGTERM, 129 on SIGHUP (but for
+    nohup), 138 on SIGUSR1; 2 for an error of headrace, a HeadraceError (its text is printed once);
+    128 + signal for a rank that was killed; 75 for one that hung; else the code of the first rank
+    that failed. Who died, and in what action, is on stderr.
 
-    ``threads`` per rank (None: an even share of the cores); ``timeout_s`` of collectives;
-    ``heartbeat_s`` between signs of life; ``hang_s`` without one and a rank counts as dead, so
-    ``main`` must not hold Python's lock that long. ``deterministic``: the same bits each time, on
-    devices too. ``port`` of the store, 0 for any free one.
-    ``stop_s`` is the time that ranks have after a first signal to stop in order, where they are
-    :meth:`~headrace.comm.watcher.Watcher.stoppable`; a second signal ends them at once.
-    ``each`` is called here time and again while the ranks run, and once more when they have ended;
-    what it raises ends them.
+    ``threads`` are those of each rank (None: an even share of the cores), ``timeout_s`` is that of
+    collectives, ``heartbeat_s`` the time between two signs of life of a rank. A rank without one
+    for ``hang_s`` counts as dead, so ``main`` must not hold Python's lock that long. With
+    ``deterministic`` the result has the same bits each time, on devices too. ``port`` is the
+    store's, 0 for any free one. ``stop_s`` is the time that ranks have after a first signal to stop
+    in order, where they are :meth:`~headrace.comm.watcher.Watcher.stoppable`; a second signal ends
+    them at once. ``each`` is called here time and again while the ranks run, and once more when
+    they have ended; what it raises ends them.
 
-    Ranks are forked (``forked``), or are new processes where this one has begun CUDA, has used
-    autograd where there are devices, or was a rank that computed on several threads, none of which
-    survives a fork. To those ``main`` is sent: it must be a value of a module, no closure, and uses
-    of open files only those ``inherited``.
+    Ranks are forked, or are new processes where this one has begun CUDA, has used autograd where
+    there are devices, or was a rank that computed on several threads, none of which survives a
+    fork; ``forked`` is that choice, made here where None. New processes get ``main`` pickled: it
+    must be a value of a module, no closure, and of open files it can use only those ``inherited``.
     Call it from the main thread. Raises LaunchError when ranks cannot be started.
     """
     settings = Settings(
@@ -91,7 +91,7 @@ def start(
         # Where torch has computed on several threads here, a fork that does so again would wait for
         # threads that it does not have.
         many_threads = (threads or len(os.sched_getaffinity(0)) // ranks) > 1
-        forked = not ((_threaded.is_set() and many_threads) or forks_fail())
+        forked = not ((_used_threads.is_set() and many_threads) or forks_fail())
     # torch's optimizers import it when they are first made: once here, not on every rank.
     importlib.import_module("torch._dynamo")
     gc.collect()  # ranks would join the threads of a leftover store, and abort
@@ -106,14 +106,14 @@ def start(
         )
 
         def in_child(rank: int) -> int:
+            """Run a forked rank, which has no use for the launcher's listening socket."""
             listener.close()
             return rank_main(rank)
 
         try:
             children = fork(ranks, in_child) if forked else execute(ranks, rank_main, inherited)
-            store = _serve(
-                listener, rank_main.port
-            )  # after the fork: its threads would not survive it
+            # After the fork, as the store's threads would not survive it.
+            store = _serve(listener, rank_main.port)
             board = StatusBoard.of_attempt(store, 0)
             return supervise(children, board, signals_heard, each, stop_s)
         finally:
@@ -192,7 +192,7 @@ def lone_rank(
             yield world
     finally:
         if torch.get_num_threads() > 1:
-            _threaded.set()
+            _used_threads.set()
         torch.set_num_threads(former_threads)
         torch.use_deterministic_algorithms(was_deterministic, warn_only=warned_only)
         for name, value in former_variables.items():

@@ -30,14 +30,14 @@ from headrace.errors import LaunchError, PeerLost
 
 __all__ = ["CallWatch", "LoopWatch"]
 
-_ROUND_S = 0.2
+_ROUND_S = 0.2  # between two looks at the other ranks
 _NOTICE_S = 0.6  # for a rank that raised an error to say which
 _GRACE_S = 10.0  # for a waiting rank to be woken by the broken connection
 
 
 class LoopWatch:
-    """Watches the other ranks of a loop. ``where`` says which step and action this rank is in, in
-    words; it is called from a thread. Collective."""
+    """Watches the other ranks of a user's loop for failures, in a thread. ``where()`` says in words
+    which step and action this rank is in; that thread calls it."""
 
     def __init__(self, groups: Groups, where: Callable[[], str]) -> None:
         """Start the watching thread of this rank; each rank holds a connection to the one before
@@ -114,8 +114,8 @@ class LoopWatch:
         atexit.unregister(self._leave)
 
     def _leave(self) -> None:
-        """Say at the end of the process what ended it. The thread ends first: one that asks the
-        store while the interpreter goes would abort the process."""
+        """Tell the other ranks, at the end of this process, which error ended it. Then end the
+        thread: one that uses the store while the interpreter shuts down would abort the process."""
         error = getattr(sys, "last_value", None)
         if error is not None and not self._resting:
             text = " ".join(f"raised {type(error).__name__}: {error} (in {self._where()})".split())
@@ -177,8 +177,8 @@ class LoopWatch:
 
 
 class CallWatch:
-    """Watches the other ranks for a spread model that a loop calls as it likes: from its first
-    batch on, each has a number and the action that this rank is in."""
+    """Watches the other ranks from the first batch of a spread model on, which a loop calls as it
+    likes. Others are told of this rank the number of its batch and its action."""
 
     def __init__(self) -> None:
         self._watch: LoopWatch | None = None

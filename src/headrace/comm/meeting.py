@@ -106,6 +106,7 @@ class _Inviter:
 
     def __init__(self, store: dist.Store, ranks: int) -> None:
         self._store, self._ranks = store, ranks
+        # Tokens of the last attempt that began: its ranks have to register anew.
         self._begun_tokens = set(json.loads(store.get("old"))) if store.check(["old"]) else set()
         self._invited: list[list[Any]] = []  # registrations that the last invitations were for
         self._attempt = 0
@@ -115,8 +116,10 @@ class _Inviter:
         answered."""
         registrations = self._registrations()
         if registrations and registrations != self._invited:
-            self._invited, self._attempt = registrations, self._store.add("attempts", 1) - 1
+            self._invited = registrations
+            self._attempt = self._store.add("attempts", 1) - 1  # numbered from 0
             self._invite()
+        # Adding 0 reads the counter.
         if self._invited and self._store.add(f"answers/{self._attempt}", 0) == self._ranks:
             self._store.set(f"begun/{self._attempt}", "1")
             self._store.set("old", json.dumps([token for token, *_ in self._invited]))
@@ -128,9 +131,8 @@ class _Inviter:
         if not self._store.check(keys):
             return []
         registrations = [json.loads(value) for value in self._store.multi_get(keys)]
-        return (
-            [] if any(token in self._begun_tokens for token, *_ in registrations) else registrations
-        )
+        is_old = any(token in self._begun_tokens for token, *_ in registrations)
+        return [] if is_old else registrations
 
     def _invite(self) -> None:
         """Write for each rank which attempt begins, its own address and the address and port of the
@@ -168,6 +170,8 @@ def _missing(store: dist.Store, ranks: int) -> str:
 
 
 def _is_loopback(address: str) -> bool:
+    """Whether an address is reached from its own machine only; an IPv6 zone (``%eth0``) is
+    ignored."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
@@ -220,6 +224,7 @@ def _enter(host: str, port: int, limit_s: float) -> dist.TCPStore | None:
     made: list[dist.TCPStore] = []
 
     def make() -> None:
+        """Connect to the store, and hand over the client."""
         with suppress(RuntimeError):  # a server of another protocol answered
             made.append(
                 dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))

@@ -141,9 +141,9 @@ def groups_here(device: str | torch.device = "cpu") -> Groups | None:
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """The timeout of a group's collectives, which torch gives no other group of itself; None for a
-    backend that has none."""
-    try:
+    """The timeout of a group's collectives on ``device``; None where its backend has none. It is
+    given to new groups, as torch gives them its default timeout, not that of the world."""
+    try:  # only the backend's private options tell
         backend = group._get_backend(torch.device(device.type))  # noqa: SLF001
         return backend.options._timeout  # type: ignore[no-any-return]  # noqa: SLF001
     except (AttributeError, RuntimeError):
@@ -178,18 +178,19 @@ class NodeGroups:
 class Groups:
     """The process groups of one job.
 
-    ``world`` is the group of links; the groups of methods are their own, so that a collective
-    inside a layer is never matched with one of a link. Every rank must call :meth:`prepare` with
-    the same sets of ranks: groups made in different orders on different ranks hang at first use.
-    ``messages`` between stages have a group of their own, made when first prepared for.
-    ``backend`` of the groups: the world's where it is None. ``connections`` remember theirs.
-    Their collectives have the world's timeout. A world that was begun without a
-    way between CPUs (``nccl`` alone) gets a group of all ranks beside it that has gloo as well.
+    ``world`` is the group of all ranks, used for pulls and pushes of weights. Methods have groups
+    of their own, so that a collective inside a layer is never matched with one of the world;
+    ``messages`` between stages have one too. Every rank must call :meth:`prepare` with the same
+    sets of ranks: groups made in different orders on different ranks hang at first use.
+
+    The groups exchange tensors on ``device``, with ``backend`` (the world's where None) and the
+    world's timeout; ``connections`` remembers their connections. A world that was begun without a
+    way between CPUs (``nccl`` alone) is replaced by a group of all ranks that has gloo as well.
     A rank is in ``most`` groups at a time, or as many as one call of :meth:`prepare` wants: those
-    that were not wanted for longest are destroyed, and made anew when they are wanted again.
-    ``device``: where the tensors are that they exchange.
-    ``node_ranks`` follow each other on each of several nodes: ``nodes`` are groups of links inside
-    and across them, made when first prepared; without it, or where it is all ranks, all are alike.
+    whose last use is longest ago are destroyed, and made anew when they are wanted again.
+
+    Where every ``node_ranks`` neighbouring ranks are on one node, of several, ``nodes`` are the
+    groups for pulls and pushes in two steps, inside the nodes and across them.
     """
 
     def __init__(
@@ -202,8 +203,8 @@ class Groups:
         most: int = _MOST_GROUPS,
     ) -> None:
         """The groups of this rank's world; ``node_ranks`` is the number of neighbouring ranks on
-        one node, None where nodes play no role. Collective in a world without a
-        way between CPUs."""
+        one node, None where nodes play no role. Collective in a world without a way between
+        CPUs."""
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
         if node_ranks is not None and (node_ranks < 1 or self.ranks % node_ranks):
@@ -233,8 +234,8 @@ class Groups:
         self._counts = [0] * self.ranks  # of the groups that each rank is in
         self._messages: Messages | None = None
         self._nodes: NodeGroups | None = None
-        self._met: set[int] = set()
-        self._opened = False
+        self._met: set[int] = set()  # ranks with which a connection for messages is open
+        self._opened = False  # whether the world's communicator has been used once
 
     def forget(self) -> None:
         """Drop all groups, as the world is about to be destroyed."""
@@ -278,9 +279,9 @@ class Groups:
     def _destroy_for(
         self, coming: Collection[tuple[int, ...]], *, keep: Collection[tuple[int, ...]]
     ) -> None:
-        """Destroy groups that were not wanted for longest, but none of ``keep``, until no rank will
-        be in more than ``most`` once those that are ``coming`` are made. All ranks count alike, and
-        so destroy the same."""
+        """Destroy the groups whose last use is longest ago, but none of ``keep``, until no rank
+        will be in more than ``most`` once those that are ``coming`` are made. Every rank counts the
+        groups of all ranks, so all destroy the same ones."""
         for rank in (rank for ranks in coming for rank in ranks):
             self._counts[rank] += 1
         for ranks in list(self._made):
@@ -309,29 +310,26 @@ class Groups:
         return group
 
     def _make_nodes(self, node_ranks: int) -> NodeGroups:
-        """Create the groups of links inside of each node, then those across nodes; returns this
-        rank's."""
+        """Create the groups of all nodes, then those across nodes; returns this rank's two."""
         node_members = [
             range(first, first + node_ranks) for first in range(0, self.ranks, node_ranks)
         ]
         same_place_members = [range(first, self.ranks, node_ranks) for first in range(node_ranks)]
-        # Every rank takes part in making every group, in the same order, and is in one of each
-        # kind.
-        inside, across = (
-            next(
-                group
-                for group in [self._make(ranks) for ranks in groups_of_ranks]
-                if group is not None
-            )
-            for groups_of_ranks in (node_members, same_place_members)
-        )
+
+        def make_all(groups_of_ranks: Sequence[range]) -> dist.ProcessGroup:
+            """Make all these groups, as every rank does in the same order; returns the one that
+            this rank is in."""
+            made = [self._make(ranks) for ranks in groups_of_ranks]
+            return next(group for group in made if group is not None)
+
+        inside, across = make_all(node_members), make_all(same_place_members)
         aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         return NodeGroups(ranks=node_ranks, inside=inside, across=across, aside=aside)
 
     @property
     def nodes(self) -> NodeGroups | None:
-        """The groups of links in two steps; None where all ranks are alike. Raises PlanMismatch
-        when they were never prepared."""
+        """The groups for pulls and pushes in two steps; None where there are no several nodes.
+        Raises PlanMismatch when they were never prepared."""
         if self.node_ranks and self._nodes is None:
             raise PlanMismatch("groups of nodes", got="never prepared", wanted="prepared by all")
         return self._nodes

@@ -31,7 +31,8 @@ _BROKEN = ("gloo", "Connection closed by peer", "Connection reset", "Application
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """The rank's numbers in the job, and the address of the job's store."""
+    """The rank's numbers in the job and on its machine, the number of the ``attempt`` (0 for the
+    first start, one more after each restart), and the address of the job's store."""
 
     rank: int
     ranks: int
@@ -193,7 +194,8 @@ def _device(place: RankPlace, settings: Settings) -> str:
 
 
 def _code(error: SystemExit) -> int:
-    """The exit code of a ``sys.exit``, which may carry a text instead."""
+    """The exit code of a ``sys.exit``. A text in place of a code is printed on stderr and means 1,
+    as in Python."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     sys.stderr.write(f"{error.code}\n")

@@ -50,7 +50,7 @@ class Rerendezvous:
         :meth:`meet` does it."""
         self._store, self._rank, self._ranks = store, rank, ranks
         self._timeout_s, self._watcher, self._backend = timeout_s, watcher, backend
-        self._number = 0
+        self._number = 0  # of the world, counted from the start of the attempt
         self.connections = Connections(spared=store_port)
 
     def meet(self) -> None:

@@ -43,9 +43,9 @@ class Abortable(Protocol):
 
 
 class Connections:
-    """The connections that groups of this process have opened, by the number of their inode:
-    numbers of files are used again once one is closed, inodes are not so soon. Those from or to the
-    port ``spared``, the store's, are none of them. And the groups, to abort them."""
+    """The connections that process groups of this process have opened, to cut them, and the groups,
+    to abort them. Connections are known by their inodes, as the number of a closed file is soon
+    used for another one. Those from or to the port ``spared``, the store's, are never cut."""
 
     def __init__(self, *, spared: int | None = None) -> None:
         self._spared = spared
@@ -55,7 +55,7 @@ class Connections:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Remember what is opened in the context, which makes a group."""
+        """Remember the sockets that are opened within the context, in which a group is made."""
         before = set(_sockets())
         try:
             yield
@@ -67,8 +67,8 @@ class Connections:
         self._groups.append(weakref.ref(group))
 
     def cut(self) -> int:
-        """Shut all connections down: threads that wait for one, here or at its other end, get an
-        error. Abort all groups. From any thread. Returns how many connections were open."""
+        """Abort all groups and shut all connections down: threads that wait for one, here or at its
+        other end, get an error. Any thread may call it. Returns how many connections were open."""
         open_count = 0
         # each in a thread of its own: see [Note: aborting]
         while self._groups:
@@ -111,9 +111,10 @@ def _sockets() -> dict[int, int]:
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError, ValueError):
-                target = os.readlink(f"/proc/self/fd/{name}")
+                target = os.readlink(f"/proc/self/fd/{name}")  # socket:[INODE] for a socket
                 if target.startswith("socket:["):
-                    file_numbers[int(target[8:-1])] = int(name)
+                    inode = int(target.removeprefix("socket:[").removesuffix("]"))
+                    file_numbers[inode] = int(name)
     return file_numbers
 
 

@@ -176,5 +176,6 @@ class StatusBoard:
 
 
 def _death(values: bytes) -> Death:
+    """The failure that :meth:`StatusBoard.declare` stored."""
     rank, how, code, already_told = json.loads(values)
     return Death(rank=rank, how=how, code=code, already_told=already_told)

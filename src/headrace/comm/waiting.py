@@ -52,8 +52,8 @@ class Freed(RuntimeError):
 class Transfer:
     """A collective or message of ``x`` in flight; :meth:`wait` for it at most once.
 
-    ``here`` where it is the waiting thread that drives the transfer (messages on gloo): a limited
-    wait would break it, so another thread waits in its place.
+    ``here`` is for messages on gloo, which the waiting thread itself carries out: a wait with a
+    time limit would break them, so a helping thread waits for them instead.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Transfer:
         if not (_state.sliced and self._of_host):
             self.work.wait()
         elif self.here:
-            _state.wait_there(self)
+            _state.wait_in_helper(self)
         else:
             while not self._ends_in_slice():
                 check()
@@ -139,7 +139,7 @@ class _Helper:
                 answer.put(None)
             except BaseException as error:
                 answer.put(error)
-            del transfer, answer
+            del transfer, answer  # else they would be kept until the next transfer comes
 
 
 class _State:
@@ -155,14 +155,14 @@ class _State:
         self.cause: Callable[[], Exception | None] | None = None  # why another rank failed
         self._helper: _Helper | None = None
 
-    def wait_there(self, transfer: Transfer) -> None:
-        """Wait for a transfer in the helping thread; one that may hang for ever is left behind when
-        this rank is freed."""
+    def wait_in_helper(self, transfer: Transfer) -> None:
+        """Have the helping thread wait for a transfer. A rank that is freed meanwhile abandons that
+        thread, which may wait for ever; the next transfer gets a new one."""
         self._helper = self._helper or _Helper()
         try:
             self._helper.wait(transfer, check)
         except Freed:
-            self._helper = None  # it may wait for ever
+            self._helper = None
             raise
 
 

@@ -103,7 +103,7 @@ class AwakeClock:
     """Seconds in which this process ran: time in which it was stopped itself (Ctrl-Z, a suspended
     machine) or another thread held Python's lock does not count.
 
-    ``too_long(seconds)`` is called when :meth:`answered` was not for ``limit_s`` of them.
+    ``too_long(seconds)`` is called once :meth:`answered` was not called for ``limit_s`` of them.
     """
 
     def __init__(
@@ -167,8 +167,9 @@ _CUT_OFF_S = 1.0  # connections to a dead store break at once, to an unreachable
 
 
 class Watcher:
-    """Watches one rank of ``ranks``. ``heartbeat_s`` between rounds; ``hang_s`` without a beat and
-    the rank before this one is declared dead.
+    """Publishes every ``heartbeat_s`` seconds, from a thread, what one of ``ranks`` ranks does, and
+    ends its process when another one has failed. The rank before this one is declared dead after
+    ``hang_s`` seconds without a heartbeat.
 
     The store client behind ``board`` must be this watcher's own; one that does not answer for
     ``hang_s`` ends this rank. With a ``lifeline`` to the rank before, its end is seen at once. Time
@@ -367,8 +368,8 @@ class Watcher:
         self._stop(f"cut off from the store for {seconds_text(seconds)}")
 
     def _sleep(self) -> bool:
-        """Wait for the next round, less long where the rank before ends. Returns True when the
-        watcher shall end. Obeys signals at once."""
+        """Wait until the next round is due, a signal has come (which is obeyed here) or the rank
+        before has ended. Returns True when the watcher shall end."""
         lifeline = () if self._lifeline is None or self._ending else self._lifeline.sockets
         if self._wake not in select.select([self._wake, *lifeline], [], [], self._heartbeat_s)[0]:
             return False

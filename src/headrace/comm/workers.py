@@ -54,7 +54,7 @@ class Answer(NamedTuple):
     after: bool = False
 
 
-ALIVE = Answer(-1, b"")
+ALIVE = Answer(number=-1, data=b"")
 """The answer that only shows that a producer is alive."""
 
 _NUMBER = Struct("q")
@@ -125,6 +125,7 @@ def _received_functions(
         text = f"{type(error).__name__}: {error}"
 
     def unknown(_: Any) -> Any:
+        """In the place of planning: raise why that could not be unpickled."""
         raise ImportError(f"the function cannot be loaded where plans are made ({text})")
 
     return unknown, None, 1
@@ -135,11 +136,11 @@ def _answer(plan: Callable[[Any], Any], number: int, item: bytes) -> Answer:
     try:
         return Answer(number, pickle.dumps(plan(pickle.loads(item))))
     except Exception as error:
-        data = b""
         with suppress(Exception):  # some errors cannot be pickled, or not read back
             data = pickle.dumps(error)
             pickle.loads(data)
             return Answer(number, data, failed=True)
+        # Such an error is replaced by one with its text.
         text = f"{type(error).__name__}: {error}"
         return Answer(number, pickle.dumps(RuntimeError(text)), failed=True)
 
@@ -176,12 +177,12 @@ def _send(connection: Connection, work: PriorityQueue[_Work], answers: SimpleQue
         os._exit(0)
 
 
-_GRACE_S = 2.0
+_GRACE_S = 2.0  # for a producer whose connection was closed to end by itself
 
 
 class Producer:
-    """One process, and the numbers of the items that it has and has not answered, oldest first;
-    ``heard_s`` is when it last said something, or was started.
+    """One process that plans, and the ``numbers`` of the items that it was given and has not
+    answered, oldest first; ``heard_s`` is when it last sent something, or was started.
     """
 
     def __init__(self, functions: bytes) -> None:

@@ -76,11 +76,13 @@ def micro_batch_residuals(
 
 class _Shares:
     """The fraction of a micro-batch's predicted layer seconds that each of its layer options takes.
-    Coefficients of the seconds are kept for each pair of a group width and a layer plan."""
+    Coefficients of the seconds are cached for each pair of a group width and a layer plan."""
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
+        """Shares of the micro-batches of ``plan``, by the seconds of ``costs``."""
         self._plan, self._costs = plan, costs
-        self._known: dict[tuple[int, int], dict[str, tuple[float, float, float]]] = {}
+        # By (group width, id of the layer plan), then by option key: coefficients (a, b, c).
+        self._cached: dict[tuple[int, int], dict[str, tuple[float, float, float]]] = {}
 
     def of(self, micro: MicroBatch) -> dict[str, float]:
         """The shares of a micro-batch by option key (``cp2 megatron_cz+full``); they sum to one.
@@ -97,22 +99,22 @@ class _Shares:
 
     def _rows(self, width: int, layers: LayerPlan) -> dict[str, tuple[float, float, float]]:
         """Coefficients (a, b, c) of the seconds of all layers of each option, by option key. They
-        are found again by the identity of the layer plan, as hashing one for every micro-batch
-        would be slow."""
-        known = self._known.get((width, id(layers)))
-        if known is None:
-            known = dict[str, tuple[float, float, float]]()
-            self._known[width, id(layers)] = known
+        are cached by the identity of the layer plan, as hashing one for every micro-batch would be
+        slow."""
+        rows = self._cached.get((width, id(layers)))
+        if rows is None:
+            rows = dict[str, tuple[float, float, float]]()
+            self._cached[width, id(layers)] = rows
             for option, count in Counter(layers.options).items():
                 cost = self._costs.option(width, option)
-                gather = sum(self._costs.gather_seconds(width, option, self._plan.working))
-                lines = cost.forward, cost.backward
-                known[f"cp{width} {option}"] = (
-                    count * sum(line.a for line in lines),
-                    count * sum(line.b for line in lines),
-                    count * (sum(line.c for line in lines) + gather),
+                gather_s = sum(self._costs.gather_seconds(width, option, self._plan.working))
+                curves = cost.forward, cost.backward
+                rows[f"cp{width} {option}"] = (
+                    count * sum(curve.a for curve in curves),
+                    count * sum(curve.b for curve in curves),
+                    count * (sum(curve.c for curve in curves) + gather_s),
                 )
-        return known
+        return rows
 
 
 def rank_differences(residuals: Sequence[Residual]) -> dict[int, float]:
@@ -180,7 +182,8 @@ _NOTICEABLE = 0.25  # of the memory: smaller peaks count as this much
 _GRID = 20  # margins are multiples of 1 / _GRID, so that runs alike start with the same one
 
 KEEP = 0.98
-"""The weight of the mean so far when a value is added: a value counts half after 34 others."""
+"""The weight of the mean so far when a value is added: a value counts half after 34 others, as
+0.98^34 is about 1/2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,9 +213,10 @@ class Estimate:
 
     def after(self, value: float, within: float = 0.0) -> Estimate:
         """The estimate with one more ``value``, which is itself a mean of values whose variance is
-        ``within``. The first values count alike, so that the mean starts as their plain mean.
+        ``within``. The first values count alike, so that the mean starts as their plain mean; later
+        ones are averaged exponentially, with the weight a of the new value:
 
-        a         = max(1 - keep, 1 / count)
+        a         = max(1 - keep, 1 / count)    count: of values, the new one included
         mean'     = mean + a (value - mean)
         variance' = (1 - a) (variance + a (value - mean)^2) + a within
         """
@@ -227,14 +231,17 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """Ratios of measured over predicted peak bytes, of the worst rank of each step with a peak
-    worth learning from: their mean and variance are ``usual``, the ``largest`` fades towards the
-    mean at the same pace."""
+    """What was learnt of the ratio of measured over predicted peak bytes, of which every step gives
+    that of its worst rank, unless all its peaks are small.
+
+    ``usual`` has mean and variance of the ratios. ``largest`` is the largest ratio so far, which
+    decays exponentially towards the mean."""
 
     usual: Estimate = field(default_factory=Estimate)
     largest: float = 0.0
 
     def __post_init__(self) -> None:
+        """Raise CostError for a largest ratio that is no finite number or is negative."""
         if isinstance(self.largest, bool) or not isinstance(self.largest, int | float):
             raise CostError("largest ratio of peaks", got=repr(self.largest), wanted="a number")
         if not math.isfinite(self.largest) or self.largest < 0:
@@ -315,11 +322,12 @@ FORMAT = 1
 class Calibration:
     """What was learnt about the costs of one ``fingerprint``.
 
-    ``whole`` estimates the factor common to all micro-batches of a step, the logarithm of measured
-    over predicted seconds. ``options[key]`` estimates the same of micro-batches with layers of an
-    option, ``cp2 megatron_cz+full``, after that factor is removed; of a micro-batch with several
-    options each has the share of its predicted layer seconds. ``ranks[r]`` estimates how much
-    slower rank r is than the others, ``peaks`` the peak bytes.
+    ``whole`` estimates the logarithm of measured over predicted seconds that all micro-batches of a
+    step have in common. ``options[key]`` estimates what is left of it, with the common part
+    subtracted, for micro-batches with layers of an option, such as ``cp2 megatron_cz+full``; a
+    micro-batch with several options counts for each by the option's share of its predicted layer
+    seconds. ``ranks[r]`` estimates how much slower rank r is than the others (the logarithm of the
+    factor), ``peaks`` the ratios of measured over predicted peak bytes.
     """
 
     fingerprint: str
@@ -329,13 +337,15 @@ class Calibration:
     peaks: Peaks = field(default_factory=Peaks)
 
     def observe(self, residuals: Sequence[Residual]) -> None:
-        """Take the micro-batches of one step.
+        """Update all estimates but the peaks with the micro-batches of one step.
 
             common = sum_i w_i e_i / sum_i w_i    e_i = log(measured_i / predicted_i)
                                                   w_i = predicted_i x ranks_i
             value of option o = sum_i w_i s_io (e_i - common) / sum_i w_i s_io    s_io its share
 
-        The only micro-batch of a step cannot be told from the common factor.
+        Each estimate gets one value, a weighted mean over the step's micro-batches. Where a step
+        has a single micro-batch, its deviation is the common part, so nothing is learnt of options
+        and ranks.
         """
         weights = [residual.predicted_s * len(residual.ranks) for residual in residuals]
         if not weights:

@@ -122,8 +122,9 @@ class ExchangeCost:
         pull_s: Seconds in which all weights are pulled before the first forward.
         push_s: Seconds in which all gradients are pushed after the last backward.
         update_s: Seconds in which the weights are updated.
-        sharded_share: The share of pull and push that plans of one group of all devices move when
-            that shards weights: it works with rows where they are stored, as far as they lie alike.
+        sharded_share: The fraction of the pull's and the push's seconds that is left where a plan's
+            only group spans all devices and shards the weights. Its ranks work with the rows that
+            they store, so only rows that another rank stores have to move.
 
     Raises:
         CostError: For seconds that are negative or not finite.
@@ -135,6 +136,7 @@ class ExchangeCost:
     sharded_share: float = 1.0
 
     def __post_init__(self) -> None:
+        """Raise CostError for seconds or a share that are negative or not finite."""
         for name, value in asdict(self).items():
             if not math.isfinite(value) or value < 0:
                 raise CostError(f"exchange.{name}", got=value, wanted="finite seconds >= 0")
@@ -182,8 +184,9 @@ class CostModel:
             addition to work in groups of p.
         gather_s: ``gather_s[p]`` are the seconds that ``sharded`` adds to one layer's forward and
             backward without recompute, where it fetches all weights; nothing where absent.
-        feed_forwards: For every method without a feed-forward of its own, the method whose it uses:
-            of equal options only one is listed.
+        feed_forwards: For every method without a feed-forward of its own, the method whose
+            feed-forward it uses. Options that differ in nothing but the names of such methods cost
+            the same, and ``options`` lists one of them (:meth:`named`).
         scale: What all seconds are multiplied by: a correction learnt while training, which cannot
             change which plan is best.
         memory_margin: The fraction of the memory that plans leave free.
@@ -267,10 +270,11 @@ class CostModel:
         return found
 
     def named(self, option: LayerOption) -> LayerOption:
-        """The name under which the costs of an option are listed.
+        """Find the listed option whose costs an option has.
 
-        A feed-forward that several methods share is called after the option's attention, or else
-        after the method that owns it.
+        Several methods may share one feed-forward, so that a layer option has several names. The
+        listed one names the feed-forward like the attention where that method uses the same
+        feed-forward, else by the method that owns it.
 
         Args:
             option: Any option of a layer.
@@ -280,8 +284,8 @@ class CostModel:
         """
         owners = self.feed_forwards
         owner = owners.get(option.feed_forward, option.feed_forward)
-        shared = owners.get(option.attention, option.attention) == owner
-        return replace(option, feed_forward=option.attention if shared else owner)
+        used_by_attention = owners.get(option.attention, option.attention) == owner
+        return replace(option, feed_forward=option.attention if used_by_attention else owner)
 
     def order_of(self, p: int, layers: LayerPlan) -> TokenOrder:
         """The token order of a micro-batch: zigzag when any of its layers is fastest in it, as the
@@ -475,6 +479,7 @@ class CostModel:
         needs in passing; then the same of the ends."""
         self._check_layers(layers)
         ends = self.ends[p]
+        # Bytes kept so far, as a line over tokens; what the ends keep is there all the time.
         slope, constant, lines = ends.kept.slope, ends.kept.constant, list[Linear]()
         for option, count in layers.counts:
             cost = self.option(p, option)
@@ -485,6 +490,7 @@ class CostModel:
         return lines
 
     def _check_layers(self, layers: LayerPlan) -> None:
+        """Raise CostError for another number of layers than the model's."""
         if len(layers.options) != self.shape.layers:
             raise CostError(
                 "layer plan", got=f"{len(layers.options)} layers", wanted=self.shape.layers
@@ -652,7 +658,7 @@ def stage_gather(
     parts = scheme.parts(sharded=working == "sharded")
     if parts == 1 or width not in costs.options:
         return 0.0, 0.0
-    # Below 1 the method computes with its own shard.
+    # Tensor blocks: a method that fetches less than all weights computes with its own shard.
     if parts < width and costs.option(width, option).fetched < 1:
         return 0.0, 0.0
     return costs.gather_seconds(width, option, "sharded")
@@ -675,13 +681,14 @@ def segment_seconds(
     squares, total = sum(n * n for n in tokens), sum(tokens)
     of_option: dict[LayerOption, tuple[float, float]] = {}  # equal layers are computed once
     for bucket in stage.buckets:
-        if bucket == 0:
+        if bucket == 0:  # the embedding, which is charged to the head
             segments.append((0.0, 0.0))
-        elif bucket > stage.stop:
+        elif bucket > stage.stop:  # the head, behind the last layer
             ends = costs.ends[width]
-            pair = ends.forward.of_sums(squares, total), ends.backward.of_sums(squares, total)
-            segments.append((pair[0] * costs.scale, pair[1] * costs.scale))
-        else:
+            forward_s = ends.forward.of_sums(squares, total)
+            backward_s = ends.backward.of_sums(squares, total)
+            segments.append((forward_s * costs.scale, backward_s * costs.scale))
+        else:  # layers are counted from bucket 1
             option = layers.options[bucket - 1]
             if option not in of_option:
                 cost = costs.option(width, option)
@@ -749,7 +756,8 @@ def held_bytes(costs: CostModel, pipeline: Pipeline, working: Working) -> tuple[
     """
     scheme = pipeline.scheme
     width, parts = scheme.width, scheme.parts(sharded=working == "sharded")
-    if scheme.pipeline == 1 and parts in (1, width):  # listed as it is
+    # A single stage whose ranks hold all rows, or one part each, is what the costs list.
+    if scheme.pipeline == 1 and parts in (1, width):
         return (costs.working_bytes[width]["replicated" if parts == 1 else "sharded"],)
     replicated = costs.working_bytes[width]["replicated"]
     return tuple(
@@ -762,7 +770,8 @@ def kept_line(costs: CostModel, stage: Stage, layers: LayerPlan) -> Linear:
     """Bytes that a rank of a stage keeps of a micro-batch from its forward to its backward, as a
     line over the tokens of the pack."""
     width = len(stage.ranks)
-    lines = [costs.option(width, o).kept for o in layers.options[stage.start : stage.stop]]
+    own_layers = layers.options[stage.start : stage.stop]
+    lines = [costs.option(width, option).kept for option in own_layers]
     if stage.last:
         lines.append(costs.ends[width].kept)
     return Linear(
@@ -776,6 +785,7 @@ def moments(costs: CostModel, stage: Stage, layers: LayerPlan) -> list[Linear]:
     each there is what has been kept so far and what the segment needs in passing."""
     width = len(stage.ranks)
     first = costs.ends[width].kept if stage.last else Linear()
+    # Bytes kept so far, as a line over tokens; what the ends keep is there all the time.
     slope, constant, lines = first.slope, first.constant, list[Linear]()
     for option in layers.options[stage.start : stage.stop]:
         cost = costs.option(width, option)

@@ -15,8 +15,8 @@ __all__ = ["Drift"]
 _WINDOW = 15  # values whose median is tested
 _PAST = 64  # values before them that say how much it scatters
 _LEAST_PAST = 32  # of those, before anything is tested
-_SPREADS = 2.5  # standard deviations that are a change
-_LEAST = math.log(1.15)  # smaller changes are not worth a word
+_SPREADS = 2.5  # a median farther than so many standard deviations from the level is a change
+_LEAST = math.log(1.15)  # smaller changes, in logarithms, are not worth a word
 _NAMED = 8  # ranks in one sentence
 _TO_SIGMA = 1.4826  # standard deviations of normal noise per median absolute deviation
 
@@ -90,11 +90,11 @@ class Drift:
 
     def __init__(self) -> None:
         """Begin without any step: no rank is known to be slow."""
-        self._ranks: dict[int, _Track] = {}
-        self._all = _Track(level=None)
-        self._start: float | None = None
-        self._slow: set[int] = set()
-        self._changed = False
+        self._ranks: dict[int, _Track] = {}  # the series of each rank
+        self._all = _Track(level=None)  # the series of the whole machine
+        self._start: float | None = None  # the machine's first level
+        self._slow: set[int] = set()  # ranks that were found slow and have not recovered
+        self._changed = False  # whether the machine was last found away from its first level
 
     def observe(
         self, step: int, residuals: Sequence[Residual], scale: float = 1.0
@@ -114,14 +114,14 @@ class Drift:
                 recovered[rank] = since
         self._slow = (self._slow | set(slower)) - set(recovered)
         sentences = (
-            self._slower(slower),
+            self._slower_text(slower),
             _recovered_text(recovered),
             # The scale is taken out again: the machine is compared with uncorrected predictions.
-            self._together(step, common_factor(residuals) + math.log(scale)),
+            self._machine_text(step, common_factor(residuals) + math.log(scale)),
         )
         return tuple(text for text in sentences if text)
 
-    def _slower(self, ranks: Mapping[int, int]) -> str:
+    def _slower_text(self, ranks: Mapping[int, int]) -> str:
         """A sentence about ``ranks``, each with the step since which it is slow, and by what
         factor; empty for none."""
         if not ranks:
@@ -132,7 +132,7 @@ class Drift:
             f"since step {min(ranks.values())}"
         )
 
-    def _together(self, step: int, factor: float) -> str:
+    def _machine_text(self, step: int, factor: float) -> str:
         """Add the logarithm of the factor common to all ranks in a step. Returns a sentence where
         the whole machine became slower or faster than at the start, or as fast again; else an empty
         text."""

@@ -219,7 +219,8 @@ def forecast(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """One step of a fixed layout: micro-batches of ``batch`` sequences of ``sequence`` tokens."""
+    """One optimizer step of a fixed layout: each group runs ``accumulation`` micro-batches of
+    ``batch`` sequences of ``sequence`` tokens. The module's docstring has the formulas."""
 
     model: Architecture
     hardware: Hardware
@@ -256,7 +257,7 @@ class _Step:
         micro_batch_s = layers_s + self._ends()
         # Micro-batches one after the other, and the bubble of the (interleaved) pipeline.
         turns = self.accumulation + (lay.stages - 1) / lay.virtual_stages
-        elements = parameter_count(self.model) / (lay.tensor * lay.stages)
+        elements = parameter_count(self.model) / (lay.tensor * lay.stages)  # of a rank's weights
         memory_bytes_per_s = device.memory_bytes_per_s * device.attained_memory
         # The optimizer reads and writes all states.
         update_s = 2 * _STATE_BYTES * elements / lay.state_shards / memory_bytes_per_s
@@ -267,7 +268,7 @@ class _Step:
         module's docstring lists the parts. Names with ``again`` are of selective recompute."""
         a, lay = self.model, self.layout
         speeds = speeds_of(self.hardware, 2, self.implementation)
-        tokens = self.tokens / lay.group
+        tokens = self.tokens / lay.group  # a rank's even share
         products_s = 2 * tokens * layer_elements(a) / speeds.flops_per_s
         products_again_s = 2 * tokens * first_elements(a) / speeds.flops_per_s
         # Causal attention sees half of the keys, but computes blocks on the diagonal whole.
@@ -310,14 +311,12 @@ class _Step:
             return 0.0, 0.0
         inside = lay.group <= self.hardware.devices_per_node
         link = self.hardware.inside if inside else self.hardware.across
-        k = a.kv_heads * a.head_features / a.hidden
+        k = a.kv_heads * a.head_features / a.hidden  # bytes of a token's keys over u
         hops = lay.context - 1
         sent_bytes = 2 * hops * k * self.unit_bytes
         # The backward sends keys and values again, and their gradients in fp32.
-        forward_s, backward_s = (
-            link.seconds(sent_bytes, hops),
-            link.seconds(3 * sent_bytes, 2 * hops),
-        )
+        forward_s = link.seconds(sent_bytes, hops)
+        backward_s = link.seconds(3 * sent_bytes, 2 * hops)
         return max(0.0, forward_s - core_s), max(0.0, backward_s - 2.5 * core_s)
 
     def _weights(self) -> tuple[float, float]:
@@ -375,6 +374,7 @@ class _Step:
         a, lay = self.model, self.layout
         elements = parameter_count(a) / (lay.tensor * lay.stages)
         state_bytes, embedding_elements = _STATE_BYTES, a.vocabulary * a.hidden / lay.tensor
+        # Where states are spread over ranks, each holds all its weights in 16 bits besides.
         working = 0.0 if lay.state_shards == 1 else 2 * elements
         if lay.weight_shards > 1:  # two layers, the embedding and the head are there whole
             working = 2 * (2 * layer_elements(self.model) / lay.tensor + 2 * embedding_elements)
@@ -399,11 +399,14 @@ class _Step:
         # Implementations with bytes of logits keep what autograd does, the others what headrace's
         # own layers keep.
         if self.implementation.logit_bytes is not None:
+            # 6 tensors of h features, 3 of the keys' features; of the feed-forward's features 4, or
+            # 3 without a gate.
             every = 6 + 3 * k + ((3 if a.gated else 2) + 1) * wide
             kept = {"none": every, "selective": _SELECTIVE_UNITS, "full": 1.0}
             return every, kept[self.recompute]
         assert facts.attention_use is not None, "one rank's method has formulas"
         assert facts.feed_forward_use is not None, "one rank's method has formulas"
+        # On one rank (p = 1), where an fp32 sum has the bytes of r = 2 elements in 16 bits.
         uses = facts.attention_use(a, 1, 2), facts.feed_forward_use(a, 1, 2)
         every = sum(use.kept for use in uses)
         selective = sum(use.kept_attention for use in uses)

@@ -42,22 +42,25 @@ def forward_costs(costs: CostModel) -> CostModel:
 def _forwards(options: Mapping[str, OptionCost]) -> dict[str, OptionCost]:
     """The costs of forwards alone for the layer options of one group size, by the option's text.
     Nothing is kept; ``transient`` is the least over the recompute levels of the same methods."""
+    # By methods, the bytes that a layer needs at each recompute level.
     levels: defaultdict[LayerOption, list[Linear]] = defaultdict(list)
     for text, cost in options.items():
-        levels[_plain(text)].append(_at_work(cost))
+        levels[_without_level(text)].append(_at_work(cost))
     return {
         text: replace(
             cost,
             backward=Quadratic(),
             kept=Linear(),
-            transient=min(levels[_plain(text)], key=lambda line: (line.slope, line.constant)),
+            transient=min(
+                levels[_without_level(text)], key=lambda line: (line.slope, line.constant)
+            ),
         )
         for text, cost in options.items()
     }
 
 
-def _plain(text: str) -> LayerOption:
-    """The layer option of a text, without its recompute."""
+def _without_level(text: str) -> LayerOption:
+    """The layer option of a text, with its recompute level set to ``none``."""
     return replace(LayerOption.parse(text), recompute="none")
 
 

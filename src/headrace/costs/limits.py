@@ -38,8 +38,9 @@ THRESHOLD = 0.85
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """One scheme: groups of ``p`` with all layers by ``option``. ``max_length`` is 0 where nothing
-    fits, MOST_TOKENS where memory sets no limit; ``util_length`` is None where nothing fits."""
+    """MaxLen and UtilLen, in tokens, of groups of ``p`` ranks whose layers all take ``option``.
+    ``max_length`` is 0 where nothing fits, MOST_TOKENS where memory sets no limit; ``util_length``
+    is None where nothing fits."""
 
     p: int
     option: LayerOption
@@ -122,11 +123,12 @@ def whole_curve(
     """T(l, P): seconds of forward and backward together of a micro-batch of one document on p
     ranks, all layers and the ends, as a quadratic in its tokens l."""
     ends = costs.ends[p]
-    found = ends.forward + ends.backward
+    curve = ends.forward + ends.backward
     for option, count in layers.counts:
         cost, gather = costs.option(p, option), costs.gather_seconds(p, option, working)
-        found += (cost.forward + cost.backward + Quadratic(c=sum(gather))) * count
-    return found * costs.scale
+        # Gathering weights takes as long for any document, so it is part of the constant.
+        curve += (cost.forward + cost.backward + Quadratic(c=sum(gather))) * count
+    return curve * costs.scale
 
 
 def fastest_option(costs: CostModel, p: int, recompute: Recompute, tokens: int) -> str | None:
@@ -208,6 +210,6 @@ def memory_parts(
         working=held,
         layers=round(kept),
         ends=ends,
-        passing=max(0, passing),
+        passing=max(0, passing),  # parts are rounded, so it may be a byte below 0
         free=costs.capacity_bytes - peak,
     )

@@ -62,10 +62,12 @@ def measured_device(
     layer = costs.option(1, LayerOption.of(SINGLE_RANK))
     curve = layer.forward + layer.backward  # a T^2 + b T + c seconds over T tokens
     h = model.hidden
-    # Attention's FLOPs are (7 or 14) h T^2, its seconds a T^2.
+    # Attention has 4 h T^2 FLOPs in the forward, half of them when causal, and 5/2 of these in the
+    # backward: (7 or 14) h T^2 together, in a T^2 seconds.
     attention_flops = (7 if model.causal else 14) * h
-    attention = attention_flops / curve.a if curve.a > 0 else product_flops_per_s
-    diagonal_s = curve.a if model.causal else 0.0  # each token sees itself
+    attention_flops_per_s = attention_flops / curve.a if curve.a > 0 else product_flops_per_s
+    # Causal attention runs T^2 + T scores in the place of T^2, as each token sees itself: a T more.
+    diagonal_s = curve.a if model.causal else 0.0
     # Seconds of a token that are neither products (6 FLOPs a weight) nor attention: memory-bound.
     rest_s = curve.b - 6 * layer_elements(model) / product_flops_per_s - diagonal_s
     touched_bytes = sum(touched_units(model)[:2]) * h * element_bytes  # of forward and backward
@@ -77,7 +79,7 @@ def measured_device(
         memory_bytes_per_s=copied_bytes_per_s,
         launch_s=curve.c / (3 * KERNELS),  # a backward has twice the kernels of a forward
         attained_matmul=1.0,
-        attained_attention=min(1.0, attention / product_flops_per_s),
+        attained_attention=min(1.0, attention_flops_per_s / product_flops_per_s),
         attained_memory=min(1.0, moved_bytes_per_s / copied_bytes_per_s),
         family="cpu" if name == "cpu" else "",
         source=f"measured with a layer of {model} in {dtype}; links are assumed",

@@ -169,6 +169,7 @@ class PipelineCosts:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Raise CostError for no scheme, and for two entries of one name."""
         if not self.schemes:
             raise CostError("schemes of the costs", got="none", wanted="at least one")
         _once([cost.name for cost in self.schemes])
@@ -233,8 +234,8 @@ class PipelineCosts:
             except (HeadraceError, TypeError, ValueError, AttributeError) as error:
                 raise CostError(what, got=f"{error}", wanted="its JSON form")
         _once([str(cost.scheme) for cost in schemes])
-        apart = "kind", "schemes", "context"
-        facts = {name: fact for name, fact in value.items() if name not in apart}
+        no_facts = "kind", "schemes", "context"  # every other entry is a remark, and kept
+        facts = {name: fact for name, fact in value.items() if name not in no_facts}
         return _with_context_parallel(
             cls(schemes=tuple(schemes), facts=facts), value.get("context")
         )

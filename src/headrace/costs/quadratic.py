@@ -50,6 +50,7 @@ class Quadratic:
     c: float = 0.0
 
     def __post_init__(self) -> None:
+        """Raise CostError for a coefficient that is negative or not finite."""
         _check_coefficients("quadratic", {"a": self.a, "b": self.b, "c": self.c})
 
     def __call__(self, lengths: Iterable[int]) -> float:
@@ -70,9 +71,11 @@ class Quadratic:
         return self.a * squares + self.b * tokens + self.c
 
     def __add__(self, added: Quadratic) -> Quadratic:
+        """The seconds of both together, as of two layers that the same micro-batch runs."""
         return Quadratic(a=self.a + added.a, b=self.b + added.b, c=self.c + added.c)
 
     def __mul__(self, factor: float) -> Quadratic:
+        """The seconds times ``factor``, for any micro-batch."""
         return Quadratic(a=self.a * factor, b=self.b * factor, c=self.c * factor)
 
     def to_json(self) -> list[float]:
@@ -100,6 +103,7 @@ class Linear:
     constant: float = 0.0
 
     def __post_init__(self) -> None:
+        """Raise CostError for a coefficient that is negative or not finite."""
         _check_coefficients("line", {"slope": self.slope, "constant": self.constant})
 
     def __call__(self, tokens: float) -> float:
@@ -130,6 +134,7 @@ class FitError:
     points: int
 
     def __str__(self) -> str:
+        """Median and worst error in percent, and the number of points."""
         return (
             f"median {percent_text(self.median)}, worst {percent_text(self.worst)}"
             f" of {self.points} points"
@@ -240,22 +245,24 @@ def _non_negative(features: Floats, measured: Floats, *, weights: Floats) -> Flo
     The optimum is the unconstrained fit to the columns whose coefficients are positive in it. With
     at most three columns there are at most seven subsets of them, so all are tried.
     """
+    # Columns are scaled to at most 1, as squared tokens are far larger than the constant.
     unit = features.max(axis=0)
     scaled = features / unit * weights[:, None]
     target = measured * weights
     columns = features.shape[1]
-    best, best_residual = np.zeros(columns), float(target @ target)
+    # Start with all coefficients 0, which leave the squared target as their error.
+    best, best_error = np.zeros(columns), float(target @ target)
     for count in range(columns, 0, -1):
         for subset in combinations(range(columns), count):
-            free = np.linalg.lstsq(scaled[:, subset], target, rcond=None)[0]
-            if (free < 0).any():
+            fitted = np.linalg.lstsq(scaled[:, subset], target, rcond=None)[0]
+            if (fitted < 0).any():
                 continue
-            rest = scaled[:, subset] @ free - target
-            residual = float(rest @ rest)
-            if residual < best_residual * (1 - 1e-12):  # better by more than rounding
-                best, best_residual = np.zeros(columns), residual
-                best[list(subset)] = free
-    return best / unit
+            residuals = scaled[:, subset] @ fitted - target
+            error = float(residuals @ residuals)
+            if error < best_error * (1 - 1e-12):  # better by more than rounding
+                best, best_error = np.zeros(columns), error
+                best[list(subset)] = fitted
+    return best / unit  # ``features`` were divided by the units, so coefficients are too large
 
 
 def _error(fitted: Floats, divisor: Floats, measured: Floats | None = None) -> FitError:

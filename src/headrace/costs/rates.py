@@ -37,6 +37,7 @@ class Assumed:
     kept_free_bytes: int
 
     def __str__(self) -> str:
+        """Devices, kernels, precision, optimizer and memory in one line."""
         free = f"{bytes_text(self.kept_free_bytes)} of {bytes_text(self.memory_bytes)} kept free"
         kernels = f"{self.implementation} kernels in {self.precision}, {self.optimizer}"
         return f"{self.devices} x {self.hardware}, {kernels}, {free}"

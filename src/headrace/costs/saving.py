@@ -14,7 +14,7 @@ from headrace.errors import CostError
 
 __all__ = ["save_whole", "sealed", "unsealed"]
 
-_SEAL = "crc32"
+_SEAL = "crc32"  # the key of the checksum in the JSON object
 
 
 def sealed(value: Mapping[str, Any]) -> str:

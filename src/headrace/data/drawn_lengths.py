@@ -192,6 +192,7 @@ def _counted(text: str) -> Counted:
 
 
 def _file(text: str) -> Distribution:
+    """The distribution of the lengths in the file with this path."""
     return read_lengths(Path(text))
 
 

@@ -60,13 +60,16 @@ class Found:
             self.skipped.append(Skipped(path=label, reason="empty"))
         elif (status.st_dev, status.st_ino) not in self.seen:
             self.seen.add((status.st_dev, status.st_ino))
-            self.files.append(FoundFile(path, label, status.st_size, status.st_mtime_ns))
+            self.files.append(
+                FoundFile(path=path, label=label, size=status.st_size, mtime_ns=status.st_mtime_ns)
+            )
 
     def walk(self, root: Path, label: str, patterns: tuple[str, ...]) -> None:
         """Take the files under ``root`` that match one of the patterns, sorted by their path inside
         it, by which they are labelled after ``label``. Hidden folders are left out."""
 
         def unlisted(error: OSError) -> None:
+            """Note a folder that cannot be listed as skipped."""
             self.skipped.append(Skipped(path=str(error.filename), reason=str(error.strerror)))
 
         inside: list[str] = []  # paths relative to the root

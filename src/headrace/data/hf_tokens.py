@@ -60,12 +60,12 @@ class HfTokenizer:
         """The ids of a long text, piece by piece. Joined they are the ids of the whole text, as it
         is cut only where that does not change them."""
         start = 0
-        for border in borders(text, self.piece, self._parts):
+        for border in borders(text, self.piece, self._can_cut):
             yield self._ids([text[start:border]])[0]
             start = border
         yield self._ids([text[start:]])[0]
 
-    def _parts(self, left: str, right: str) -> bool:
+    def _can_cut(self, left: str, right: str) -> bool:
         """Whether two neighbouring texts can be encoded apart: their ids, joined, are the ids of
         the joined text."""
         joined, left_ids, right_ids = self._ids([left + right, left, right])

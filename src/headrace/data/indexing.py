@@ -128,7 +128,7 @@ def index_documents(
     table = np.stack([np.zeros_like(counts), np.cumsum(counts) - counts, counts], axis=1)
     digest.update(counts.data)
     fingerprint = digest.hexdigest()
-    (folder / "records.fai").unlink(missing_ok=True)
+    (folder / "records.fai").unlink(missing_ok=True)  # the last index that reading FASTA has made
     mask_blocks = masks.close()
     notes = (*found.notes, *reading.notes, *masks.note)
     write_table(

@@ -98,9 +98,9 @@ def summarise_lengths(lengths: ArrayLike, *, name: str, skipped: int = 0) -> Sum
     total = int(sizes.sum())
     # A quantile is a length that occurs, never a mean of two.
     quantiles = np.quantile(sizes, [0.5, 0.9, 0.99], method="inverted_cdf")
-    which = np.searchsorted(_BIN_EDGES, sizes, side="right")
-    in_bin = np.bincount(which, minlength=len(BIN_NAMES)) / sizes.size
-    token_bins = np.bincount(which, weights=sizes.astype(float), minlength=len(BIN_NAMES)) / total
+    bins, count = np.searchsorted(_BIN_EDGES, sizes, side="right"), len(BIN_NAMES)
+    document_shares = np.bincount(bins, minlength=count) / sizes.size
+    token_shares = np.bincount(bins, weights=sizes.astype(float), minlength=count) / total
     long = sizes >= LONG
     edges, counts = _histogram(sizes)
     return Summary(
@@ -114,8 +114,8 @@ def summarise_lengths(lengths: ArrayLike, *, name: str, skipped: int = 0) -> Sum
         longest=int(sizes.max()),
         long_document_share=float(long.mean()),
         long_token_share=float(sizes[long].sum() / total),
-        bin_documents=tuple(in_bin.tolist()),
-        bin_tokens=tuple(token_bins.tolist()),
+        bin_documents=tuple(document_shares.tolist()),
+        bin_tokens=tuple(token_shares.tolist()),
         edges=edges,
         counts=counts,
     )

@@ -80,6 +80,7 @@ def _token_files(source: Source, found: Found) -> tuple[TokenFile, ...]:
 def _key(source: Source, tokenizer: Tokenizer, found: Found) -> str:
     """The cache folder's name: a hash over the files, their sizes and times, the tokenizer and the
     source's options."""
+    # Paths and patterns do not count, only the files that they lead to.
     options = {**source.to_json(), "paths": None, "patterns": None, "tokens": tokenizer.fingerprint}
     digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
     for file in found.files:

@@ -23,10 +23,13 @@ from headrace.errors import DataError, MissingExtra
 __all__ = ["READERS", "Reading", "read_documents"]
 
 _LABELS = "labels"
+"""The column of ids to predict, IGNORED for a token without a loss."""
+
 _MASKS = ("completion_mask", "loss_mask", "assistant_masks")
 """Columns that leave tokens out of the loss where they are 0."""
 
 _PADDING = "attention_mask"
+"""The column that is 0 for padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ def _tokens_to_learn(
     ids, left_out = row[name], list[NDArray[np.bool_]]()
     given = {k: row[k] for k in (_LABELS, *_MASKS, _PADDING) if row.get(k) is not None}
     for field_name, values in given.items():
+        # The labels of a text, such as its class, are not about tokens.
         if field_name in ignored or (field_name == _LABELS and not isinstance(ids, list)):
             continue
         if not isinstance(ids, list):
@@ -114,6 +118,7 @@ def _tokens_to_learn(
             count = len(values) if isinstance(values, list) else type(values).__name__
             raise _unfit(label, field_name, f"{count} for {len(ids)} ids", "a value for each id")
         elif field_name == _LABELS:
+            # A target is the token itself: it is the model that shifts labels by one.
             if any(value not in (own, IGNORED) for value, own in zip(values, ids, strict=True)):
                 raise _unfit(label, field_name, "labels that differ", f"the ids, or {IGNORED}")
             left_out.append(np.array([value == IGNORED for value in values]))

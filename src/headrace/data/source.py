@@ -30,12 +30,12 @@ class Source:
     package, which is not imported. ``patterns`` choose among the files of a folder, by name (with
     a slash: by the path inside it); left out, a kind has its own. Hidden folders are passed over.
 
-    ``text`` is a document per file (UTF-8, or .gz of it), ``jsonl`` one per line and ``parquet``
-    one per row, ``field`` being the text or the list of ids (left out: ``text``, else
-    ``input_ids``), other fields of ``ignore`` being left out without a word; ``fasta`` is one per
-    record; ``memmap`` is ready tokens: Megatron's .bin with
-    its .idx, or a flat .bin of ``dtype`` whose documents end in ``end_id`` (left out: the
-    tokenizer's). Raises ConfigError when malformed.
+    The kind ``text`` has a document per file (UTF-8, or .gz of it), ``jsonl`` one per line and
+    ``parquet`` one per row: ``field`` names the text or the list of ids (left out: ``text``, else
+    ``input_ids``), and fields that are not read are noted unless ``ignore`` names them. ``fasta``
+    has one per record. ``memmap`` is ready tokens: Megatron's .bin with its .idx, or a flat .bin of
+    ``dtype`` whose documents end in ``end_id`` (left out: the tokenizer's). Raises ConfigError when
+    malformed.
     """
 
     kind: Kind

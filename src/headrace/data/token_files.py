@@ -30,7 +30,7 @@ IDX_MAGIC = b"MMIDIDX\x00\x00"
 IDX_HEADER = struct.Struct("<9sQBQQ")
 IDX_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLAT_MAGIC, FLAT_HEADER_BYTES = 20240520, 1024
-CHUNK_TOKENS = 1 << 24
+CHUNK_TOKENS = 1 << 24  # tokens that are read at once
 
 
 def is_megatron(file: FoundFile) -> bool:
@@ -164,4 +164,5 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 
 
 def _damage_error(path: Path, got: str) -> DataError:
+    """The error for a damaged .idx, in which ``got`` was found."""
     return DataError(str(path), got=got, wanted="a Megatron index", hint="the .idx is damaged")

@@ -76,6 +76,7 @@ class TokenFile:
         return self.tokens
 
     def __getitem__(self, part: slice) -> NDArray[Any]:
+        """The ids from the start to the stop of a slice without a step."""
         start, stop, _ = part.indices(self.tokens)
         first, end = start * self.dtype.itemsize, max(start, stop) * self.dtype.itemsize
         return np.frombuffer(self._read(first, end), self.dtype)

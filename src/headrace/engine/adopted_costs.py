@@ -37,7 +37,7 @@ __all__ = ["LoopSetup", "ModelCosts", "measured"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoopSetup:
-    """What the costs and plans of a loop follow from.
+    """Everything that the costs and plans of a training loop depend on.
 
     Attributes:
         model: The user's model, spread.
@@ -48,7 +48,7 @@ class LoopSetup:
         options: The options of the planner.
         document: The most tokens of a sample.
         longest: The most tokens of a pack that is measured.
-        memory_bytes: What a rank may use; None for a share of what is free.
+        memory_bytes: Memory that a rank may use; None for 80 % of what is free.
         cache: The folder of measured costs.
         costs: Costs that the user gave; None to measure them.
         say: Called with lines for people.
@@ -97,13 +97,14 @@ def measured(setup: LoopSetup, sample: Item) -> ModelCosts:
 
 
 def _find_costs(setup: LoopSetup, sample: Item) -> ModelCosts:
-    """:func:`measured`, but random numbers may be drawn and the model stays spread. Collective."""
+    """Do what :func:`measured` describes, without restoring the random state and without releasing
+    the model afterwards. Collective."""
     probes = _probes(setup, sample)
     if setup.costs is not None:
         return ModelCosts(
             probes=probes, profile=None, costs=_checked_costs(setup, probes, setup.costs)
         )
-    require_fit(setup.options)
+    require_fit(setup.options)  # a missing package is reported before minutes of measuring
     fingerprint = _fingerprint(setup, probes)
     digest = hashlib.sha256(fingerprint.encode()).hexdigest()[:24]
     path = setup.cache / "profiles" / f"loop-{digest}.json"
@@ -122,25 +123,26 @@ def _find_costs(setup: LoopSetup, sample: Item) -> ModelCosts:
         compared = _compare_with_whole_model(setup, probes, costs.replace(cluster=cluster))
         setup.say(compared)
     margin = setup.options.memory_margin
-    if margin is None:
+    if margin is None:  # not configured: at least what is usual for the device
         margin = max(costs.memory_margin, memory_margin_of(cluster.device))
     costs = costs.replace(cluster=cluster, memory_margin=margin, state_bytes=held_bytes)
     return ModelCosts(probes=probes, profile=profile, costs=costs, compared=compared)
 
 
 def _compare_with_whole_model(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> str:
-    """Compare the seconds predicted from two layers with a forward and backward of the whole model,
-    for a pack that takes about half of the memory; returns a sentence. Collective."""
+    """Run a forward and backward of the whole model, on a pack that takes about half of the memory,
+    and compare its seconds with those predicted from two layers; returns a sentence. Collective."""
     p = costs.group_sizes[0]
     no_recompute = LayerPlan.uniform(
         LayerOption.of(SINGLE_RANK if p == 1 else setup.model.exchanges[0]), costs.shape.layers
     )
     tokens = min(setup.longest, costs.max_tokens(p, no_recompute) // 2)
     own_group = block(setup.groups, p)  # None for a rank left over by groups of p
-    measured_s = 0.0
+    measured_s = 0.0  # stays so on a rank that runs nothing
     if tokens >= p and own_group is not None:
         probe = probes.complete(setup.groups, own_group, (tokens,), setup.model.exchanges[0])
         clock = clock_of(setup.device)
+        # Forward plus backward; the better of two runs, as the first warms up.
         measured_s = min(sum(seconds_of(probe, clock)) for _ in range(2))
     measured_s = max(row[0] for row in gather_floats([measured_s], setup.groups.world))
     for parameter in setup.held.trained:
@@ -169,8 +171,8 @@ def _checked_costs(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> C
 
 
 def _probes(setup: LoopSetup, sample: Item) -> ModelProbes:
-    """Make the probes of a model, which measure single layers where a forward of ``sample`` shows
-    which modules these are."""
+    """Make the probes that measure a model. They measure single layers if a forward of ``sample``
+    shows which modules the layers are, else the model as a whole."""
     model, inner = setup.model, setup.held.inner
     probes = ModelProbes(
         model=model,
@@ -180,7 +182,7 @@ def _probes(setup: LoopSetup, sample: Item) -> ModelProbes:
         device=setup.device,
         document=setup.document,
     )
-    if model.whole:
+    if model.whole:  # such as a compiled one, whose layers cannot be called one by one
         return probes
     this_rank_alone, length = (setup.groups.rank,), model.length(sample)
     shard = probes.shard(setup.groups, this_rank_alone, (length,), model.exchanges[0])
@@ -194,8 +196,9 @@ def _probes(setup: LoopSetup, sample: Item) -> ModelProbes:
 def _profile(
     setup: LoopSetup, probes: ModelProbes, cluster: Cluster, held_bytes: int, fingerprint: str
 ) -> Profile:
-    """Measure the model on all group sizes, with ``held_bytes`` of a rank taken by weights,
-    gradients and optimizer. Collective; raises InfeasiblePlan where these leave no room."""
+    """Measure the profile of the model on all group sizes. ``held_bytes`` of a rank's memory are
+    taken by weights, gradients and optimizer. Collective; raises InfeasiblePlan where these leave
+    no room."""
     if held_bytes >= cluster.memory_bytes:
         raise InfeasiblePlan(
             "memory of a rank",

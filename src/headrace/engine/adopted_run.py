@@ -96,7 +96,7 @@ def train_adopted(
             _announce(world, config, model, corpus, listener, shared)
         model = _shard_model(model, config, world)
         world.watcher.enter("measuring")
-        order = partial(_order, corpus, sampler, config.data.context)
+        order = partial(_order, corpus, sampler, config.data.context)  # called with a reader
         run = _attach(config, model, order, shared, listener)
 
         def loss(micro: LoopMicroBatch) -> torch.Tensor:
@@ -251,8 +251,9 @@ class CorpusOrder:
         )
 
     def coming(self, epochs: int | None) -> Iterator[Lengths]:
-        """The lengths of the batches that follow, those of the first ``epochs`` or without end,
-        drawn by a copy of the sampler: nothing is taken."""
+        """Yield the lengths of the batches that follow, up to the end of epoch ``epochs``, or
+        without end where it is None. A copy of the sampler draws them, so this order stays where it
+        is."""
         sampler = self._sampler.copy()
         while epochs is None or int(sampler.state()["epoch"]) < epochs:
             yield sampler.next_batch().lengths
@@ -294,12 +295,12 @@ class CorpusOrder:
 
 
 class CorpusIterations(CorpusOrder):
-    """The batches of a corpus that follow from costs: each step takes the samples that fill the
-    ranks until they end together."""
+    """The batches of a corpus whose size depends on costs: each step takes as many samples as keep
+    all ranks busy until they finish at the same time."""
 
     def price(self, problem: Problem) -> None:
-        """Draw for the costs and ranks of ``problem`` from now on. Raises as
-        :meth:`headrace.engine.setup.PricedSampler.price`."""
+        """Draw batches for the costs and ranks of ``problem`` from now on. Raises what
+        :meth:`headrace.engine.setup.PricedSampler.price` does."""
         assert isinstance(self._sampler, PricedSampler), "of such iterations"
         self._sampler.price(problem)
 
@@ -307,13 +308,15 @@ class CorpusIterations(CorpusOrder):
 def _order(
     corpus: Corpus, sampler: BatchSampler, context: int, reader: SampleReader
 ) -> CorpusOrder:
-    """The batches of a corpus in the order of its sampler, of the class that fits the sampler."""
+    """The order of a corpus's batches, of the class that fits its sampler. Samples have at most
+    ``context`` tokens, and ``reader`` makes them for the model."""
     order_class = CorpusIterations if isinstance(sampler, PricedSampler) else CorpusOrder
     return order_class(corpus, sampler, context, reader)
 
 
 def _require_known(config: Config) -> None:
-    """Raise ConfigError for options that only native models have."""
+    """Raise ConfigError for configured options that only native models have: an adopted model would
+    ignore them."""
     given = config.planner.model_fields_set & set(_NATIVE_ONLY)
     if given:
         raise ConfigError(
@@ -409,15 +412,15 @@ def _shard_model(model: torch.nn.Module, config: Config, world: World) -> torch.
         )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mp_policy": policy} if half else {}
-    for block in _blocks(model):
+    for block in _blocks(model):  # inner modules first, as FSDP2 asks for
         fully_shard(block, **options)
     fully_shard(model, **options)
     return model
 
 
 def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The blocks of a model, which are sharded one by one: of the classes that transformers names,
-    else the modules of each ModuleList whose modules are all of one class."""
+    """The blocks (layers) of a model that FSDP2 shards one by one: modules of the classes that
+    transformers names, else the modules of each ModuleList whose modules are all of one class."""
     class_names = set(getattr(model, "_no_split_modules", None) or ())
     if class_names:
         return [module for module in model.modules() if type(module).__name__ in class_names]

@@ -20,7 +20,7 @@ from headrace.spec.profile import Profile
 
 __all__ = ["agreed_cluster", "agreed_profile", "newest_whole", "read_profile"]
 
-_SHARE = 0.8
+_USED_FRACTION = 0.8
 """The fraction of the free memory that a rank uses by default."""
 
 Found = TypeVar("Found")
@@ -39,10 +39,10 @@ def agreed_cluster(groups: Groups, device: str, memory_bytes: int | None) -> Clu
         The cluster, the same on all ranks: the least memory that any of them has.
     """
     host = platform.node().encode()
-    ranks_here = gather_bytes(host, groups.world).count(host)
+    ranks_here = gather_bytes(host, groups.world).count(host)  # ranks on this machine
     free = available_bytes(device)
     own_part = free / ranks_here if device == "cpu" else free
-    limit = memory_bytes or int(_SHARE * own_part)
+    limit = memory_bytes or int(_USED_FRACTION * own_part)
     agreed = min(int(row[0]) for row in gather_floats([float(limit)], groups.world))
     kind = "cpu" if device == "cpu" else torch.cuda.get_device_name()
     return Cluster(devices=groups.ranks, memory_bytes=agreed, device=kind)
@@ -117,7 +117,8 @@ def newest_whole(
             return path, loaded
         first_error = next((error for error in errors if error), own_error)
         wrong = wrong or first_error
-        tell(f"{path} is damaged ({first_error}): going on from the one before")
+        further = ": going on from the one before" if path != found[-1] else ""
+        tell(f"{path} is damaged ({first_error}){further}")
     if wrong:
         raise CheckpointError(
             f"checkpoints in {found[0].parent}",
@@ -129,8 +130,8 @@ def newest_whole(
 
 
 def _try_load(path: Path, load: Callable[[Path], Found]) -> tuple[Found | None, str]:
-    """Load a checkpoint on this rank: (what was loaded, "") or, where it is damaged, (None, the
-    error as text)."""
+    """Load a checkpoint on this rank; returns (what was loaded, "") or, where it is damaged, (None,
+    the error as text), so that ranks can tell each other before any of them raises."""
     try:
         return load(path), ""
     except DamagedCheckpoint as error:

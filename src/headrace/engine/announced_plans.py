@@ -43,7 +43,7 @@ class AnnouncedPlans:
 
     steps: StepPlanner
     tell: Callable[[str], object]
-    _maker: Ahead | None = field(default=None, init=False)  # started by the first announcement
+    _maker: Ahead | None = field(default=None, init=False)  # that process, once it is started
     _asked: deque[PlanRequest] = field(default_factory=deque, init=False)  # in the maker's order
     _kept: dict[_Key, Planned] = field(default_factory=dict, init=False)  # the oldest first
 
@@ -72,8 +72,8 @@ class AnnouncedPlans:
         )
 
     def serves(self, request: PlanRequest) -> bool:
-        """Whether the plan of a request can be made early and kept: it does not follow from the
-        plan before it, as those of steps do under smoothing."""
+        """Whether the plan of a request can be made early and kept. Under smoothing that of a step
+        cannot, as it depends on the plan of the step before."""
         return request.forward or not self.steps.options.smoothing
 
     def take(self, request: PlanRequest) -> tuple[Planned, Ahead | None] | None:
@@ -97,16 +97,17 @@ class AnnouncedPlans:
                 ):
                     self.close()  # announced with a margin that has changed: of no use any more
                 return None
+            # The other process gives its plans in the order asked, so take all up to this one.
             for _ in range(asked_keys.index(key) + 1):
                 maker = self._maker
                 self._keep_next(key)
-        if key not in self._kept:
+        if key not in self._kept:  # the other process failed to make it
             return None
         planned = self._kept[key]
-        if maker is None:
+        if maker is None:  # kept from before
             planned = replace(planned, planning_s=0.0)
         has_timeline = planned.predicted is not None
-        if request.drawn != has_timeline:
+        if request.drawn != has_timeline:  # predict again, with or without a timeline as asked for
             made = replace(planned.request or request, drawn=request.drawn)
             planned = self.steps.expected(planned.plan, made, planning_s=planned.planning_s)
         return planned, maker
@@ -121,7 +122,7 @@ class AnnouncedPlans:
         except InfeasiblePlan:
             if self._key(request) == wanted:
                 raise
-        except Exception as error:  # it can be made here as well
+        except Exception as error:  # the plan is then made by this process when it is needed
             self.tell(f"a plan that was to be made ahead is made when it is needed ({error})")
 
     def keep(self, request: PlanRequest, planned: Planned) -> None:
@@ -141,8 +142,8 @@ class AnnouncedPlans:
             self._maker = None
 
     def _key(self, request: PlanRequest) -> _Key:
-        """All of a request that changes its plan. The correction of seconds (``ratio``) does
-        not."""
+        """The key by which a request's plan is kept: all that changes the plan. The correction of
+        predicted seconds (``request.ratio``) does not change it."""
         options = self.steps.options
         turn = request.step % len(options.strategies) if options.rotate else 0
         return request.lengths, request.margin, request.forward, turn

@@ -225,7 +225,8 @@ def attach(
 
 
 _ALIKE_SAMPLE_OPTIONS = ("tokens", "labels", "label_name", "label_place", "longest", "iterations")
-"""Options of samples that must be alike on all ranks, and in which nothing else would differ."""
+"""Options of samples that must be alike on all ranks, and whose difference no other comparison of
+ranks would find."""
 
 
 def begin(
@@ -250,7 +251,8 @@ def begin(
     on_step: Callable[[Step], object],
     say: Callable[[str], object],
 ) -> Attached:
-    """:func:`attach` for any order of samples, in the place of a data set.
+    """Attach a model to plans for any order of samples; :func:`attach` makes the order of a data
+    set and calls this.
 
     Args:
         model: As for :func:`attach`, as are all arguments that are not named here.
@@ -288,6 +290,7 @@ def begin(
     }
     agree_each("hr.attach", {name: repr(value) for name, value in asked.items()}, groups.world)
     share_weights(held, groups, (lambda text: None) if quiet else say)
+    # Kept as a function, as `Attached.map` spreads other models in the same way.
     spread_model = partial(_spread, options=samples, spread=spread, groups=groups)
     model_on_ranks = spread_model(model)
     order = order_of(model_on_ranks)
@@ -305,6 +308,7 @@ def begin(
         device=device,
         options=planner,
         document=document,
+        # Packs must be measured up to a whole sample, and up to a rank's even part of a step.
         longest=max(document, step_tokens // groups.ranks),
         memory_bytes=parse_bytes(measure.memory) if measure.memory else None,
         cache=cache_folder(measure.cache),
@@ -632,7 +636,7 @@ class Attached:
             This rank's part: call the model with its ``inputs``. The losses of all ranks add up to
             the mean.
         """
-        self.found.probes.choose([])
+        self.found.probes.choose([])  # no layer recomputes, whatever the last step chose
         part = self._setup.model.shard(batch)
         self._setup.model.take(part)
         try:
@@ -825,7 +829,7 @@ class Attached:
         return None if self._record is None else self._record.run.report(out)
 
     def detach(self) -> None:
-        """Restore the user's model and close all files."""
+        """Restore the user's model, and end all files, threads and processes of the run."""
         self._restore()
         if self._watch is not None:
             self._watch.rest()
@@ -841,8 +845,8 @@ class Attached:
             self._record.close()
 
     def _meet_to(self, asks: str) -> None:
-        """Check that all ranks ask for the same thing, ``asks``, where samples are given step by
-        step: errors name a rank that asks for another. Collective."""
+        """Where samples are given step by step, check that all ranks make the same call, which
+        ``asks`` names; errors name a rank that makes another. Collective."""
         if isinstance(self._order, GivenOrder):
             meet_to(asks, self._setup.groups)
 
@@ -897,6 +901,7 @@ class Attached:
         restore_this = spread.begin(self._order.first(), setup.device)
 
         def restore_all() -> None:
+            """Restore this model, then the run's and those that came before."""
             restore_this()
             restore_others()
 
@@ -921,7 +926,7 @@ class Attached:
 
     @property
     def _runner(self) -> LoopRunner:
-        """What runs the steps of this loop on this rank."""
+        """The part of the engine that runs the steps of this loop on this rank."""
         runner = self.engine.runner
         assert isinstance(runner, LoopRunner), "the engine was made here"
         return runner
@@ -982,6 +987,7 @@ class Attached:
         self.number, self._open = step.number + 1, None
         self._state = dict(step.batch.state_after)
         if self._writer is not None:
+            # Publish the checkpoint in the background once all ranks have written it.
             self._writer.look(self._checkpoints().gather)
 
     def _make_planner(self, costs: CostModel) -> RunPlanner:
@@ -1020,16 +1026,17 @@ class Attached:
     def _plan_ahead(self) -> None:
         """Have coming batches planned by another process, where their lengths are known: those of
         the steps that are left, or of the epochs where no number of steps was given."""
-        depth = self._setup.options.ahead
+        depth = self._setup.options.ahead  # how many batches to plan ahead; 0 for none
         steps_left = None if self._steps is None else self._steps - self.number
         epochs = self._epochs if steps_left is None else None
         coming = self._order.coming(epochs) if depth else None
+        # Another planner may have been put in the place of the run's own, as tests do.
         if coming is not None and self.engine.planner is self._planner:
             self._planner.plan_ahead(islice(coming, steps_left), depth=depth)
 
     def _has_next_step(self) -> bool:
-        """Whether another step follows; where it depends on the data set's epoch, all ranks agree
-        on it."""
+        """Whether another step follows. Collective for a stream without a number of steps: whether
+        it goes on must be the same on all ranks."""
         if self._steps is not None:
             return self.number < self._steps
         more, order = False, self._order
@@ -1057,9 +1064,9 @@ class Attached:
         return batches[0]
 
     def _failure_of(self, read: Callable[[], object]) -> Exception | None:
-        """Call ``read``; of a stream return the error that it raises, None for none, so that it can
-        be told to the other ranks. Other data is the same on all ranks, so its errors are raised
-        here."""
+        """Call ``read``. Where the data is a stream, return the error that this raises, or None, so
+        that the other ranks can be told. Any other data is the same on all ranks and fails on all
+        of them alike, so its errors are simply raised."""
         if not isinstance(self._order, StreamOrder):
             read()
             return None
@@ -1070,15 +1077,16 @@ class Attached:
         return None
 
     def _require_agreement(self, text: str, failure: Exception | None) -> None:
-        """Raise on every rank where one has a ``failure`` to read its stream, or a ``text`` of what
-        it read that differs from that of others. Collective for a stream, else nothing."""
+        """Raise on every rank where any has failed to read its stream (``failure`` is this rank's
+        error), or where ranks describe what they read by different ``text``. Collective for a
+        stream; does nothing for other data."""
         if not isinstance(self._order, StreamOrder):
             return
         read_text = text if failure is None else f"{type(failure).__name__}: {failure}"
         try:
             agree("stream of samples", read_text, self._setup.groups.world)
         except PlanMismatch:
-            if failure is not None:
+            if failure is not None:  # this rank knows its own error better
                 raise failure from None
             raise
         if failure is not None:
@@ -1111,7 +1119,7 @@ class Attached:
 
 
 def _whereabouts(run: weakref.ref[Attached]) -> str:
-    """The step and the action that a run is in, in words; empty where the run was collected."""
+    """The step and the action that a run is in, in words; empty where the run was freed."""
     attached = run()
     if attached is None:
         return ""
@@ -1150,9 +1158,9 @@ def _order_of_dataset(
     sequences: int | None,
     seed: int,
 ) -> SampleOrder:
-    """The order in which the samples of a data set come: drawn as iterations that choose their
-    own samples, drawn by number, or as a stream gives them. ``budget`` is the tokens of a step,
-    ``sequences`` its samples."""
+    """The order in which a loop gets the samples of a data set: iterations that choose their own
+    samples where ``options`` say so, random draws from a map-style data set, or the order of a
+    stream. A step has ``budget`` tokens, or ``sequences`` samples."""
     if options.iterations is not None:
         from headrace.engine.iteration_order import IterationOrder  # what it draws with is large
 
@@ -1194,8 +1202,8 @@ def _by_number(dataset: Any) -> bool:
 def _require_drawable(
     dataset: Any, options: SampleOptions, budget: int | None, sequences: int | None
 ) -> None:
-    """Raise SpecError for options that say what a step holds, or for a stream, beside iterations
-    that choose their own samples."""
+    """Raise SpecError where iterations that choose their own samples cannot do so: with an option
+    that fixes what a step holds, or without a map-style data set."""
     conflicts = {
         "no data set": dataset is None,
         "batch_tokens": budget is not None,

@@ -114,7 +114,8 @@ _FORMER: Mapping[str, str] = {
     ),
     "sizes": "planner=hr.PlannerConfig(group_sizes=...)",
 }
-"""Former arguments of ``attach``, each with the one that takes its place."""
+"""Former arguments of ``attach``, each with the text of the one that takes its place, in which
+``{name}`` stands for the same name."""
 
 
 def refuse_former(given: Mapping[str, Any]) -> None:

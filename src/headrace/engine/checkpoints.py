@@ -96,7 +96,7 @@ class SavedState:
         if not isfinite(ratio) or ratio <= 0 or observed < 0:
             raise CheckpointError("correction of costs", got=ratio, wanted="a number above 0")
         _count(self.planner, "steps")
-        # These raise for JSON that they cannot be made of.
+        # Parsing raises for JSON that is not of such a value.
         _ = self.costs
         Calibration.from_json(self.planner["calibration"])
         if "before" in self.planner:
@@ -130,7 +130,7 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             continue
         for key, value in values.items():
             was = earlier.get(key) if isinstance(earlier, Mapping) else None
-            if (section, key) == ("planner", "working"):
+            if (section, key) == ("planner", "working"):  # which had another word in older files
                 was = stored_working(was)
             if was != value and (section, key) not in _OF_NO_STEP:
                 changes.append(f"{section}.{key} from {_shown(was)} to {_shown(value)}")
@@ -168,8 +168,8 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What it holds besides tensors, which is step, order of the data, planner, architecture,
-        config."""
+        """The JSON that the checkpoint holds besides tensors: step, position in the data, planner,
+        architecture, configuration."""
         return checkpoint.load(self.path, [])
 
     @property
@@ -189,7 +189,7 @@ class Checkpoint:
         checkpoint has all of them in their shapes."""
         architecture, saved = SavedState.read(self.path).architecture, checkpoint.names(self.path)
         for weight in weight_table(architecture):
-            found = saved.get(weight.name, (None, None))[0]  # its shape
+            found, _ = saved.get(weight.name, (None, None))  # (shape, dtype)
             if found != tuple(weight.shape):
                 what = f"{self.path}: {weight.name}"
                 raise CheckpointError(what, got=found or "nothing", wanted=tuple(weight.shape))

@@ -1,7 +1,7 @@
 """headrace and other planners over the same batches with the same costs; no torch here.
 
-Every planner is asked for plans, and their predicted seconds are compared: the clock of all ranks,
-which takes seconds for a thousand of them, is not needed.
+Every planner is asked for plans, and their predicted seconds are compared. No timeline of all ranks
+is simulated, which would take seconds for a thousand of them.
 """
 
 from __future__ import annotations
@@ -135,17 +135,19 @@ def _require_groups(problem: Problem) -> None:
 def _one_size(
     problem: Problem, plans: Sequence[Plan], best: Sequence[Plan | None]
 ) -> tuple[list[Plan] | list[None], int | None]:
-    """The plans of the one group size that takes the least seconds over all batches, and that size;
-    None for each batch and for the size where no size holds all batches. ``plans`` give the batches
-    by their lengths, ``best`` are the static plans of the best size of each batch."""
+    """Find the group size that, used for every batch, takes the least seconds in all; returns its
+    plan of each batch and the size. Where no size holds all batches, returns None for each batch
+    and for the size. ``plans`` give the batches by their lengths, ``best`` has for each batch the
+    static plan of the size that is best for it alone."""
     none = [None] * len(plans)
-    bound_s = 0.0  # no size takes less
+    bound_s = 0.0  # each batch with its own best size: no single size takes less
     known = dict[tuple[int, int], Plan]()  # by group size and number of the batch
     for number, made in enumerate(best):
         if made is None:
             return none, None
         bound_s += made.predicted_s
         known[_size(made), number] = made
+    # Sizes that are best for the most batches come first, so that others are given up early.
     times_best = Counter(size for size, _ in known)
     best_s, best_plans, best_size = inf, list[Plan](), None
     for size in sorted(problem.static_sizes, key=lambda p: (-times_best[p], p)):
@@ -172,8 +174,8 @@ def _size(static: Plan) -> int:
 
 
 def _result(name: str, plans: Sequence[Plan | None], problem: Problem) -> PlannerResult:
-    """The predicted seconds, strategy and idle share of each batch by the planner ``name``; None
-    for a batch without a plan."""
+    """The row of the planner ``name`` in a comparison: predicted seconds, strategy and idle
+    fraction of the plan of each batch, None for a batch without a plan."""
     batches = [
         None
         if made is None
@@ -186,17 +188,19 @@ def _result(name: str, plans: Sequence[Plan | None], problem: Problem) -> Planne
 
 
 def _idle(made: Plan, problem: Problem) -> float | None:
-    """The share of all devices' time in which they are idle, as a timeline shows it. With a model's
-    costs it is added up without the clock; None of their plans in lockstep, where micro-batches
-    gather weights in seconds that are not known apart."""
+    """The fraction of all devices' time in the step in which they are idle. With the costs of a
+    model it is computed from the seconds of micro-batches, as a simulated timeline would take long;
+    None for their plans in lockstep, in which the seconds that micro-batches spend on gathering
+    weights are not known apart."""
     costs = problem.costs
     if not isinstance(costs, CostModel):
         return simulate(made, costs).idle
     if made.semantics == "lockstep":
         return None
     each_s = micro_batch_seconds(made, costs)
-    busy_s = made.devices * costs.exchange_s.update_s * costs.scale
+    busy_s = made.devices * costs.exchange_s.update_s * costs.scale  # every device updates
     for seconds, micro in zip(each_s, made.micro_batches, strict=True):
         pipeline = made.pipelines[micro.pipeline]
+        # ``seconds`` are summed over the stages, and each stage keeps only its own ranks busy.
         busy_s += seconds * len(pipeline.ranks) / pipeline.scheme.pipeline
     return max(0.0, 1 - busy_s / (made.devices * made.predicted_s))

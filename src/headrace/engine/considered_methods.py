@@ -27,10 +27,12 @@ _Names = Mapping[Branch, set[str]]
 def considered(
     options: PlannerConfig, a: Architecture, ranks: int, *, gpu: bool = False
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The group sizes and the methods that a run of ``ranks``, perhaps GPUs, has to measure.
+    """The group sizes and the names of the methods that a run on ``ranks`` ranks has to measure,
+    for the architecture ``a``; ``gpu`` says whether the ranks are GPUs.
 
-    Where methods are fixed a size must run all of them, else one for each branch. Raises SpecError
-    for an unknown method, ConfigError when no group of more than one rank can run what is fixed.
+    Where the configuration fixes methods, a size must be able to run all of them, else at least one
+    for each branch. Raises SpecError for an unknown method, ConfigError when no group of more than
+    one rank can run what is fixed.
     """
     listed = listed_methods(options)
     names = _methods_in(listed) if listed else _possible_methods(options, gpu=gpu)
@@ -38,15 +40,15 @@ def considered(
     if methods == (SINGLE_RANK,):
         return (1,), methods
     wanted = _sizes(options, ranks)
-    rules = {p: _broken_rules(names, a, p, fixed=bool(listed)) for p in wanted}
-    sizes = (1, *(p for p, broken in rules.items() if not broken))
-    if rules and len(sizes) == 1:
-        smallest = min(rules)
+    broken_by_size = {p: _broken_rules(names, a, p, fixed=bool(listed)) for p in wanted}
+    sizes = (1, *(p for p, broken in broken_by_size.items() if not broken))
+    if broken_by_size and len(sizes) == 1:  # larger groups were wanted, and none can run
+        smallest = min(broken_by_size)
         would_do = dict.fromkeys(n for part in BRANCHES for n in methods_for(a, smallest, part))
         raise ConfigError(
             "planner.methods",
             got=", ".join(listed or methods),
-            wanted=rules[smallest][0],
+            wanted=broken_by_size[smallest][0],
             hint=f"on groups of {smallest} these would do: {', '.join(would_do)}",
         )
     return sizes, methods
@@ -65,8 +67,9 @@ def _sizes(options: PlannerConfig, ranks: int) -> tuple[int, ...]:
 
 
 def methods_by_size(names: tuple[str, ...], a: Architecture, ranks: int) -> dict[int, list[str]]:
-    """For every group size up to ``ranks`` the methods of ``names`` that run both branches on it,
-    without the sizes that have none; one rank alone is always ``local``."""
+    """For every group size up to ``ranks`` those methods of ``names`` that can run both branches of
+    a layer of the architecture ``a`` on it, without the sizes that have none. A single rank always
+    has the method of one rank."""
     found = {
         p: [name for name in names if facts_of(name).supports(a, p) is None]
         for p in range(2, ranks + 1)
@@ -95,11 +98,12 @@ def _methods_in(texts: tuple[str, ...]) -> _Names:
 
 
 def _broken_rules(names: _Names, a: Architecture, p: int, *, fixed: bool) -> list[str]:
-    """The broken rules that keep a group of ``p`` ranks from running some branch with the methods
-    in ``names``, as texts; empty where it runs. Where methods are ``fixed`` it must run all of
-    them, else one of each branch."""
+    """Texts of the methods' rules that a group of ``p`` ranks breaks and that keep it from running
+    the architecture ``a``; empty where it can run it. Where methods are ``fixed`` it must run all
+    methods in ``names``, else at least one for each branch."""
     broken: list[str] = []
     for branch, methods in names.items():
+        # A rule is None where it holds, and else says what is broken.
         rules = (facts_of(name).rule(branch, a, p) for name in sorted(methods))
         of_branch = [rule for rule in rules if rule]
         if of_branch and (fixed or len(of_branch) == len(methods)):

@@ -53,9 +53,9 @@ def calibration_path(config: Config, fingerprint: str) -> Path:
     planner = config.planner.model_dump(mode="json", exclude=left_out)
     batch_keys = {"context", "batch_tokens", "batch_sequences"}
     if config.data.iterations is not None:
-        batch_keys.add("iterations")  # likewise
+        batch_keys.add("iterations")  # only where set, likewise to keep the names of older files
     batch = config.data.model_dump(include=batch_keys)
-    like = {
+    like = {  # what is alike in runs that share a calibration
         "planner": planner,
         "batch": batch,
         "memory": config.devices.memory,
@@ -143,8 +143,8 @@ def _folder(config: Config) -> Path:
 
 
 def _latest(config: Config, shape: ModelShape, ranks: int, *, hybrid: bool) -> Path:
-    """The file with the costs last used for a model of this shape on so many ranks, fitted to
-    hybrids or not."""
+    """The file with the costs last used for a model of this shape on so many ranks. ``hybrid`` says
+    whether they were fitted to a hybrid (ParaDySe), as these have a file of their own."""
     model = json.dumps(shape.to_json(), sort_keys=True)
     of = f"{model} {ranks}{' hybrid' if hybrid else ''}"
     digest = hashlib.sha256(of.encode()).hexdigest()[:16]

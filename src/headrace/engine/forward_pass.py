@@ -92,7 +92,7 @@ class ForwardRunner:
         work = loop.work(batch, plan)
         loop.targets = work.targets
         if loop.probes.levels is not None:
-            loop.probes.levels.choose([])  # no backward follows, so nothing is recomputed
+            loop.probes.levels.choose([])  # no layer recomputes: no backward follows
         try:
             with torch.no_grad(), self.held.step():
                 for turn in work.program.actions:
@@ -138,12 +138,12 @@ class ForwardRunner:
             places, first = micro.local_index, 0
             for sample in micro.sequences:
                 after = first + batch.tokens[sample]
-                own = np.flatnonzero((places >= first) & (places < after))
+                of_sample = np.flatnonzero((places >= first) & (places < after))
                 self._pieces.append(
                     _Piece(
                         sample=sample,
-                        values=values[0, torch.from_numpy(own).to(values.device)],
-                        places=places[own] - first,
+                        values=values[0, torch.from_numpy(of_sample).to(values.device)],
+                        places=places[of_sample] - first,
                     )
                 )
                 first = after
@@ -160,13 +160,13 @@ class ForwardRunner:
         where it failed and HeadraceError on the others, and ModelError where it gave values of
         tokens for one micro-batch and of sequences for another, or of several types."""
         groups, starts, wanted = self.loop.groups, batch.starts, range(len(batch.tokens))
-        if starts is None:
+        if starts is None:  # every rank gave the same samples, and gets the values of all
             messages = gather_bytes(self._message(wanted), groups.world)
         else:
             samples_by_rank = [range(*pair) for pair in pairwise(starts)]
             messages = exchange_bytes(list(map(self._message, samples_by_rank)), groups.world)
             wanted = samples_by_rank[groups.rank]
-        parts = [message.partition(b"\n") for message in messages]
+        parts = [message.partition(b"\n") for message in messages]  # (JSON, line end, values)
         heads = [json.loads(head) for head, _, _ in parts]
         if self._failure is not None:
             raise self._failure
@@ -186,8 +186,9 @@ class ForwardRunner:
         return [values_of[sample].to(self.loop.device) for sample in wanted]
 
     def _message(self, wanted: range) -> bytes:
-        """What this rank has of the samples ``wanted``, as bytes: a line of JSON that says what
-        follows, then for each piece its places (int64, none of a sequence) and its values."""
+        """The values that this rank has of the samples ``wanted`` as bytes, which
+        :func:`_read_values` reads: a line of JSON that describes them, then for each piece its
+        places (int64; none for a value of a whole sequence) and its values."""
         pieces, body = list[dict[str, Any]](), list[bytes]()
         for piece in self._pieces:
             if piece.sample not in wanted:
@@ -232,7 +233,7 @@ class ForwardRunner:
         self._pieces.clear()
 
     def update(self, number: int, loss: float) -> tuple[float, float]:
-        """Update nothing: a pass is no step."""
+        """Update nothing, as a pass is no step; returns ``loss`` and 0 as the gradient's norm."""
         return loss, 0.0
 
     def rows(self) -> tuple[Row, ...]:

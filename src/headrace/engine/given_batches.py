@@ -81,8 +81,8 @@ class _Given:
         return sha256(text.encode()).hexdigest()
 
     def told(self, own: bool) -> dict[str, Any]:
-        """What other ranks must know of these samples, as JSON: tokens, units and types of fields
-        where each rank has its ``own`` samples, nothing where all have the same."""
+        """What this rank tells the others about its samples, as JSON: tokens, units and types of
+        fields where each rank gives its ``own`` samples; nothing where all give the same."""
         if not own:
             return {}
         fields = field_types(self.items[0]) if self.items else None
@@ -140,12 +140,13 @@ class GivenOrder:
         return {"name": "given batches", "context": self.longest}
 
     def state(self) -> dict[str, Any]:
-        """A mark that samples are given, as JSON. The place in the data is for the loop to save."""
+        """A mark that samples are given, as JSON; the loop itself has to save its place in the
+        data."""
         return {"given": True}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Check a saved state, which has no place to go to. Raises DataError for that of a run with
-        a data set."""
+        """Check that a saved state is of given batches; there is no position to restore. Raises
+        DataError for the state of a run with a data set."""
         if "given" not in state:
             raise DataError("state of the data", got=dict(state), wanted="that of given batches")
 
@@ -190,7 +191,7 @@ class GivenOrder:
                 here = self._read_given(samples, together, beside)
             except Exception as error:  # told to all ranks, which would wait for this one
                 failure = error
-        same = "" if self.own else here.fingerprint()
+        same = "" if self.own else here.fingerprint()  # own samples differ between ranks
         told_by_rank = meet_to(
             asks, groups, shown=here.shown, same=same, failure=failure, told=here.told(self.own)
         )
@@ -264,7 +265,8 @@ class GivenOrder:
         told_by_rank: Sequence[Mapping[str, Any]],
         groups: Groups,
     ) -> OwnSamples:
-        """The units of a batch of which each rank has its own, with what goes with their samples.
+        """The batch's units where each rank gave some of them, with the tensors that go with their
+        samples, ready to be sent to the ranks that a plan has work on them.
 
         ``here`` are the samples of this rank, ``whole`` those of all; ``sequences`` are this rank's
         units as one item each.
@@ -464,8 +466,8 @@ def _require_same_call(rank: int, call: Mapping[str, Any], first: Mapping[str, A
 
 
 def _parse_message(message: bytes) -> dict[str, Any] | None:
-    """The message of a rank that is in :func:`meet_to`; None where it is another one, from a rank
-    that is in another collective."""
+    """Parse the message that a rank sent from :func:`meet_to`; returns None for any other message,
+    which came from a rank that is in another collective."""
     try:
         content = json.loads(message)
     except ValueError:
@@ -528,7 +530,7 @@ def _given_by_all(told_by_rank: Sequence[Mapping[str, Any]]) -> _Given:
             )
     if first is None:
         raise DataError("samples", got="none on any rank", wanted="at least one")
-    first_samples = _first_numbers(told_by_rank, "counts")
+    first_samples = _first_numbers(told_by_rank, "counts")  # and the number of all, not used
     return _Given(
         units=[
             tuple(first_sample + i for i in unit)
@@ -545,8 +547,9 @@ def _fields_text(fields: Mapping[str, str]) -> str:
 
 
 def _beside_own(own: OwnSamples, units: Sequence[tuple[int, ...]]) -> Callable[[int], Item]:
-    """A function from the number of a sample to the tensors that go with it, for samples that this
-    rank works on. ``units`` are the numbers of the samples of each unit of the batch."""
+    """Make a function from the number of a sample to the tensors that go with it, for the samples
+    that this rank works on: ``own`` has these tensors by unit. ``units`` are the numbers of the
+    samples of each unit of the batch."""
     # By sample: the number of its unit, and its position in that.
     places = {
         sample: (unit_number, position)
@@ -555,6 +558,7 @@ def _beside_own(own: OwnSamples, units: Sequence[tuple[int, ...]]) -> Callable[[
     }
 
     def beside_sample(sample: int) -> Item:
+        """The tensors that go with a sample, by name."""
         unit_number, position = places[sample]
         return own.beside(unit_number)[position]
 

@@ -28,8 +28,8 @@ class IterationOrder(DrawnOrder):
         super().__init__(samples, self._drawn, workers=workers)
 
     def price(self, problem: Problem) -> None:
-        """Draw for these costs and ranks from now on, from the position at which it stands. Raises
-        what :meth:`headrace.engine.iteration_sampler.IterationSampler.price` does."""
+        """Draw for the costs and ranks of ``problem`` from now on, from the current position.
+        Raises what :meth:`headrace.engine.iteration_sampler.IterationSampler.price` does."""
         self._drawn.price(problem)
         self._ahead = None  # a reader would give samples that were drawn for other costs
 

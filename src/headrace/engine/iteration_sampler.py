@@ -43,7 +43,7 @@ class _DrawnFor:
 
     @classmethod
     def of(cls, problem: Problem) -> _DrawnFor:
-        """The ranks of a problem, with their memory."""
+        """The ranks, memory and margin of a problem with a model's costs."""
         costs = problem.model
         return cls(
             ranks=costs.cluster.devices,
@@ -52,7 +52,8 @@ class _DrawnFor:
         )
 
     def applied(self, problem: Problem) -> Problem:
-        """The problem with this memory and margin, where it has as many ranks; else as it is."""
+        """The problem with its memory and margin replaced by these; unchanged where it has another
+        number of ranks."""
         costs = problem.model
         if costs.cluster.devices != self.ranks or _DrawnFor.of(problem) == self:
             return problem
@@ -64,7 +65,7 @@ class _DrawnFor:
 
 class IterationSampler:
     """Draws iterations for ever, every sample once per epoch: a
-    :class:`~headrace.data.sampler.BatchSampler` once it is priced.
+    :class:`~headrace.data.sampler.BatchSampler` once :meth:`price` has given it costs.
 
     Args:
         corpus: The documents.
@@ -97,6 +98,7 @@ class IterationSampler:
             "min_tokens": min_tokens,
             "seed": options.seed,
         }
+        # The number of the next iteration, and which samples of the epoch were drawn before it.
         self._step, self._at = 0, DrawPosition(taken=(0,) * len(self._bucket_sizes()))
         self._problem: Problem | None = None
         self._saved_for: _DrawnFor | None = None  # in the state from which it was restored
@@ -109,7 +111,7 @@ class IterationSampler:
         return np.unique(numbers, return_counts=True)[1].astype(np.int64)
 
     def price(self, problem: Problem) -> None:
-        """Draw for these costs and ranks from now on, from the position at which it stands.
+        """Draw for these costs and ranks from now on, from the current position.
 
         Args:
             problem: The costs and choices of the plans that follow. The memory of ranks is that of
@@ -119,7 +121,7 @@ class IterationSampler:
             InfeasiblePlan: When the longest sample fits no group.
             SpecError: For costs of pipelines, and for ranks in lockstep.
         """
-        if problem.static_size is not None:
+        if problem.static_size is not None:  # the planner may use one size: draw for it alone
             problem = problem.replace(sizes=(problem.static_size,))
         self._problem = problem
         self._drawer = self._made_drawer(problem)
@@ -135,7 +137,8 @@ class IterationSampler:
         return drawer
 
     def _priced(self) -> IterationDrawer:
-        """The drawer of iterations, made anew after a restore. :meth:`price` was called before."""
+        """The drawer of iterations; a new one is made where :meth:`restore` has dropped it. Call
+        :meth:`price` before."""
         if self._drawer is None:
             assert self._problem is not None, "priced before the first step"
             self._drawer = self._made_drawer(self._problem)
@@ -169,6 +172,7 @@ class IterationSampler:
             The sampler; what both share is never changed in place.
         """
         other = copy(self)
+        # The drawer is the one thing that changes in place when a batch is drawn.
         other._drawer = copy(self._drawer)  # noqa: SLF001
         return other
 
@@ -227,8 +231,8 @@ class IterationSampler:
         self._drawer = None
 
     def _taken_in(self, state: Mapping[str, Any]) -> tuple[int, ...]:
-        """The samples that a saved state says were taken of each bucket; raises DataError for
-        others than there can be."""
+        """How many samples of each bucket of lengths a saved state says were taken. Raises
+        DataError for numbers that cannot be."""
         taken, sizes = state.get("taken"), self._bucket_sizes().tolist()
         fits = isinstance(taken, list) and len(taken) == len(sizes)
         if not fits or not all(
@@ -239,14 +243,15 @@ class IterationSampler:
                 got=repr(taken)[:80],
                 wanted=f"{counted(len(sizes), 'number')}, at most {str(sizes)[:80]}",
             )
-        if sum(taken) == sum(sizes):
+        if sum(taken) == sum(sizes):  # the next epoch would have begun
             raise DataError(
                 "samples taken in the state of the data", got="all", wanted="fewer in an epoch"
             )
         return tuple(taken)
 
     def __str__(self) -> str:
-        """What iterations are drawn of, once it is priced."""
+        """How iterations are drawn, in words: the number of buckets, and the sizes of groups and
+        launches. Call :meth:`price` before."""
         settings = self._priced().settings
         widths = sorted({one.width for one in settings})
         batches = sorted({one.batch for one in settings})
@@ -257,7 +262,8 @@ class IterationSampler:
 
 
 def _drawn_for_in(state: Mapping[str, Any]) -> _DrawnFor | None:
-    """The ranks and memory of a saved state; raises DataError for what is none."""
+    """The ranks, memory and margin for which a saved state was drawn, None where it has none.
+    Raises DataError for a malformed entry."""
     found = state.get("drawn_for")
     if found is None:
         return None
@@ -276,6 +282,6 @@ def _drawn_for_in(state: Mapping[str, Any]) -> _DrawnFor | None:
 
 
 def _span(values: list[int], unit: str) -> str:
-    """The least and the greatest of some numbers in words."""
+    """The least and the greatest of ascending ``values`` in words: ``1 to 8 ranks``."""
     most = counted(values[-1], unit)
     return most if len(values) == 1 else f"{values[0]:,} to {most}"

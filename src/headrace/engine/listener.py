@@ -32,9 +32,9 @@ class ProgressLines:
 
     def __init__(self, tell: Callable[[str], object] = tell) -> None:
         self._tell = tell
-        self._started = time.perf_counter()  # of the topic
-        self._said = 0.0  # when the last line was told
-        self._topic = ""  # the first word of what is done
+        self._topic = ""  # the first word of the work that was last told of
+        self._started = time.perf_counter()  # when that work began
+        self._said = 0.0  # when its last line was told
 
     def __call__(self, what: str, done: int, of: int) -> None:
         """Tell that ``done`` of ``of`` parts of ``what`` are done, unless it has taken less than
@@ -47,7 +47,7 @@ class ProgressLines:
         if spent < _QUIET_S or (now - self._said < _QUIET_S and done < of):
             return
         self._said = now
-        left = spent / done * (of - done) if done else float("nan")
+        left = spent / done * (of - done) if done else float("nan")  # NaN is not shown
         eta = f", {seconds_text(left)} left" if left > 0 else ""
         self._tell(f"{what}: {done}/{of} after {seconds_text(spent)}{eta}")
 
@@ -78,14 +78,14 @@ class Listener:
         self._progress(what, done, of)
 
     def begin(self, first: int, steps: int) -> None:
-        """The steps ``first`` to ``steps - 1`` are about to start."""
+        """Called before the steps ``first`` to ``steps - 1`` start; does nothing here."""
 
     def step(self, step: Step, notices: Sequence[str]) -> None:
-        """A step is finished; ``notices`` are sentences that a user should read."""
+        """Called when a step is finished; ``notices`` are sentences that a user should read."""
         if self._on_step is not None:
             self._on_step(step)
         for notice in notices:
             self.tell(notice)
 
     def end(self) -> None:
-        """The run has ended: no step follows."""
+        """Called when the run has ended; does nothing here."""

@@ -33,6 +33,7 @@ _GENERATOR = "generator."
 """Prefix of the names of the states of random number generators."""
 
 _FORMAT = 1
+"""The version of this format, which marks a checkpoint as one of a loop."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -53,7 +54,8 @@ class LoopCheckpoints:
     _names: dict[int, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Note the name of each parameter by its id, as the optimizer has parameters alone."""
+        """Note the name of each parameter by its id: the optimizer knows parameters without their
+        names."""
         self._names = {id(p): name for name, p in self.model.named_parameters()}
 
     def save(
@@ -168,9 +170,9 @@ class LoopCheckpoints:
         return StoredShard(name=name, first_row=self.groups.rank, tensor=state[None], shape=shape)
 
     def _fits_generator(self, stored: Mapping[str, Any], name: str, state: torch.Tensor) -> bool:
-        """Whether a checkpoint of tensors ``stored``, (shape, dtype) by name, has a state of this
-        generator for each of as many ranks as there are. Where it has not, generators stay as they
-        are."""
+        """Whether a checkpoint, with tensors ``stored`` as (shape, dtype) by name, was saved by as
+        many ranks as there are now, each with a state of this generator as long as ``state``. Else
+        the generator is not restored."""
         return name in stored and tuple(stored[name][0]) == (self.groups.ranks, len(state))
 
     def _require_same_kind(self, path: Path, extra: Mapping[str, Any]) -> None:

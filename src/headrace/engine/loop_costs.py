@@ -30,7 +30,7 @@ from headrace.profiling.sweep import Sweep, Sweeper, SweepOptions, blocks, slowe
 from headrace.spec.cluster import Cluster
 from headrace.spec.known_methods import SINGLE_RANK
 from headrace.spec.layer_plan import LayerOption, Recompute
-from headrace.spec.model_shape import ModelShape
+from headrace.spec.model_shape import HEAD_CHUNK_TOKENS, ModelShape
 from headrace.spec.plan import TokenOrder
 from headrace.spec.profile import ENDS, Profile, ProfilePoint
 from headrace.units import bytes_text
@@ -127,15 +127,16 @@ class ModelProbes:
         return [min(longest, tokens - start) for start in range(0, tokens, longest)]
 
     def choose(self, first: Sequence[Recompute]) -> None:
-        """Set the recompute level of the first layers, one each; the other layers recompute
-        nothing."""
+        """Set the recompute levels of the model's ``first`` layers, one for each; all other layers
+        recompute nothing."""
         if self.levels is not None:
             self.levels.choose(first)
 
     def shard(
         self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: str
     ) -> BatchPart:
-        """This rank's part of a pack of documents of ``lengths`` tokens, spread over ``ranks``."""
+        """Make a pack of documents of ``lengths`` tokens from the sample; returns this rank's part
+        of it when it is spread over ``ranks``."""
         pack = self.model.made(self.sample, lengths, len(ranks), document=self.document)
         return self.model.place(
             pack.values, ranks, targets=pack.tokens, exchange=exchange, groups=groups
@@ -190,7 +191,7 @@ _LEAST_COUNTED = 2
 """How many points with counted bytes the fit of a line (bytes by tokens) needs."""
 
 _LEAST_S = 1e-9
-"""The least time of a point, as costs are never zero."""
+"""Seconds of a point that costs nothing, as the costs of a point must be above zero."""
 
 
 def sizes_for(ranks: int, semantics: str) -> tuple[int, ...]:
@@ -214,7 +215,7 @@ def shape_of(model: torch.nn.Module, probes: ModelProbes) -> ModelShape:
         name=f"{type(model).__name__}, {len(layers)} layers",
         layers=len(layers),
         hidden=_hidden_features(probes),
-        split_elements=(0,) * len(counts),
+        split_elements=(0,) * len(counts),  # no rank shares a weight with others
         whole_elements=counts,
     )
 
@@ -270,6 +271,7 @@ class LoopProfiler:
             device=self.device,
             room_bytes=max(1, self.cluster.memory_bytes - self.state_bytes),
         )
+        # Process groups are made now, as every rank must make all of them in the same order.
         self.groups.prepare(
             group
             for p in self.sizes
@@ -345,6 +347,7 @@ class LoopProfiler:
                 groups_of=self.probes.model.groups_of,
                 order=self._order(best, p),
                 counter=self._counter(),
+                chunk_tokens=HEAD_CHUNK_TOKENS,
             )
         )
 
@@ -353,6 +356,7 @@ class LoopProfiler:
         exchange of attention and at one recompute level."""
 
         def probe(groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...]) -> Probe:
+            """A probe of the layer for a pack of documents of ``lengths`` tokens on ``ranks``."""
             return self.probes.layer(groups, ranks, lengths, exchange, level)
 
         name = SINGLE_RANK if p == 1 else exchange

@@ -92,11 +92,14 @@ class LoopMicroBatch:
     done: bool = field(default=False, init=False)
 
     def __enter__(self) -> Self:
+        """Return this micro-batch; nothing has to be set up."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> bool:
+        """Whether to suppress ``error``: so it is where memory ran out, as the step is tried
+        again."""
         return error is not None and self._survives(error, f"micro-batch {self.sequences}")
 
     @property
@@ -208,7 +211,7 @@ class _MicroBatchTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Work:
-    """What this rank does in a step.
+    """The work of this rank in a step.
 
     Attributes:
         program: Its actions, in order.
@@ -261,9 +264,9 @@ class LoopRunner:
     targets: int = field(default=0, init=False)
     action: str = field(default="", init=False)
     _clock: StepClock = field(init=False)
-    _step_start: Any = field(default=None, init=False)
-    _update: tuple[Any, Any] | None = field(default=None, init=False)  # its (begin, end)
-    _loss_sum: torch.Tensor | None = field(default=None, init=False)
+    _step_start: Any = field(default=None, init=False)  # a mark of the clock
+    _update: tuple[Any, Any] | None = field(default=None, init=False)  # marks (begin, end)
+    _loss_sum: torch.Tensor | None = field(default=None, init=False)  # this rank's part, []
     # By the number of the micro-batch in the plan.
     _times: dict[int, _MicroBatchTimes] = field(default_factory=dict, init=False)
     _checks: list[LossCheck] = field(default_factory=list, init=False)  # with all losses known
@@ -397,8 +400,9 @@ class LoopRunner:
         return bytes_now(self.held.model, self.optimizer)
 
     def metrics(self, number: int, plan: Plan, step_s: float | None) -> dict[str, Any]:
-        """Metrics of a step: the learning rate, and the tokens that have a loss. A step whose
-        seconds were measured has an ``mfu`` too, which is not known of a user's model."""
+        """Metrics of a step: the learning rate ``lr``, and ``targets``, the tokens that have a
+        loss. A step whose seconds were measured has the model FLOPs utilization ``mfu`` too, which
+        is None, as the FLOPs of a user's model are not known."""
         rate = float(self.optimizer.param_groups[0]["lr"])
         metrics: dict[str, Any] = {"lr": rate, "targets": self.targets}
         return metrics if step_s is None else metrics | {"mfu": None}
@@ -482,16 +486,18 @@ class LoopRunner:
             )
 
     def resumed(self) -> None:
-        """Go on from a checkpoint: check losses in the next step, and take the scheduler's count
-        as it is now."""
+        """Note that a checkpoint was loaded: check losses in the next step, and forget how often
+        the scheduler was stepped, which the checkpoint has set anew."""
         self.check, self._scheduler_epoch = self.check_losses, None
 
     def _require_sums(self) -> None:
         """Raise ModelError on every rank where any has a loss that is no sum over the labels of the
         step, with weights and optimizer as they were. Collective."""
         errors = [check.error() for check in self._checks]
-        own = next((error for error in errors if error is not None), None)
-        fields = None if own is None else [own.what, own.got, own.wanted, own.hint]
+        own_error = next((error for error in errors if error is not None), None)
+        fields = None
+        if own_error is not None:
+            fields = [own_error.what, own_error.got, own_error.wanted, own_error.hint]
         fields_by_rank = gather_bytes(json.dumps(fields).encode(), self.groups.world)
         for rank, data in enumerate(fields_by_rank):
             error_fields = json.loads(data)
@@ -548,9 +554,9 @@ class LoopRunner:
         check: LossCheck | None,
         trial: Trial | None,
     ) -> LoopMicroBatch:
-        """Set the recompute levels of an action's micro-batch, spread the model over it, and return
-        it. Its loss is noted in ``check``; it counts for the step unless it is that of a
-        ``trial``."""
+        """Set the recompute levels of the layers for the micro-batch of an action, spread the model
+        over it, and return it for the loop to run. Its loss is added to the step's unless this is a
+        ``trial``, and is noted in ``check`` where there is one."""
         pack, _, _ = self._pack_of(batch, plan, action, work)
         idle = isinstance(action, Idle)
         micro = None if isinstance(action, Idle) else plan.micro_batches[action.micro_batch]
@@ -577,15 +583,15 @@ class LoopRunner:
                 times.forward.append((forward_start, backward_start))
                 times.backward.append((backward_start, self._clock.mark()))
             self.release()
-            own = loss.detach()
+            own_loss = loss.detach()
             if check is not None and not idle:
-                check.losses[trial or "whole"] = own
+                check.losses[trial or "whole"] = own_loss
                 check.by_sequence |= handed_out.uses_sequences
                 check.leaks += handed_out.leaks
                 if trial is None:
                     self._checks.append(check)
             if trial is None:
-                self._loss_sum = own if self._loss_sum is None else self._loss_sum + own
+                self._loss_sum = own_loss if self._loss_sum is None else self._loss_sum + own_loss
 
         return self.micro_batch(batch, plan, action, work, part, backward, check, trial)
 
@@ -640,7 +646,7 @@ class LoopRunner:
         )
 
     def release(self) -> None:
-        """Make the model plain again."""
+        """Make the model the user's plain one again, which works on no micro-batch."""
         self.part = None
         self.model.release()
 
@@ -668,8 +674,9 @@ class LoopRunner:
         return self._times[index]
 
     def _rows(self) -> Iterator[Row]:
-        """The rows of :meth:`rows`, in seconds since the step began. Packs of a micro-batch take
-        turns of forward and backward; its rows show all forwards first, then all backwards."""
+        """Yield the rows of :meth:`rows`, in seconds since the step began. In truth each pack of a
+        micro-batch runs its forward and then its backward; the two rows of a micro-batch show all
+        of its forwards first, then all of its backwards."""
         between, rank = self._clock.between, self.groups.rank
         for times in self._times.values():
             forward, begin_s = times.forward_action, between(self._step_start, times.start)
@@ -716,7 +723,7 @@ def _checked_actions(program: Program, packs: Packs, plan: Plan) -> frozenset[in
     a rank which no earlier pack had."""
     actions = enumerate(program.actions)
     turns = [(index, turn) for index, turn in actions if isinstance(turn, Forward | Idle)]
-    if plan.semantics == "lockstep":
+    if plan.semantics == "lockstep":  # all ranks take part in a turn, so all repeat the same one
         return frozenset(index for index, _ in turns[:1])
     seen, chosen = set[int](), set[tuple[int, int]]()
     for micro_batch, groups in enumerate(packs):
@@ -813,14 +820,14 @@ def _ranks_of_packs(index: int, reports: Sequence[_RankReport], plan: Plan) -> l
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The user's optimizer, around which Accelerate puts a shell."""
+    """The optimizer of torch within the wrapper that Accelerate may have put around it."""
     found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return found
 
 
 def _refuse_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """The optimizer's pre-hook: raise HeadraceError for a step that the loop takes, before it is
-    taken."""
+    """Pre-hook of ``optimizer.step()``: raise HeadraceError for a step that the user's loop takes,
+    which this run takes itself. Steps that a run takes are let through."""
     if optimizer not in _STEPPED_NOW:
         raise HeadraceError(
             "optimizer.step()",

@@ -1,7 +1,7 @@
 """What a loop is refused for before its first step, and what all ranks must have alike.
 
-Nothing here is wrong by itself: a second model's optimizer, another seed on each rank. But ranks
-that begin with other weights or rates train on without a word, each its own model.
+Ranks that begin with different weights or learning rates would train on without an error, each its
+own model. So would a model whose optimizer has the parameters of another one.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ def _checksum(x: torch.Tensor) -> int:
     if not x.numel():
         return 0
     byte_values = x.contiguous().view(-1).view(torch.uint8).to(torch.int64)
+    # 65521 is the largest prime below 2^16: swapped bytes give another sum.
     factors = torch.arange(len(byte_values), device=x.device) % 65521 + 1
     return int((byte_values * factors).sum())
 
@@ -134,5 +135,6 @@ def _options(group: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _plain_value(value: Any) -> Any:
-    """The number or nested list of a tensor; other values as they are."""
+    """The value of a tensor as a number or nested list; other values as they are. The text of a
+    tensor would name its device, which may differ between ranks."""
     return value.tolist() if torch.is_tensor(value) else value

@@ -58,9 +58,10 @@ class LoopStop:
             )
         self.number = 0
         self._rank, self._grace_s, self._ask, self._where = rank, grace_s, ask, where
-        self._deadline = float("inf")
+        self._deadline = float("inf")  # on time.monotonic(), once a signal has come
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
+        # Handlers that do nothing keep the process alive; the signal's number goes into the pipe.
         self._former_handlers: dict[signal.Signals, Any] = {
             number: signal.signal(number, lambda *_: None) for number in stopping()
         }
@@ -79,8 +80,8 @@ class LoopStop:
         os.close(self._write_end)
 
     def _listen(self) -> None:
-        """The thread: waits for signal numbers in the pipe until a 0 ends it, and ends the process
-        where the time to stop has run out."""
+        """Run the thread: read signal numbers from the pipe until a 0 ends the thread, and end the
+        process when the time to stop has run out."""
         while True:
             if self._read_end in select.select([self._read_end], [], [], _ROUND_S)[0]:
                 numbers = os.read(self._read_end, 64)  # one byte for each signal
@@ -95,8 +96,8 @@ class LoopStop:
                 self._end_process(late, first)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """At a first signal ask all ranks to stop, and start the time to do so; at a second one end
-        the process."""
+        """On the first signal, ask all ranks to stop and set the deadline for that; on a second
+        one, end the process."""
         if self.number:
             self._end_process(f"a second signal, {number.name}", number)
         self.number, self._deadline = int(number), time.monotonic() + self._grace_s

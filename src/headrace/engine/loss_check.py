@@ -1,7 +1,8 @@
 """Whether a loss is what a plan needs: a sum over labels, divided by those of the whole step.
 
-Any other loss weighs samples by whom they were packed with, and it cannot be told from the number
-alone. So the loop computes the loss of a micro-batch under changes whose effect is known:
+Any other loss, such as a mean over the micro-batch, weighs samples by what they were packed with,
+which the number alone does not show. So the loop computes the loss of a micro-batch under changes
+whose effect is known:
 
     doubled     twice the targets: half the loss
     even, odd   every other label ignored: losses that add up to the whole one
@@ -12,9 +13,10 @@ its share, beside a sum over labels, and has other halves:
     even, odd   every other sequence has a share of 0, and twice the targets: losses that add up to
                 the whole one, of which no gradient reaches the sequences without a share
 
-A mean, by whatever formula, does not halve. A term that knows no token (a penalty on weights) is
-counted once in each. What is drawn at random and what a forward leaves in buffers is put back
-before each of them, so that nothing else differs; gradients of these calls are dropped.
+A mean does not halve with twice the targets, however it is computed. A term that depends on no
+token (a penalty on weights) is whole in each of these losses, so they add up to too much. Random
+generators and buffers are restored after each of these calls, so that nothing else differs, and
+gradients of these calls are dropped.
 """
 
 from __future__ import annotations
@@ -85,13 +87,17 @@ class LossCheck:
             yield "odd"
 
     def times(self, trial: Trial | None) -> int:
-        """The factor by which ``micro.targets`` is larger in a trial; 1 without one (None)."""
+        """The factor by which ``micro.targets`` is larger in a trial; 1 without one (None).
+
+        Halves by sequence keep all labels, so only with twice the targets do the sums over labels
+        of both halves add up to the whole one.
+        """
         return 2 if trial == "doubled" or (trial is not None and self.by_sequence) else 1
 
     def share_of(self, at: int, trial: Trial | None) -> float:
-        """The factor of a sequence's share in a trial; 1 without one (None). ``at`` is the number
-        of the sequence within the micro-batch as planned: samples that stay together have the same
-        one."""
+        """The factor by which a sequence's share changes in a trial; 1 without one (None). ``at``
+        is the index of the sequence within the planned micro-batch, in which samples that stay
+        together are one sequence."""
         if trial is None:
             return 1.0
         if trial == "doubled":
@@ -102,8 +108,8 @@ class LossCheck:
         return 1.0 if at % 2 == kept_remainder else 0.0
 
     def changed(self, part: BatchPart, trial: Trial) -> BatchPart:
-        """A part of the same tokens, as a trial has it. In a trial of every other label the left
-        out ones are IGNORED, and fields that the model does not take are 0 at their tokens."""
+        """Return ``part`` as it is in a trial. In ``even`` and ``odd`` of a loss of labels every
+        other label is IGNORED, and fields that the model does not take are 0 at these tokens."""
         labels = part.labels
         if trial == "doubled" or labels is None or self.by_sequence:
             return part
@@ -206,8 +212,8 @@ def _where_counted(value: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def set_aside(model: torch.nn.Module, device: str) -> Iterator[None]:
-    """Begin the block without gradients, and after it restore gradients, buffers and the states of
-    torch's generators as they were before."""
+    """Set the gradients of a model aside: the block begins without any, and after it gradients,
+    buffers and the states of torch's random generators are as they were before."""
     gradients = {p: p.grad for p in model.parameters()}
     for parameter in gradients:
         parameter.grad = None

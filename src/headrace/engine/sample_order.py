@@ -352,6 +352,10 @@ class DrawnOrder:
         self._ahead = None
 
 
+_NO_ITEM = object()
+"""What an iterator that has ended gives."""
+
+
 class StreamOrder:
     """Batches of an iterable data set, in the order in which it gives its items. The data set is
     iterated over anew for every epoch, and must give the same items on all ranks."""
@@ -364,6 +368,7 @@ class StreamOrder:
         self._position = {"epoch": 0, "items": 0}  # items that were taken in the epoch
         self._items: Iterator[Any] = iter(dataset)
         self._next: Item | None = None  # the item that was read and not taken yet
+        self._read_failed = False  # so the iterator may have ended, or be past the position
 
     @property
     def epoch(self) -> int:
@@ -388,7 +393,8 @@ class StreamOrder:
 
     def next_batch(self) -> LoopBatch:
         """Take the items that follow, as many as the budget of tokens holds, one at least; a batch
-        ends at the end of the epoch."""
+        ends at the end of the epoch. Where an item cannot be read, none of the batch is taken: the
+        next call begins with the same items."""
         self._read_next()
         epoch, items, total = self.epoch, list[Item](), 0
         while (item := self._next) is not None:
@@ -397,9 +403,9 @@ class StreamOrder:
                 break
             items.append(item)
             total += count
-            self._position["items"] += 1
-            self._next = None  # taken, also where the next one cannot be read
-            self._next = self._read()
+            self._next = None  # held in ``items`` alone, also where the next one cannot be read
+            self._next = self._read(self._position["items"] + len(items))
+        self._position = {"epoch": epoch, "items": self._position["items"] + len(items)}
         if self._next is None:
             self._position = {"epoch": epoch + 1, "items": 0}
             self._items = iter(self._dataset)
@@ -437,15 +443,15 @@ class StreamOrder:
             "items": int(position["items"] or 0),
         }
         self._items, self._next = iter(self._dataset), None
-        end = object()
         for at in range(self._position["items"]):
-            if next(self._items, end) is end:
+            if next(self._items, _NO_ITEM) is _NO_ITEM:
                 raise DataError(
                     "stream of samples",
                     got=f"{at} items",
                     wanted=f"more than {at}",
                     hint="it gave more when the state was taken",
                 )
+        self._read_failed = False
 
     def close(self) -> None:
         """Do nothing: no process reads ahead."""
@@ -453,8 +459,10 @@ class StreamOrder:
     def _read_next(self) -> None:
         """Read the next item of the epoch without taking it, unless that was done already. Raises
         DataError where the data set gives no more items."""
+        if self._read_failed:
+            self.restore(self._position)
         if self._next is None:
-            self._next = self._read()
+            self._next = self._read(self._position["items"])
         if self._next is None:
             raise DataError(
                 "stream of samples",
@@ -463,9 +471,11 @@ class StreamOrder:
                 hint="a generator gives its items once: give what can be looped over again",
             )
 
-    def _read(self) -> Item | None:
-        """The next item of the stream as tensors; None at its end."""
-        at = f"item {self._position['items']} of the stream"
-        for item in self._items:
-            return self._reader.read(item, at)
-        return None
+    def _read(self, place: int) -> Item | None:
+        """The next item of the stream as tensors, whose place in the epoch is ``place``; None at
+        the stream's end."""
+        self._read_failed = True  # until it was read
+        item = next(self._items, _NO_ITEM)
+        found = None if item is _NO_ITEM else self._reader.read(item, f"item {place} of the stream")
+        self._read_failed = False
+        return found

@@ -53,12 +53,12 @@ class Rows:
         return Rows(start, max(start, stop))
 
     def within(self, other: Rows) -> slice:
-        """These rows as a slice of a tensor that holds ``other``."""
+        """These rows as a slice of a tensor that holds the rows ``other``, which contain them."""
         return slice(self.start - other.start, self.stop - other.start)
 
 
 def hull(parts: Iterable[Rows]) -> Rows:
-    """The smallest interval that contains all of ``parts``; empty when they are all empty."""
+    """The smallest interval that contains all of ``parts``; [0, 0) when they are all empty."""
     filled = [part for part in parts if part]
     if not filled:
         return Rows(0, 0)
@@ -148,6 +148,7 @@ def storage_partitions(
 ) -> dict[str, Partition]:
     """:func:`storage_partition` of each weight by its name; equal ones are one object."""
     weights = list(table)
+    # a partition depends on these two alone
     kinds = {(weight.rows, weight.unit): weight for weight in weights}
     partitions = {
         kind: storage_partition(weight, ranks, node_ranks) for kind, weight in kinds.items()
@@ -186,6 +187,8 @@ def working_partitions(table: Iterable[WeightSpec], plan: Plan) -> dict[str, Par
     """:func:`working_partition` of each weight by its name; equal ones are one object, as there are
     many weights of few kinds."""
     stages = list(_stages(plan))
+    # a weight's partition depends on its rows and unit, and on the stages that use it: weights with
+    # an equal ``kind`` share one
     bucket_sets = dict.fromkeys(buckets for _, buckets, _ in stages)
     known: dict[tuple[int, int | None, tuple[bool, ...]], Partition] = {}
     partitions: dict[str, Partition] = {}
@@ -210,8 +213,8 @@ def _stages(plan: Plan) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]
 def _working(
     weight: WeightSpec, devices: int, stages: Iterable[tuple[tuple[int, ...], tuple[int, ...], int]]
 ) -> Partition:
-    """The rows of a weight that each of ``devices`` ranks works with; ``stages`` as of
-    :func:`_stages`."""
+    """The rows of a weight that each of ``devices`` ranks works with: for each of ``stages``, which
+    :func:`_stages` gives, that uses the weight, member m of the stage needs shard m."""
     parts: list[Rows] = [Rows(0, 0)] * devices
     shards_by_count: dict[int, tuple[Rows, ...]] = {}
     used_by_buckets = dict[tuple[int, ...], bool]()
@@ -224,6 +227,7 @@ def _working(
             shards_by_count[shard_count] = group_shards(weight, shard_count)
         shards = shards_by_count[shard_count]
         for member, rank in enumerate(ranks):
+            # with fewer shards than ranks, every block of ``shard_count`` ranks has all shards
             parts[rank] = hull((parts[rank], shards[member % shard_count]))
     return Partition(rows=weight.rows, parts=tuple(parts))
 
@@ -242,7 +246,7 @@ def _used_pipelines(plan: Plan) -> Iterator[Pipeline]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Rows of one weight that ``reader`` needs and ``owner`` stores."""
+    """Rows of one weight that rank ``reader`` works with and rank ``owner`` stores."""
 
     rows: Rows
     owner: int
@@ -269,8 +273,8 @@ def rows_between(
     owners: Partition, readers: Partition, rank: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The part of :func:`link` that concerns ``rank``: (the rows it serves to each reader, the rows
-    it reads from each owner). Both are [ranks, 2], the first row and the end for each rank, equal
-    where there are none. Takes time proportional to the ranks, not to their pairs."""
+    it reads from each owner). Both are [ranks, 2]: for each other rank the first row and the end,
+    equal where there are none. Takes time proportional to the ranks, not to their pairs."""
     assert owners.is_disjoint_cover, "a storage layout covers each row once"
     served = _meet(_bounds(readers), owners.parts[rank])
     read = _meet(_bounds(owners), readers.parts[rank])

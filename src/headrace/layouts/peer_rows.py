@@ -1,14 +1,19 @@
 """The rows that one rank exchanges with all others, in few calls.
 
-A rank serves or reads at most one interval of each weight of a bucket to or from every peer, and
-they travel peer by peer. With a thousand peers and seven weights these are thousands of intervals,
-but they look alike. An owner's few rows lie in one place of most readers, so there are few *kinds*
-of readers: what is sent to one of a kind is put together once. A reader of whole weights gets as
-many rows of one owner as of the next, and those follow each other: owners stand in *runs*, whose
-part of a weight is a matrix on both sides:
+A rank serves (as owner, which stores rows) or reads (to work with them) at most one interval of
+each weight of a bucket per peer, here called a part. All parts of one peer travel one after the
+other, in a buffer (the *wire*) with one piece per peer. With a thousand peers and seven weights
+these are thousands of parts, and copying each by itself would be slow; but many are alike:
 
-    wire    [owners, elements of all parts][:, the part's]
-    tensor  [owners, elements of the part], rows that follow each other
+Serving: most readers want the same of an owner's few rows. Readers that want the same are of one
+*kind*, and what is sent to them is put together once for the kind.
+
+Reading: a reader of whole weights gets as many rows from one owner as from the next, and in its
+tensor those follow each other. Such owners are a *run*: what comes from all of them of one weight
+is a matrix in the buffer as in the tensor, so it is copied in one call:
+
+    buffer  [owners, elements of all parts][:, elements of this part]
+    tensor  [owners, elements of this part], consecutive rows
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from numpy.typing import NDArray
 __all__ = ["ReadRows", "ServedRows", "Tensors"]
 
 Bounds = NDArray[np.int64]
-"""[peers, weights, 2]: first row and end."""
+"""[peers, weights, 2]: first row and end of what each peer reads or serves of each weight."""
 
 Tensors = Mapping[str, torch.Tensor]
 """This rank's rows of each weight, by its name."""
@@ -32,8 +37,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """``rows`` rows from row ``start`` of weight number ``weight`` (from 0) of the bucket: their
-    ``elements`` elements begin at element ``at`` of what travels to or from one peer."""
+    """The rows of one weight that travel to or from one peer: ``rows`` rows, from row ``start`` on,
+    of weight number ``weight`` (from 0) of the bucket. Their ``elements`` elements begin at element
+    ``at`` of all that travels to or from this peer."""
 
     weight: int
     start: int
@@ -43,7 +49,7 @@ class _Part:
 
     def of(self, tensor: torch.Tensor, peers: int = 1) -> torch.Tensor:
         """A view [peers, elements] of ``tensor`` [rows, ...], this rank's rows of the weight: the
-        rows of this part, and those of the following peers, which have as many each."""
+        rows of this part, and those after it, which are the parts of the following peers."""
         return tensor[self.start : self.start + peers * self.rows].view(peers, self.elements)
 
 
@@ -67,8 +73,9 @@ def _elements(parts: Sequence[_Part]) -> int:
 class ServedRows:
     """The rows of a bucket that a rank serves to readers, itself among them.
 
-    ``bounds`` [peers, weights, 2] are first row and end, counted from the rank's own first, empty
-    where they are the same; ``row_elements`` of each weight, of which the rank owns ``owned`` rows.
+    ``bounds`` [peers, weights, 2] are the first row and the end of what each peer reads of each
+    weight, counted from the first row that the rank owns, equal where there is nothing. A row of
+    each weight has ``row_elements`` elements, and the rank owns ``owned`` rows of it.
     ``sizes`` are the elements that each peer reads, 0 for the rank itself; ``total`` is their sum.
     """
 
@@ -133,8 +140,9 @@ class ServedRows:
     def add(
         self, wire: torch.Tensor, own: Sequence[torch.Tensor], names: Sequence[str], sums: Tensors
     ) -> None:
-        """Set ``sums`` to the rows that all readers sent, ``wire`` [total], plus ``own``, as
-        :meth:`ReadRows.own` gives them, added in rank order."""
+        """Set ``sums`` to the sum of the rows that all readers sent, ``wire`` [total], and of this
+        rank's ``own``, which :meth:`ReadRows.own` gives, added in rank order."""
+        # all that the rank owns, one weight after the other, and the parts of each kind in it
         total = sums[names[0]].new_zeros(_elements(self._owned_parts))
         targets_of_kind = [
             [total[at : at + count] for at, count in spans] for spans in self._spans_of_kind
@@ -145,7 +153,7 @@ class ServedRows:
         received = iter(wire.split(sizes)) if sizes else iter(())
         for reader, kind in enumerate(self._reader_kinds):
             values = (rows[0] for rows in own) if reader == self._own else received
-            # Not strict, which would take the first piece of the next reader, too.
+            # ``strict`` would take one more from ``received``, the first part of the next reader.
             for target, value in zip(targets_of_kind[kind], values, strict=False):
                 target.add_(value)
         for part in self._owned_parts:
@@ -158,10 +166,11 @@ class ServedRows:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Consecutive owners, ``owners`` of them, of which this rank reads as many rows of each weight.
+    """``owners`` consecutive owners from each of which this rank reads equally many rows of each
+    weight, and these rows follow each other in its tensors.
 
-    ``parts`` are those of the first owner. Those of all of them begin at element ``at`` of the
-    buffer, unless the only owner is this rank (``own``), whose rows do not travel."""
+    ``parts`` are what it reads of the first owner. What comes from the run begins at element ``at``
+    of the buffer. This rank is a run by itself (``own``), whose rows do not travel."""
 
     owners: int
     at: int
@@ -171,8 +180,8 @@ class _Run:
     def pairs(
         self, wire: torch.Tensor, names: Sequence[str], tensors: Tensors
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(view of the buffer, view of the tensor) for every part, each [owners, elements of the
-        part]."""
+        """For each weight of the run two views of the same rows: (of the buffer ``wire``, of the
+        weight's tensor), each [owners, elements of the part]."""
         size = self.owners * _elements(self.parts)
         by_owner = wire[self.at : self.at + size].view(self.owners, -1)
         for part in self.parts:
@@ -181,11 +190,12 @@ class _Run:
 
 
 class ReadRows:
-    """The rows of a bucket that a rank reads from owners, itself among them; ``bounds`` and
-    ``row_elements`` as of :class:`ServedRows`.
+    """The rows of a bucket that a rank reads from owners, itself among them.
 
-    ``sizes`` are the elements read from each peer, 0 for the rank itself; ``total`` is their
-    sum."""
+    ``bounds`` [peers, weights, 2] are the first row and the end that it reads of each weight from
+    each peer, counted from the first row of its own tensor; ``row_elements`` as of
+    :class:`ServedRows`. ``sizes`` are the elements read from each peer, 0 for the rank itself;
+    ``total`` is their sum."""
 
     def __init__(self, bounds: Bounds, row_elements: Sequence[int], rank: int) -> None:
         """Find the runs of owners of which this rank reads equally many rows."""
@@ -210,8 +220,8 @@ class ReadRows:
     def pack(
         self, names: Sequence[str], tensors: Tensors, dtype: torch.dtype | None
     ) -> torch.Tensor:
-        """The buffer [total] to send to all owners, packed from ``tensors``, as ``dtype`` or in
-        their own type."""
+        """The buffer [total] of gradients to send back to all owners, packed from ``tensors``, as
+        ``dtype`` or in their own type."""
         like = tensors[names[0]]
         wire = like.new_empty(self.total, dtype=dtype or like.dtype)
         for in_wire, in_tensor in self._pairs(wire, names, tensors):
@@ -234,10 +244,10 @@ class ReadRows:
 
 
 def _cuts(bounds: Bounds, own: NDArray[np.bool_]) -> list[int]:
-    """The indices at which runs begin among owners of ``bounds`` [owners, weights, 2], and the
-    number of owners at the end; [0] without owners. An owner joins the run when it has as many rows
-    of every weight as the one before, and they follow each other. ``own`` [owners] is True for this
-    rank, which is a run of its own."""
+    """The indices at which runs begin among owners with ``bounds`` [owners, weights, 2], and at the
+    end the number of owners; [0] without owners. An owner joins the run of the one before when it
+    has as many rows of every weight, directly after those. ``own`` [owners] is True for this rank,
+    which is a run by itself."""
     if not len(bounds):
         return [0]
     row_counts = bounds[:, :, 1] - bounds[:, :, 0]

@@ -37,8 +37,8 @@ on shorter ones than even ranks gain."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """Tokens [start, stop) of the pack, all of one document, which are rows ``row`` and following
-    of a :class:`Held`."""
+    """Tokens [start, stop) of the pack, all of the document with index ``document``. In a
+    :class:`Held` that has them they are the rows from ``row`` on."""
 
     document: int
     start: int
@@ -67,8 +67,8 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPlan:
-    """A pack of documents of ``lengths`` tokens over ``ranks`` ranks; ``given`` are the intervals
-    of each rank where they follow no order of these."""
+    """Which of ``ranks`` ranks holds which tokens of a pack of documents of ``lengths`` tokens: in
+    the ``order`` natural or zigzag, or as ``given``, the intervals of the pack on each rank."""
 
     lengths: tuple[int, ...]
     ranks: int
@@ -126,7 +126,7 @@ class TokenPlan:
         return np.concatenate([np.zeros(0, np.int64), *pieces])
 
     def documents(self, rank: int) -> np.ndarray:
-        """[t] int64: each local token's document, counted within the pack."""
+        """[t] int64: for each local token the index of its document in the pack."""
         pack_documents = np.repeat(np.arange(len(self.lengths), dtype=np.int64), self.lengths)
         return pack_documents[self.index(rank)]
 
@@ -170,12 +170,12 @@ class TokenPlan:
 
     @cached_property
     def _even_parts(self) -> tuple[Rows, ...]:
-        """The pack in as many contiguous parts as ranks."""
+        """The pack cut into one interval for each rank, as even as possible."""
         return split_rows(self.total, self.ranks)
 
     @cached_property
     def _starts(self) -> list[int]:
-        """The place in the pack at which each document starts, and the end of the pack."""
+        """The index in the pack of each document's first token, and the end of the pack."""
         return [0, *accumulate(self.lengths)]
 
     def _make_held(self, members: tuple[int, ...]) -> Held:
@@ -194,8 +194,11 @@ class TokenPlan:
 def _zigzag(
     lengths: Sequence[int], starts: Sequence[int], sizes: Sequence[int]
 ) -> list[list[Rows]]:
-    """The intervals of the pack that each rank holds in the order ``zigzag``, in any order.
-    Documents of ``lengths`` tokens begin at ``starts``; rank r holds ``sizes[r]`` tokens."""
+    """For each rank the intervals of the pack that it holds in token order ``zigzag``, unsorted.
+    Documents of ``lengths`` tokens begin at ``starts``; rank r holds ``sizes[r]`` tokens.
+
+    Long documents are cut for all ranks, then short ones go whole to the rank with most room, the
+    longest first; at last, those that fit nowhere are cut to fill what room is left."""
     ranks = len(sizes)
     room = list(sizes)  # tokens that each rank can still take
     parts: list[list[Rows]] = [[] for _ in sizes]
@@ -217,6 +220,7 @@ def _zigzag(
             give(rank, starts[document], lengths[document])
         else:
             fits_nowhere.append(document)
+    # the ranks' room adds up to the tokens that are left
     for document in fits_nowhere:
         start, stop = starts[document], starts[document + 1]
         for rank in range(ranks):
@@ -240,9 +244,9 @@ def _shares(length: int, room: Sequence[int]) -> list[int]:
 def _fold_document(
     start: int, shares: Sequence[int], give: Callable[[int, int, int], None]
 ) -> None:
-    """Cut a document, which begins at ``start`` in the pack, so that rank r gets the r-th piece
-    from the front and from the back, ``shares[r]`` tokens together; ``give(rank, start, count)``
-    takes each piece."""
+    """Cut a document, which begins at ``start`` in the pack, into two pieces for each rank: rank r
+    gets the r-th piece from the front and the r-th from the back, ``shares[r]`` tokens together,
+    so that causal attention is even. ``give(rank, start, count)`` is called for each piece."""
     fronts = [-(-share // 2) for share in shares]
     for rank, front in enumerate(fronts):
         give(rank, start, front)
@@ -265,14 +269,14 @@ def _merge(parts: Sequence[Rows]) -> tuple[Rows, ...]:
 
 
 def _places(parts: Sequence[Rows]) -> np.ndarray:
-    """[t] int64: the place in the pack of every token of the intervals."""
+    """[t] int64: the index in the pack of every token of the intervals, one after the other."""
     places = [np.arange(part.start, part.stop) for part in parts]
     return np.concatenate([np.zeros(0, np.int64), *places])
 
 
 def _pieces(intervals: Sequence[Rows], starts: Sequence[int]) -> list[_Piece]:
-    """The sorted intervals cut at the borders of documents; ``starts`` as of
-    :attr:`TokenPlan._starts`."""
+    """The sorted intervals cut at the borders of documents. ``starts`` are the indices in the pack
+    of the documents' first tokens, and the end of the pack."""
     pieces: list[_Piece] = []
     row = 0
     for part in intervals:
@@ -292,14 +296,14 @@ def _band_blocks(queries: Held, keys: Held, band: Band) -> tuple[Block, ...]:
     found: list[Block] = []
     for q in queries.pieces:
         for k in keys_of_document.get(q.document, ()):
-            # From places in the pack to rows of what is held.
-            down, right = q.row - q.start, k.row - k.start
+            # what to add to an index in the pack for the row among the held tokens
+            q_shift, k_shift = q.row - q.start, k.row - k.start
             found += [
                 block._replace(
-                    q_start=block.q_start + down,
-                    q_stop=block.q_stop + down,
-                    k_start=block.k_start + right,
-                    k_stop=block.k_stop + right,
+                    q_start=block.q_start + q_shift,
+                    q_stop=block.q_stop + q_shift,
+                    k_start=block.k_start + k_shift,
+                    k_stop=block.k_stop + k_shift,
                 )
                 for block in band_blocks(band, (q.start, q.stop), (k.start, k.stop))
             ]
@@ -326,9 +330,12 @@ def _blocks(queries: Held, keys: Held, causal: bool) -> tuple[Block, ...]:
             if not causal:
                 full.append(Block(*rows, k.row, k.row + k.stop - k.start, False))
                 continue
+            # keys before the first query are seen by all queries: a rectangle
             before = min(k.stop, q.start) - k.start
             if before > 0:
                 full.append(Block(*rows, k.row, k.row + before, False))
+            # The piece of keys contains the queries' own tokens: a causal square. Keys after the
+            # last query are seen by none.
             if k.start < q.stop and q.start < k.stop:
                 assert k.start <= q.start, "keys contain the queries' ranks"
                 assert q.stop <= k.stop, "keys contain the queries' ranks"

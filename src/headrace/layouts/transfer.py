@@ -23,9 +23,9 @@ __all__ = ["BucketLink", "Pending", "bucket_links"]
 
 
 class BucketLink:
-    """The link of one bucket, whose weights have ``names``, for one rank: what it sends and
-    receives in a pull and in a push. Buckets with equal partitions may share ``serving`` and
-    ``reading``."""
+    """The link of one bucket for one rank: what it sends and receives in a pull (stored rows to the
+    ranks that work with them) and in a push (gradients back). Buckets with equal partitions may
+    share ``serving`` and ``reading``."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class BucketLink:
         reading: ReadRows,
         group: dist.ProcessGroup,
     ) -> None:
-        """A link over ``group`` of the rows that this rank serves to readers and of those that it
-        reads."""
+        """A link over ``group`` for the weights ``names``: ``serving`` are the rows that this rank
+        owns and others read, ``reading`` those that it reads of others."""
         self._names, self._group = tuple(names), group
         self._serving, self._reading = serving, reading
 
@@ -144,10 +144,10 @@ def _rows_of_bucket(
     rank: int,
     shared_bounds: dict[tuple[int, int], _ServedAndRead],
 ) -> tuple[ServedRows, ReadRows]:
-    """What ``rank`` serves and reads of a bucket; ``pairs`` are the (owner, reader) partitions of
-    its weights, ``row_elements`` the elements in a row of each.
+    """(what ``rank`` serves, what it reads) of a bucket. ``pairs`` are the (owner, reader)
+    partitions of its weights, ``row_elements`` the elements in a row of each.
 
-    ``shared_bounds`` keeps the bounds of each pair of partition objects, by their ids.
+    ``shared_bounds`` caches the bounds of each pair of partition objects, by their ids.
     """
     bounds_of_weights: list[_ServedAndRead] = []
     for owner, reader in pairs:
@@ -157,7 +157,7 @@ def _rows_of_bucket(
         bounds_of_weights.append(shared_bounds[key])
     served = np.stack([served for served, _ in bounds_of_weights], axis=1)  # [peers, weights, 2]
     read = np.stack([read for _, read in bounds_of_weights], axis=1)
-    # From rows of the weight to rows of the tensor that holds this rank's part.
+    # rows are counted in the weight so far, from here on in the tensor of this rank's part of it
     owned = [owner.parts[rank] for owner, _ in pairs]
     served -= np.array([[[rows.start] for rows in owned]])
     read -= np.array([[[reader.parts[rank].start] for _, reader in pairs]])
@@ -168,8 +168,8 @@ def _rows_of_bucket(
 
 
 class Pending:
-    """An issued transfer with its ``buffers``, which must live until its end. ``wait`` returns when
-    its rows have arrived; call it exactly once."""
+    """A transfer of rows that has been issued; call ``wait`` exactly once. Its ``buffers`` must
+    live until then."""
 
     def __init__(
         self,
@@ -177,8 +177,8 @@ class Pending:
         finish: Callable[[], None],
         keep: tuple[torch.Tensor, ...],
     ) -> None:
-        """A transfer under way: ``finish`` puts the received values in place once it has ended.
-        ``transfer`` is None where nothing travels, ``keep`` are its buffers."""
+        """``transfer`` is the collective under way, None where nothing travels; ``finish`` puts the
+        received values in place once it has ended; ``keep`` are its buffers."""
         self._transfer, self._finish = transfer, finish
         self.buffers = keep  # gloo loses a message whose buffer is freed
 

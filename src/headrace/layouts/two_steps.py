@@ -97,7 +97,8 @@ def links_over(
 def crossing_rows(owners: Partition, readers: Partition, node_ranks: int) -> tuple[int, int]:
     """Rows of one weight that cross between nodes in a pull: (in one step, in two steps)."""
     nodes = len(owners.parts) // node_ranks
-    # [nodes, ranks of a node, 1 or 2]: every reader meets every owner of its own node.
+    # [nodes, readers, 1, 2] and [nodes, 1, owners, 2] are broadcast, so that every reader is
+    # compared with every owner of its own node.
     read = np.array([(p.start, p.stop) for p in readers.parts]).reshape(nodes, node_ranks, 1, 2)
     owned = np.array([(p.start, p.stop) for p in owners.parts]).reshape(nodes, 1, node_ranks, 2)
     read_within_nodes = int(_common_rows(read, owned).sum())
@@ -124,7 +125,8 @@ def taken(
 ) -> bool:
     """Whether exchanges take two steps: whether these save enough of all elements that are read
     from crossing between nodes of ``node_ranks`` ranks."""
-    known: dict[tuple[int, int], tuple[int, int]] = {}  # rows saved and read, by partitions' ids
+    # (rows saved, rows read) by the ids of the two partitions, which many weights share
+    known: dict[tuple[int, int], tuple[int, int]] = {}
     saved_elements = read_elements = 0
     for weight in (w for bucket in buckets for w in bucket):
         owner, reader = owners[weight.name], readers[weight.name]
@@ -146,9 +148,9 @@ def _rows_read_by_node(readers: Partition, node_ranks: int) -> list[Rows]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Steps:
-    """The two steps for one kind of weight and one rank.
+    """The two steps of one rank for all weights with the same partitions; see [Note: two steps].
 
-    ``across`` and ``inside`` are the (owner, reader) partitions of a step over the ranks of its
+    ``across`` and ``inside`` are the (owner, reader) partitions of each step over the ranks of its
     group, with rows counted from the first that the group has. ``held`` is the number of rows that
     this rank holds between the steps.
     """
@@ -195,6 +197,7 @@ def _two_step_links(
 ) -> list[WeightLink]:
     """The link of each bucket in two steps: across nodes, among the ranks with the same index in
     their nodes, and inside of a node."""
+    # by the ids of the two partitions, which many weights share
     known: dict[tuple[int, int], _Steps] = {}
     steps: dict[str, _Steps] = {}
     for weight in (w for bucket in buckets for w in bucket):
@@ -241,24 +244,27 @@ class _TwoSteps:
         self.waits = aside is None
 
     def between_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the tensors between the steps, for elements of ``dtype``."""
         return sum(map(prod, self._held.values())) * dtype.itemsize
 
     @property
     def pull_elements(self) -> int:
+        """Elements this rank receives from others in both steps of a pull."""
         return self._across.pull_elements + self._inside.pull_elements
 
     @property
     def push_elements(self) -> int:
+        """Elements this rank receives from others in both steps of a push."""
         return self._across.push_elements + self._inside.push_elements
 
     def pull(self, storage: Tensors, working: Tensors, wire: torch.dtype | None = None) -> Pending:
-        """Rows cross to each node once, and are handed on inside."""
+        """Start to copy rows of ``storage`` into ``working``: across nodes, then inside of each."""
         held = self._buffers_between(storage, wire)
         first = self._across.pull(storage, held, wire)
         return self._second_behind(first, held, lambda: self._inside.pull(held, working, wire))
 
     def push(self, gradients: Tensors, sums: Tensors, wire: torch.dtype | None = None) -> Pending:
-        """Gradients are summed inside of each node, then across."""
+        """Start to sum ``gradients`` into ``sums``: inside of each node, then across nodes."""
         held = self._buffers_between(sums, None)
         first = self._inside.push(gradients, held, wire)
         return self._second_behind(first, held, lambda: self._across.push(held, sums, wire))
@@ -273,9 +279,10 @@ class _TwoSteps:
     def _second_behind(
         self, first: Pending, held: Mapping[str, torch.Tensor], issue: Callable[[], Pending]
     ) -> Pending:
-        """Wait for the first step and ``issue`` the second, which is returned and keeps the buffers
-        between them. On a device it keeps those of the first step, too: all are freed after both,
-        and so after all that reads them on either stream."""
+        """Wait for the ``first`` step, on a device on the second step's stream alone, and ``issue``
+        the second. Returns the second, which keeps the tensors ``held`` between the steps alive,
+        and on a device the first step's buffers as well, so that all are freed only after whatever
+        reads them on either stream."""
         kept = () if self._aside is None else first.buffers
         with self._stream_of_second():
             first.wait()

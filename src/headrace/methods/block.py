@@ -1,4 +1,8 @@
-"""The parts of a layer that all methods share: norms, projections of local tokens, activations."""
+"""The parts of a layer that all methods share: norms, projections of local tokens, activations.
+
+Shape legend: t tokens of this rank, h features of a token, n query heads in g KV groups of m, d
+features of a head.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,7 @@ __all__ = [
 
 
 def _norm(state: State, name: str, architecture: Architecture) -> Norm:
+    """The layer's norm ``name``: a layer norm in models with biases, else an RMS norm."""
     weight = state[f"{name}.weight"]
     if architecture.biased:
         return LayerNorm(weight=weight, bias=state[f"{name}.bias"], eps=architecture.norm_eps)
@@ -38,7 +43,7 @@ def _norm(state: State, name: str, architecture: Architecture) -> Norm:
 
 
 def first_norm(state: State, name: str, architecture: Architecture) -> Norm | None:
-    """The norm with which a branch begins, None where norms come after the residual sums."""
+    """The norm ``name`` with which a branch begins; None where norms come after residual sums."""
     return _norm(state, name, architecture) if architecture.norm_first else None
 
 
@@ -55,7 +60,7 @@ def activation_of(architecture: Architecture) -> Activation:
 
 
 def all_heads(architecture: Architecture) -> Heads:
-    """A shape of heads that has all heads of the model."""
+    """The numbers of query and key-value heads of the whole model."""
     return Heads(queries=architecture.heads, keys=architecture.kv_heads)
 
 
@@ -75,17 +80,19 @@ def queries_keys_values(
 def _projected(
     x: torch.Tensor, state: State, context: Context
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norm and fused projection of local tokens x [t, h]: [t, g, m + 2, d], and x."""
-    a = context.architecture
-    y, x = _first_linear(x, "qkv", first_norm(state, "norm1", a), state)
-    return y.view(x.shape[0], a.kv_heads, a.group_heads + 2, a.head_features), x
+    """Norm and fused projection of local tokens x [t, h]: (queries, key and value of each KV group
+    [t, g, m + 2, d], x for the residual sum)."""
+    architecture = context.architecture
+    y, x = _first_linear(x, "qkv", first_norm(state, "norm1", architecture), state)
+    kv_heads, group_heads = architecture.kv_heads, architecture.group_heads
+    return y.view(x.shape[0], kv_heads, group_heads + 2, architecture.head_features), x
 
 
 def _first_linear(
     x: torch.Tensor, name: str, norm: Norm | None, state: State
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The linear map ``name`` with which a branch begins, after its norm where norms come first:
-    features [t, O] of x [t, h], and x itself, for the residual sum."""
+    """The linear map ``name`` with which a branch begins, after ``norm`` where there is one:
+    (features [t, O] of x [t, h], x for the residual sum)."""
     weight, bias = state[f"{name}.weight"], state.get(f"{name}.bias")
     if norm is None:
         return linear(x, weight, bias), x
@@ -93,14 +100,15 @@ def _first_linear(
 
 
 def local_attention(x: torch.Tensor, state: State, context: Context, core: Core) -> torch.Tensor:
-    """An attention branch whose queries stay where their tokens are.
-
-    x [t, h] to [t, h]. At level ``attention`` q, k and v are made again in the backward.
+    """An attention branch of local tokens, x [t, h] to [t, h], whose queries stay on this rank:
+    norm, projection, ``core`` (which may fetch keys and values of other ranks), output projection,
+    residual sum. At level ``attention`` q, k and v are computed again in the backward.
     """
 
     rotation = Rotation(tables=context.place.tables((context.member,)))
 
     def project(x: torch.Tensor) -> tuple[Turned, torch.Tensor]:
+        """(q, k and v of x [t, h], sorted and rotated; x for the residual sum)."""
         y, x = _projected(x, state, context)
         return turned(y, rotation), x
 
@@ -137,14 +145,14 @@ def gathered_feed_forward(x: torch.Tensor, state: State, context: Context) -> to
     x        [t, h]
     returns  [t, h]
     keeps    x and the wide features before and after the activation; x alone at level
-             ``attention``, which makes the first product again and not the second
+             ``attention``, whose backward computes the wide features again
     """
-    a = context.architecture
+    architecture = context.architecture
     parts = FeedForward(
-        norm=first_norm(state, "norm2", a),
+        norm=first_norm(state, "norm2", architecture),
         matrix_in=state["in.weight"],
         bias_in=state.get("in.bias"),
-        activation=activation_of(a),
+        activation=activation_of(architecture),
         matrix_out=state["out.weight"],
         bias_out=state.get("out.bias"),
     )

@@ -24,14 +24,14 @@ __all__ = ["METHODS", "attention"]
 
 
 def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-    """Ring self-attention: x [T / R, h] to [T / R, h]."""
-    a = context.architecture
+    """The attention branch with ring self-attention: x [T / R, h] to [T / R, h]."""
+    architecture = context.architecture
 
     def blocks(source: int) -> Sequence[Block]:
         """Score blocks of this rank's queries with the keys of rank ``source``."""
-        return context.tokens.blocks((context.member,), (source,), a.causal)
+        return context.tokens.blocks((context.member,), (source,), architecture.causal)
 
-    core = ScoreRowsCore(heads=all_heads(a), ring=ring_of(context), blocks=blocks)
+    core = ScoreRowsCore(heads=all_heads(architecture), ring=ring_of(context), blocks=blocks)
     return local_attention(x, state, context, core)
 
 

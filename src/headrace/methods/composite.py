@@ -9,7 +9,8 @@ one (``tensor_ring``), else the largest proper divisor of R that the heads allow
 put ranks of one node next to each other, and the heavy exchange stays inside nodes.
 The ring of a block's rank runs over the ranks with its place in the other blocks.
 
-Elements sent per rank and layer, T tokens of the pack, V_n = (n - 1) / n, C = R / U blocks:
+Elements sent per rank and layer, T tokens of the pack of h features, kv those of all keys of a
+token, W elements of the layer's matrices, V_i = (i - 1) / i, C = R / U blocks:
 
     ulysses_ring   switch V_U (2 h + 2 kv) T / R each way, ring 2 V_C T kv / U forward and twice
                    that backward; weights as ``ulysses_z``
@@ -44,9 +45,9 @@ __all__ = ["METHODS"]
 
 
 def _ring_core(context: Context, mesh: RankBlocks, heads: Heads) -> RingCore:
-    """Ring attention across the blocks of ``mesh``, for ``heads`` of this rank: in each step the
-    keys and values of one block's tokens are here, from the rank with this one's place in that
-    block."""
+    """Ring attention across the blocks of ``mesh``, for the ``heads`` of this rank. The ring joins
+    the ranks with the same place in their blocks; in each step the keys and values of one block's
+    tokens, of these heads, are on this rank."""
     tokens, own_block = context.tokens, context.member // mesh.inner
     causal = context.architecture.causal
 
@@ -64,17 +65,18 @@ def _ring_core(context: Context, mesh: RankBlocks, heads: Heads) -> RingCore:
 
 
 def ulysses_ring(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-    """Switch inside the block, ring across blocks: x [T / R, h] to [T / R, h]."""
-    a, place = context.architecture, context.place
-    mesh = ulysses_blocks(a, context.ranks)
+    """The attention branch with an all-to-all from tokens to heads inside this rank's block, ring
+    attention across blocks, and an all-to-all back: x [T / R, h] to [T / R, h]."""
+    architecture, place = context.architecture, context.place
+    mesh = ulysses_blocks(architecture, context.ranks)
     assert mesh is not None, "the method's rule was asked"
     block = mesh.blocks[context.member // mesh.inner]
     sizes, group = tuple(context.tokens.sizes[m] for m in block), place.subgroup(block)
-    split = split_heads(a.heads, a.kv_heads, mesh.inner)
+    split = split_heads(architecture.heads, architecture.kv_heads, mesh.inner)
     qkv, x = queries_keys_values(x, state, context)
     qkv = switch_heads(qkv, sizes, split.columns, group)
-    # (into pack order, back to rank order), as rows arrive rank after rank; None where that is pack
-    # order already.
+    # Rows arrive rank after rank: (indices into pack order, indices back), None where rank order is
+    # pack order.
     orders = place.order(block)
     if orders is not None:
         qkv = reordered(qkv, *orders)
@@ -87,8 +89,8 @@ def ulysses_ring(x: torch.Tensor, state: State, context: Context) -> torch.Tenso
 
 
 def _tensor(state: State, context: Context) -> tuple[Tensor, RankBlocks]:
-    """Tensor parallelism inside this rank's block, and the mesh of blocks. A member uses the weight
-    shard that has the number of its place in its block."""
+    """(tensor parallelism inside this rank's block, the mesh of blocks). The i-th member of each
+    block uses the i-th shard of a weight."""
     mesh = tensor_blocks(context.architecture, context.ranks, context.place.tensor)
     assert mesh is not None, "the method's rule was asked"
     own_block = context.member // mesh.inner
@@ -111,7 +113,8 @@ def tensor_ring(x: torch.Tensor, state: State, context: Context) -> torch.Tensor
 
 def tensor_feed_forward(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
     """Tensor parallelism over features inside the block: x [T / R, h] to [T / R, h]."""
-    return _tensor(state, context)[0].feed_forward(x)
+    tensor, _ = _tensor(state, context)
+    return tensor.feed_forward(x)
 
 
 METHODS = (

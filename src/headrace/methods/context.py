@@ -21,15 +21,17 @@ from headrace.spec.method_facts import Members
 __all__ = ["Context", "Place", "Tables"]
 
 Tables = tuple[torch.Tensor, torch.Tensor]
+"""Rotary cosines and sines, [tokens, features of a head / 2] each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """The tokens of one micro-batch on one rank, and values derived from them once for all layers.
 
-    ``group`` is None for a single rank; ``subgroup(members)`` is the group of some of its ranks,
-    None for one. ``dtype`` is that of the activations. ``tensor``: ranks of a tensor-parallel
-    block: neighbours that hold the rows of a weight together; 1 where the group is not one of
+    ``tokens`` says which rank of the group has which tokens; ``member`` is this rank's index in the
+    group. ``group`` is None for a single rank; ``subgroup(members)`` is the process group of some
+    of its ranks, None for one. ``dtype`` is that of the activations. ``tensor`` is the number of
+    ranks in a tensor-parallel block, neighbours that hold the rows of a weight together; 1 without
     tensor parallelism.
     """
 
@@ -65,8 +67,8 @@ class Place:
     def tables(self, members: Members) -> Tables | None:
         """Rotary cosines and sines for the tokens of ``members``, in the order of the pack; None
         where positions are learned."""
-        a = self.architecture
-        if a.kind != "llama":
+        architecture = self.architecture
+        if architecture.kind != "llama":
             return None
         if members not in self._tables:
             held = self.tokens.held(members)
@@ -81,14 +83,14 @@ class Place:
                 torch.from_numpy(self.tokens.pack_positions[pack_rows]), self.device
             )
             self._tables[members] = rotary_tables(
-                positions, a.head_features, a.rope_theta, self.dtype
+                positions, architecture.head_features, architecture.rope_theta, self.dtype
             )
         return self._tables[members]
 
     def order(self, members: Members) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Index tensors (into pack order, back): ``rows[into]`` puts the rows of ``members``, which
-        lie one rank after the other, into the order of the pack, ``rows[back]`` undoes it. None
-        where they are in pack order already."""
+        """Index tensors (into, back), [T] each: ``rows[into]`` puts the rows of ``members``, which
+        lie one rank after the other, into the order of the pack, and ``rows[back]`` undoes that.
+        None where they are in the order of the pack already."""
         if members not in self._orders:
             order = self.tokens.held(members).order
             self._orders[members] = (
@@ -102,14 +104,14 @@ class Place:
         return self._orders[members]
 
     def arrival(self, members: Members, chunks: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As :meth:`order`, for rows that are gathered in ``chunks``, each with the same share of
-        every rank's tokens, and lie one chunk after the other; see
-        :class:`headrace.ops.spread.Spread`."""
+        """As :meth:`order`, for rows of ``members`` that lie one chunk after the other, as they
+        arrive when they are gathered in ``chunks`` chunks, each with the same share of every rank's
+        tokens; see :class:`headrace.ops.spread.Spread`."""
         key = members, chunks
         if key not in self._arrivals:
             order = self.tokens.held(members).order
             sizes = tuple(self.tokens.sizes[member] for member in members)
-            # for each arriving row: its index in rank order, then its index in pack order
+            # for each arriving row its index in rank order, and from that its index in pack order
             rank_rows = Spread(sizes=sizes, group=None, chunks=chunks).arrival()
             pack_rows = rank_rows if order is None else np.argsort(order, kind="stable")[rank_rows]
             in_order = chunks == 1 and order is None
@@ -126,7 +128,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The arguments of a method besides activations and weights."""
+    """The arguments of a method besides activations and weights: where the tokens are, the key of
+    dropout masks, the recompute level, the layer's index in the model (from 0), and whether the
+    model is in training."""
 
     place: Place
     dropout: DropoutKey

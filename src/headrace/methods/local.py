@@ -15,10 +15,10 @@ __all__ = ["METHODS", "attention"]
 
 
 def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-    """The attention of one process: x [T, h] to [T, h], no communication."""
-    a = context.architecture
-    blocks = context.tokens.blocks((0,), (0,), a.causal)
-    core = PackCore(heads=all_heads(a), blocks=blocks)
+    """The attention branch of a rank that has all tokens: x [T, h] to [T, h], no communication."""
+    architecture = context.architecture
+    blocks = context.tokens.blocks((0,), (0,), architecture.causal)
+    core = PackCore(heads=all_heads(architecture), blocks=blocks)
     return local_attention(x, state, context, core)
 
 

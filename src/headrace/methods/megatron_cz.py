@@ -39,27 +39,28 @@ def ring_of(context: Context) -> Ring:
 
 
 def ring_attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-    """Ring attention: x [T / R, h] to [T / R, h]."""
-    a = context.architecture
+    """The attention branch with ring attention: x [T / R, h] to [T / R, h]."""
+    architecture = context.architecture
 
     def blocks(source: int) -> Sequence[Block]:
         """Score blocks of this rank's queries with the keys of rank ``source``."""
-        return context.tokens.blocks((context.member,), (source,), a.causal)
+        return context.tokens.blocks((context.member,), (source,), architecture.causal)
 
-    core = RingCore(heads=all_heads(a), ring=ring_of(context), blocks=blocks)
+    core = RingCore(heads=all_heads(architecture), ring=ring_of(context), blocks=blocks)
     return local_attention(x, state, context, core)
 
 
 def gather_attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-    """Attention over gathered keys and values: x [T / R, h] to [T / R, h]."""
-    a, place = context.architecture, context.place
-    # Gathered rows lie rank after rank; kernels want each document's rows side by side.
+    """The attention branch with attention over the gathered keys and values of all ranks: x
+    [T / R, h] to [T / R, h]."""
+    architecture, place = context.architecture, context.place
+    # Gathered rows lie rank after rank; kernels need the rows of each document one after the other.
     order, back = place.order(place.everyone) or (None, None)
     core = GatheredCore(
-        heads=all_heads(a),
+        heads=all_heads(architecture),
         sizes=context.tokens.sizes,
         group=context.group,
-        blocks=context.tokens.blocks((context.member,), place.everyone, a.causal),
+        blocks=context.tokens.blocks((context.member,), place.everyone, architecture.causal),
         order=order,
         back=back,
     )

@@ -54,8 +54,9 @@ _CHUNK_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """Tensor parallelism over ``members``, neighbours in the group: member m of the group uses
-    shard ``shards[m]`` of ``parts``."""
+    """One layer with tensor parallelism over ``members``, neighbours in the layer's group that
+    include this rank. Each weight is cut into ``parts`` shards; member m of the whole group uses
+    shard ``shards[m]``. ``state`` are the layer's weights."""
 
     state: State
     context: Context
@@ -65,7 +66,8 @@ class Tensor:
 
     @property
     def spread(self) -> Spread:
-        """How the tokens of the members are sharded over them."""
+        """How the tokens of the members are sharded over them, and into how many chunks they are
+        cut: at most one for each member, each of at least ``_CHUNK_TOKENS`` tokens."""
         sizes = tuple(self.context.tokens.sizes[member] for member in self.members)
         orders = self.context.place.order(self.members)
         return Spread(
@@ -76,17 +78,18 @@ class Tensor:
         )
 
     def attention(self, x: torch.Tensor, core_of: Callable[[Heads], Core]) -> torch.Tensor:
-        """All-gather of tokens, attention over this rank's shard of the heads, reduce-scatter: x
-        [t, h] to [t, h]. ``core_of`` makes the attention core for the heads of the shard."""
-        a, place, spread = self.context.architecture, self.context.place, self.spread
+        """The attention branch: all-gather of tokens, attention over this rank's shard of the
+        heads, reduce-scatter: x [t, h] to [t, h]. ``core_of`` makes the core for the shard's
+        heads."""
+        architecture, place, spread = self.context.architecture, self.context.place, self.spread
         y, x = gather_linear(
             x,
             self._matrix("qkv.weight"),
             self._part("qkv.bias", "qkv.weight"),
-            first_norm(self.state, "norm1", a),
+            first_norm(self.state, "norm1", architecture),
             spread,
         )
-        queries_per_kv, head_features = a.group_heads, a.head_features
+        queries_per_kv, head_features = architecture.group_heads, architecture.head_features
         # The shard has whole KV groups: per group its queries, a key and a value.
         kv_heads = y.shape[1] // ((queries_per_kv + 2) * head_features)
         y = y.view(spread.total, kv_heads, queries_per_kv + 2, head_features)
@@ -102,14 +105,14 @@ class Tensor:
         return self._added(x, flat, matrix, bias, "attention", in_pack=True)
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """All-gather of tokens, feed-forward with this rank's shard of the features,
-        reduce-scatter: x [t, h] to [t, h]."""
-        a, spread = self.context.architecture, self.spread
+        """The feed-forward branch: all-gather of tokens, feed-forward with this rank's shard of the
+        features, reduce-scatter: x [t, h] to [t, h]."""
+        architecture, spread = self.context.architecture, self.spread
         parts = FeedForward(
-            norm=first_norm(self.state, "norm2", a),
+            norm=first_norm(self.state, "norm2", architecture),
             matrix_in=self._matrix("in.weight"),
             bias_in=self._part("in.bias", "in.weight"),
-            activation=activation_of(a),
+            activation=activation_of(architecture),
             matrix_out=self._matrix("out.weight"),
             bias_out=self.state.get("out.bias"),
         )
@@ -130,9 +133,10 @@ class Tensor:
         *,
         in_pack: bool,
     ) -> torch.Tensor:
-        """The residual stream x [t, h] plus the second linear map of a branch, of wide features
-        ``y`` [T, features of the shard], in pack order where ``in_pack``, else in the order of
-        chunks. Without dropout the reduce-scatter adds x as well."""
+        """The residual stream x [t, h] plus the result of a branch, whose second linear map, with
+        ``matrix`` and ``bias``, is applied here. Its input ``y`` [T, features of the shard] is in
+        pack order where ``in_pack``, else one chunk after the other."""
+        # without dropout in between the reduce-scatter can add x as it sums
         residual = None if dropout_rate(self.context) else x
         out = linear_scatter(y, matrix, bias, residual, self.spread, in_pack=in_pack)
         return out if residual is not None else added(x, out, part, self.context)
@@ -159,8 +163,8 @@ def _whole_group(state: State, context: Context) -> Tensor:
 
 
 def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-    """All-gather, attention over a shard of the heads, reduce-scatter: x [T / R, h] to [T / R,
-    h]."""
+    """The attention branch over the whole group: all-gather, attention over a shard of the heads,
+    reduce-scatter: x [T / R, h] to [T / R, h]."""
     everyone = context.place.everyone
     blocks = context.tokens.blocks(everyone, everyone, context.architecture.causal)
     return _whole_group(state, context).attention(
@@ -169,7 +173,8 @@ def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
 
 
 def feed_forward(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-    """All-gather, a shard of the features, reduce-scatter: x [T / R, h] to [T / R, h]."""
+    """The feed-forward branch over the whole group: all-gather, feed-forward with a shard of the
+    features, reduce-scatter: x [T / R, h] to [T / R, h]."""
     return _whole_group(state, context).feed_forward(x)
 
 

@@ -16,8 +16,7 @@ __all__ = ["BranchFunction", "Method"]
 BranchFunction = Callable[[torch.Tensor, State, Context], torch.Tensor]
 """A branch of a layer: the residual stream x [T / R, h] to the stream with the branch added,
 [T / R, h]. It begins with its norm where the architecture has norms first, and ends with its
-dropout. Pure, but for gradients that weights
-accumulate."""
+dropout. Its only side effect is that its backward adds gradients to the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

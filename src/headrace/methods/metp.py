@@ -50,14 +50,15 @@ __all__ = ["METHODS", "attention", "feed_forward"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """One shard of a branch: its two matrices and the bias between them."""
+    """The weights with which a branch computes in one step: one shard of its ``first`` and of its
+    ``second`` matrix, and of the ``bias`` of the first, None where the model has none."""
 
     first: Part
     bias: Part | None
     second: Part
 
     def issue(self) -> tuple[Arriving, Arriving]:
-        """Start to fetch both matrices."""
+        """Start to fetch both matrices: (the first, the second), which arrive at ``wait``."""
         return self.first.issue(), self.second.issue()
 
 
@@ -65,7 +66,7 @@ def _steps(
     state: State, names: tuple[str, str], wanted: Sequence[Sequence[int]], ranks: int
 ) -> list[_Step]:
     """One step for each entry of ``wanted``: in step i member m uses shard ``wanted[i][m]`` of the
-    two matrices ``names``, each of which is cut into ``ranks`` shards."""
+    two matrices ``names`` (first, second), each of which is cut into ``ranks`` shards."""
     first, second = (state[f"{name}.weight"] for name in names)
     first_cuts, second_cuts = first.split(ranks), second.split(ranks)
     bias = state.get(f"{names[0]}.bias")
@@ -97,7 +98,8 @@ def _fetched(steps: Sequence[_Step]) -> Iterator[tuple[_Step, torch.Tensor, torc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attention:
-    """The arguments of the attention branch besides x."""
+    """The arguments of the attention branch besides x: for each shard of the heads its step and its
+    core; ``features`` are those of a head."""
 
     norm: Norm | None
     steps: Sequence[_Step]
@@ -105,9 +107,11 @@ class _Attention:
     features: int
     rotation: Rotation
 
-    def project(self, y: torch.Tensor, step: _Step, first: torch.Tensor, core: RingCore) -> Any:
-        """q, k and v [t, n_j + 2 g_j, d] of one shard of the heads, rotated, from normed tokens y
-        [t, h] and the rows ``first`` of the projection."""
+    def project(
+        self, y: torch.Tensor, step: _Step, first: torch.Tensor, core: RingCore
+    ) -> torch.Tensor:
+        """q, k and v [t, n_j + 2 g_j, d] of one shard j of the heads, rotated, from normed tokens y
+        [t, h] and the step's matrix ``first``, which has been fetched."""
         qkv = _product(y, first.t(), step.bias)
         kv_heads = core.heads.keys
         # a KV group is its queries, one key and one value
@@ -116,12 +120,12 @@ class _Attention:
 
 
 class _MetpAttention(torch.autograd.Function):
-    """x [t, h] to [t, h] without the output bias, and x for the residual sum; keeps x, the heads
-    and their log-sum-exp."""
+    """The attention branch without its output bias: x [t, h] to (result [t, h], x for the residual
+    sum). Keeps x, the heads' outputs and their log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, parts: _Attention) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum the branch over the shards of the heads, in at least fp32."""
+        """(sum over the shards of the heads, added in at least fp32, of what each gives; x)."""
         y, stats = (x, ()) if parts.norm is None else parts.norm.forward(x)
         out_sum = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
         kept: list[torch.Tensor] = []
@@ -170,13 +174,14 @@ class _FeedForward:
 
 
 class _MetpFeedForward(torch.autograd.Function):
-    """x [t, h] to [t, h] without the output bias, and x for the residual sum; keeps x."""
+    """The feed-forward branch without its output bias: x [t, h] to (result [t, h], x for the
+    residual sum). Keeps x."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, parts: _FeedForward
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum the branch over the shards of the features, in at least fp32."""
+        """(sum over the shards of the features, added in at least fp32, of what each gives; x)."""
         y, stats = (x, ()) if parts.norm is None else parts.norm.forward(x)
         out_sum = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
         for step, first, second in _fetched(parts.steps):
@@ -209,28 +214,29 @@ class _MetpFeedForward(torch.autograd.Function):
 
 
 def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-    """Shards of the heads one after the other: x [T / R, h] to [T / R, h]."""
-    a, ranks, ring = context.architecture, context.ranks, ring_of(context)
+    """The attention branch, one shard of the heads after the other: x [T / R, h] to [T / R, h]."""
+    architecture, ranks, ring = context.architecture, context.ranks, ring_of(context)
 
     def blocks(source: int) -> Sequence[Block]:
         """Score blocks of this rank's queries with the keys of rank ``source``."""
-        return context.tokens.blocks((context.member,), (source,), a.causal)
+        return context.tokens.blocks((context.member,), (source,), architecture.causal)
 
-    group_rows = (a.group_heads + 2) * a.head_features
+    # rows of the fused projection for one KV group: its queries, its key and its value
+    group_rows = (architecture.group_heads + 2) * architecture.head_features
     shard_kv_heads = [len(rows) // group_rows for rows in state["qkv.weight"].split(ranks)]
     parts = _Attention(
-        norm=first_norm(state, "norm1", a),
+        norm=first_norm(state, "norm1", architecture),
         # in step j all members use shard j
         steps=_steps(state, ("qkv", "proj"), [(j,) * ranks for j in range(ranks)], ranks),
         cores=[
             RingCore(
-                heads=Heads(queries=kv_heads * a.group_heads, keys=kv_heads),
+                heads=Heads(queries=kv_heads * architecture.group_heads, keys=kv_heads),
                 ring=ring,
                 blocks=blocks,
             )
             for kv_heads in shard_kv_heads
         ],
-        features=a.head_features,
+        features=architecture.head_features,
         rotation=Rotation(tables=context.place.tables((context.member,))),
     )
     y, x = _MetpAttention.apply(x, parts)
@@ -238,14 +244,15 @@ def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
 
 
 def feed_forward(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-    """Shards of the features one after the other: x [T / R, h] to [T / R, h]."""
-    ranks, a = context.ranks, context.architecture
+    """The feed-forward branch, one shard of the features after the other: x [T / R, h] to
+    [T / R, h]."""
+    ranks, architecture = context.ranks, context.architecture
     # Step j gives each member another shard, so that an owner serves one rank at a time.
     wanted = [[(member - j) % ranks for member in range(ranks)] for j in range(ranks)]
     parts = _FeedForward(
-        norm=first_norm(state, "norm2", a),
+        norm=first_norm(state, "norm2", architecture),
         steps=_steps(state, ("in", "out"), wanted, ranks),
-        activation=activation_of(a),
+        activation=activation_of(architecture),
     )
     y, x = _MetpFeedForward.apply(x, parts)
     return added(x, _plus(y, state, "out.bias"), "feed_forward", context)
@@ -258,18 +265,23 @@ def _plus(x: torch.Tensor, state: State, name: str) -> torch.Tensor:
 
 
 class _Bias(torch.autograd.Function):
+    """Autograd of adding a bias [h], whose gradient is added to its sum, to x [t, h]."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: Part) -> torch.Tensor:
+        """x [t, h] plus the bias."""
         ctx.bias = bias
         return x + bias.rows()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """The gradient of x, ``grad`` itself; adds that of the bias, its sum over tokens."""
         ctx.bias.add(total(grad))
         return grad, None
 
 
 def _product(x: torch.Tensor, matrix: torch.Tensor, bias: Part | None) -> torch.Tensor:
+    """x [t, I] times matrix [I, O], plus the bias [O] where there is one."""
     return x @ matrix if bias is None else torch.addmm(bias.rows(), x, matrix)
 
 

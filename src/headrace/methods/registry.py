@@ -28,7 +28,7 @@ METHODS: dict[str, Method] = {
 
 
 def branch(name: str, part: Branch, architecture: Architecture, ranks: int) -> BranchFunction:
-    """The attention or feed-forward of method ``name`` for a group of ``ranks``.
+    """The function of method ``name`` for one branch, ``part``, of a layer on ``ranks`` ranks.
 
     Raises SpecError for an unknown name, and for a group it does not support (says which rule,
     and which methods would do).

@@ -1,4 +1,6 @@
-"""Attention of some heads over more tokens: a switch, any core, and a switch back.
+"""Attention of some heads over more tokens, for any core.
+
+A switch is an all-to-all: from all heads of a rank's tokens to some heads of the block's tokens.
 
 Shape legend: t tokens of a rank, T of its block of U neighbouring ranks, N query and G key-value
 heads of which a rank of the block takes n and g, D features of a head.
@@ -34,12 +36,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSplit:
-    """Which heads each rank attends with.
+    """Which heads each rank of a block attends with.
 
-    ``columns`` are the switched heads of each rank out of n + 2g: its queries, then the keys, then
-    the values they need. ``queries`` are the columns on the way back, out of n. ``expand[r]`` maps
-    rank r's queries to its own keys, or is None where groups are whole and the kernel's own
-    grouping is right.
+    ``columns`` are the heads of each rank after the switch, out of the N + 2 G of qkv: its queries,
+    then the keys, then the values that they need. ``queries`` are its query heads out of N, for the
+    switch back. ``expand[r]`` has for each query of rank r the index of its key among the rank's
+    keys; None where kernels pair queries and keys rightly by themselves (whole KV groups).
     """
 
     columns: Columns
@@ -90,8 +92,9 @@ def _expansion(key_of: list[int], keys: int) -> tuple[int, ...] | None:
 
 
 def local_heads(qkv: torch.Tensor, split: HeadSplit, member: int) -> tuple[torch.Tensor, Heads]:
-    """Columns [T, C, D] of a member after the switch, as queries, keys and values for a kernel:
-    keys and values are repeated where the kernel would pair them wrongly with queries."""
+    """(queries, keys and values [T, heads, D] for a kernel, their numbers) from the heads ``qkv``
+    [T, C, D] of a member after the switch. Keys and values are repeated, one for each query, where
+    a kernel would pair them wrongly with the queries."""
     queries = len(split.queries.of[member])
     keys = (qkv.shape[1] - queries) // 2
     expand = split.expand[member]
@@ -109,9 +112,12 @@ def local_heads(qkv: torch.Tensor, split: HeadSplit, member: int) -> tuple[torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchedCore:
-    """``core`` over the heads of one rank of a block whose ranks hold ``sizes`` tokens; ``member``
-    is this rank's place in it. ``order`` [T] takes switched rows into the order of the pack and
-    ``back`` undoes it, None where they are in order."""
+    """Attention of local tokens by a switch to heads, ``core`` over this rank's heads of all tokens
+    of the block, and a switch back.
+
+    ``heads`` are those of the whole model. Rank r of the block holds ``sizes[r]`` tokens; this rank
+    is its ``member``. Switched rows lie one rank after the other: ``rows[order]`` puts them into
+    the order of the pack, ``rows[back]`` undoes that; both are None where they are in order."""
 
     heads: Heads
     core: Core
@@ -128,8 +134,8 @@ class SwitchedCore:
 
     @property
     def inner(self) -> Heads:
-        """The heads that this rank's core attends with: one key for each query where keys are
-        repeated, else the rank's own keys."""
+        """The numbers of heads that this rank's core is given: as many keys as queries where keys
+        are repeated, else the rank's own keys."""
         split, queries = self.split, len(self.split.queries.of[self.member])
         keys = queries
         if split.expand[self.member] is None:
@@ -147,12 +153,13 @@ class SwitchedCore:
         """Attention over qkv [t, N + 2 G, D] of the local tokens: (out [t, N, D], saved). Saved are
         the switched qkv [T, n + 2 g, D], its result [T, n, D], and what the core saves. ``sinks``
         [N] are those of all heads."""
-        switched = self._sorted(self._columns(qkv, self.split.columns))
+        switched = self._in_pack_order(self._to_heads(qkv, self.split.columns))
         switched, _ = local_heads(switched, self.split, self.member)
         out, saved = self.core.forward(switched)
         if sinks is not None:
             out, saved = sunk(out, saved, sinks[self._own_queries(sinks.device)])
-        return self._tokens(self._unsorted(out), self.split.queries), (switched, out, *saved)
+        local_out = self._to_tokens(self._in_rank_order(out), self.split.queries)
+        return local_out, (switched, out, *saved)
 
     def backward(
         self,
@@ -165,8 +172,9 @@ class SwitchedCore:
         """The gradients of qkv, and of ``sinks`` [N]: zero but for this rank's heads. ``qkv`` and
         ``out`` of the local tokens are not used: their switched forms were saved."""
         switched, switched_out, *core_saved = saved
-        switched_grad = self._sorted(self._columns(grad, self.split.queries))
+        switched_grad = self._in_pack_order(self._to_heads(grad, self.split.queries))
         dsinks = None
+        # with sinks the core keeps one tensor, the log-sum-exp
         if sinks is not None:
             heads = self._own_queries(sinks.device)
             dsinks = sinks.new_zeros(sinks.shape, dtype=core_saved[-1].dtype)
@@ -174,28 +182,28 @@ class SwitchedCore:
         dqkv = self._folded(
             self.core.backward(switched_grad, switched, switched_out, tuple(core_saved)).whole
         )
-        dqkv = self._tokens(self._unsorted(dqkv), self.split.columns)
+        dqkv = self._to_tokens(self._in_rank_order(dqkv), self.split.columns)
         return replace(Gradients.of(dqkv, self.heads), sinks=dsinks)
 
     def _own_queries(self, device: torch.device) -> torch.Tensor:
         """The indices of this rank's query heads among all."""
         return index_tensor(self.split.queries.of[self.member], device)
 
-    def _columns(self, x: torch.Tensor, columns: Columns) -> torch.Tensor:
+    def _to_heads(self, x: torch.Tensor, columns: Columns) -> torch.Tensor:
         """All-to-all from this rank's tokens [t, heads, D] to its heads of all tokens [T, heads,
         D]."""
         return x if self.group is None else to_columns(x, self.sizes, columns, self.group)
 
-    def _tokens(self, x: torch.Tensor, columns: Columns) -> torch.Tensor:
-        """All-to-all back, from this rank's heads to its tokens."""
+    def _to_tokens(self, x: torch.Tensor, columns: Columns) -> torch.Tensor:
+        """All-to-all back, from this rank's heads of all tokens to all heads of its tokens."""
         return x if self.group is None else to_tokens(x, self.sizes, columns, self.group)
 
-    def _sorted(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows from rank order into the order of the pack."""
+    def _in_pack_order(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, ...] with its rows, which are in rank order, put into the order of the pack."""
         return x if self.order is None else x.index_select(0, self.order)
 
-    def _unsorted(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows from the order of the pack into rank order."""
+    def _in_rank_order(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, ...] with its rows, which are in the order of the pack, put into rank order."""
         return x if self.back is None else x.index_select(0, self.back)
 
     def _folded(self, dqkv: torch.Tensor) -> torch.Tensor:

@@ -32,20 +32,20 @@ __all__ = ["METHODS", "attention"]
 
 def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
     """Norm, projection to q, k and v, all-to-all from tokens to heads, attention over this rank's
-    heads, all-to-all back, output projection: x [T / R, h] to [T / R, h]. The recompute level
-    ``attention`` changes nothing: what the first all-to-all brought is kept at every level but
-    ``full``."""
-    a, place, sizes = context.architecture, context.place, context.tokens.sizes
-    split = split_heads(a.heads, a.kv_heads, context.ranks)
+    heads, all-to-all back, output projection, residual sum: x [T / R, h] to [T / R, h]. The
+    recompute level ``attention`` changes nothing: q, k and v are kept as the first all-to-all
+    brought them, since making them again would repeat it."""
+    architecture, place, sizes = context.architecture, context.place, context.tokens.sizes
+    split = split_heads(architecture.heads, architecture.kv_heads, context.ranks)
     qkv, x = queries_keys_values(x, state, context)
     qkv = switch_heads(qkv, sizes, split.columns, context.group)
-    # (into pack order, back to rank order), as rows arrive rank after rank; None where that is pack
-    # order already.
+    # Rows arrive rank after rank: (indices into pack order, indices back), None where rank order is
+    # pack order.
     orders = place.order(place.everyone)
     if orders is not None:
         qkv = reordered(qkv, *orders)
     qkv, heads = local_heads(qkv, split, context.member)
-    blocks = context.tokens.blocks(place.everyone, place.everyone, a.causal)
+    blocks = context.tokens.blocks(place.everyone, place.everyone, architecture.causal)
     out = attended(PackCore(heads=heads, blocks=blocks), qkv)
     if orders is not None:
         out = reordered(out, orders[1], orders[0])

@@ -54,8 +54,10 @@ State = Mapping[str, Weight]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
-    """A weight, or rows of it, whose values this rank holds; gradients are partial sums, which the
-    push adds up."""
+    """A weight, or rows of it, whose values this rank holds. ``grad`` [rows, ...], in at least
+    fp32, is this rank's part of the gradient; the push at the end of the step sums it over ranks.
+    ``member`` is this rank's index in the layer's group; parts are cut at multiples of ``unit``
+    rows."""
 
     value: torch.Tensor
     grad: torch.Tensor
@@ -71,11 +73,11 @@ class Whole:
         return Arriving.there(self.value)
 
     def sums(self) -> torch.Tensor:
-        """The wide tensor of the partial gradient sum itself."""
+        """The tensor ``grad`` itself, to which callers may add."""
         return self.grad
 
     def add(self, grad: torch.Tensor) -> None:
-        """Add ``grad`` to the partial sum, unless it is that tensor."""
+        """Add ``grad`` to the partial sum, unless it is that tensor, which :meth:`sums` gives."""
         if grad is not self.grad:
             self.grad.add_(grad)
 
@@ -97,13 +99,16 @@ class Whole:
 class Shard:
     """A weight whose rows are spread over a group: fetched at each use, never kept.
 
-    ``value`` and ``grad`` are this rank's part [rows of ``shards[member]``, ...]. ``group`` may be
-    a block of neighbours, of which the ``first`` is that member of the layer's group: other blocks
-    hold replicas, and what a member wants it gets within its block. ``value`` may be the stored
-    rows, of a wider type: they are used, and travel, in ``dtype``, and are cast to it each time.
+    ``shards[m]`` are the rows that member m of ``group`` holds; ``value`` and ``grad`` are those of
+    this rank, [own rows, ...]. ``group`` may be a block of neighbours in the layer's group, which
+    begins at member ``first`` of it: other blocks hold replicas, and a member gets what it wants
+    within its block. ``value`` may be the stored rows, of a wider type: they are used, and travel,
+    in ``dtype``, and are cast to it each time. Parts are cut at multiples of ``unit`` rows.
 
-        rows         all_gather(value)                       bytes sent  V W
-        add(grad)    grad_part += reduce_scatter(grad)       bytes sent  V W,  V = (R - 1) / R
+        rows         all_gather(value)                    elements sent  W (R - 1) / R
+        add(grad)    self.grad += reduce_scatter(grad)    elements sent  W (R - 1) / R
+
+    of a weight of W elements over R ranks.
     """
 
     value: torch.Tensor
@@ -122,6 +127,7 @@ class Shard:
 
     @property
     def _sizes(self) -> list[int]:
+        """The number of rows on each member of the group."""
         return [len(shard) for shard in self.shards]
 
     def rows(self) -> torch.Tensor:
@@ -130,6 +136,7 @@ class Shard:
 
     def issue(self) -> Arriving:
         """Start to gather all rows; the result is returned by ``wait``."""
+        # every member wants all rows
         everything = (Rows(0, self.shards[-1].stop),) * len(self.shards)
         return self._fetched(everything).issue()
 
@@ -150,8 +157,9 @@ class Shard:
         return split_rows(self.shards[-1].stop, parts, self.unit)
 
     def part(self, wanted: Sequence[Rows]) -> Part:
-        """This rank's own shard where every member of its block wants just its shard; else the
-        wanted rows, which have to be fetched."""
+        """The rows ``wanted[m]`` for this member m of the layer's group: without communication
+        where every member of its block wants just the shard that it holds, else fetched at each
+        use."""
         # what the members of this rank's block want, by their place in it
         block = tuple(wanted[self.first : self.first + len(self.shards)])
         if block == self.shards:

@@ -4,6 +4,9 @@
 
 Files hold no pickle, and any number of ranks loads what any other number has saved. All ranks
 must see the same folder. What is damaged is refused.
+
+A checkpoint is *whole* once it has its index and its name. While it is written or deleted its
+folder ends in ".part"; one that is being replaced by another of the same step ends in ".old".
 """
 
 from __future__ import annotations
@@ -75,7 +78,8 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def part_of(folder: Path) -> Path:
-    """The temporary name of a checkpoint's folder, which it has while it is written or deleted."""
+    """The temporary folder of a checkpoint whose folder is ``folder``, in which it is written or
+    deleted."""
     return folder.with_name(folder.name.removesuffix(".old") + ".part")
 
 
@@ -87,10 +91,11 @@ def step_of(folder: Path) -> int | None:
 
 
 def whole_folders(root: Path) -> dict[int, Path]:
-    """All whole checkpoints by step. Raises CheckpointError when ``root`` cannot be read."""
+    """The folders of all whole checkpoints in ``root``, by step. Raises CheckpointError when
+    ``root`` cannot be read."""
     whole: dict[int, Path] = {}
     try:
-        # In this order "step-000120" replaces "step-000120.old".
+        # In reverse order "step-000120" comes after "step-000120.old", and so replaces it below.
         for folder in sorted(root.iterdir() if root.exists() else [], reverse=True):
             step = step_of(folder)
             if step is not None and folder.suffix != ".part" and (folder / INDEX).exists():
@@ -129,8 +134,8 @@ def prepare(folder: Path) -> None:
 
 
 def put_in_place(folder: Path) -> None:
-    """Rename the temporary folder to ``folder``. A former checkpoint of that name is moved aside
-    first, and deleted only once the new one is in place."""
+    """Rename the temporary folder of a checkpoint to ``folder``. A former checkpoint of that name
+    is moved aside first, and deleted only once the new one is in place."""
     part, former = part_of(folder), folder.with_suffix(".old")
     fsync_folder(part)
     replaces = folder.exists()
@@ -148,15 +153,16 @@ def put_in_place(folder: Path) -> None:
 
 
 def prune(root: Path, step: int, keep: int) -> None:
-    """Delete all whole checkpoints of steps up to ``step`` but the last ``keep``. Later ones are of
-    a run that was resumed from before them, and stay."""
+    """Delete all whole checkpoints of steps up to ``step`` except the last ``keep``. Checkpoints of
+    later steps, which there are where a run was resumed from an earlier step, stay."""
     whole = whole_folders(root)
     for old_step in sorted(s for s in whole if s <= step)[:-keep]:
         _discard(whole[old_step])
 
 
 def _discard(folder: Path) -> None:
-    """Delete a folder by renaming it first, so that a crash leaves no partial checkpoint."""
+    """Delete a checkpoint's folder. It is renamed first, so that a crash leaves no folder that
+    looks like a whole checkpoint; where it cannot be deleted there is a warning."""
     try:
         shutil.rmtree(folder.rename(part_of(folder)))
     except OSError as error:  # the new checkpoint is complete: no reason to stop a run
@@ -168,19 +174,20 @@ def _discard(folder: Path) -> None:
 Gather = Callable[[bytes], list[bytes]]
 
 _NAMED_RANKS = 4
+"""Failed ranks that an error names; it counts the others."""
 
 
 class Writing:
-    """The save of one checkpoint: prepare, write the ranks' files, publish.
-
-    The first and the last are collective; in between each rank writes by itself.
+    """The save of one checkpoint in three steps: :meth:`prepare` the folder, :meth:`write` the
+    ranks' files, :meth:`publish` the checkpoint. The first and the last are collective; in between
+    each rank writes by itself.
     """
 
     def __init__(
         self, root: Path, step: int, extra: Mapping[str, Any], *, rank: int, keep: int
     ) -> None:
-        """The writing of step ``step`` (updates that were made) by rank ``rank``, after which the
-        ``keep`` newest checkpoints remain."""
+        """The checkpoint, after ``step`` updates, in ``root``; this is rank ``rank``. ``extra`` are
+        values to save beside tensors. Of the checkpoints up to ``step`` the last ``keep`` stay."""
         if step < 0 or keep < 1:
             raise SpecError(
                 "checkpoint", got=f"step {step}, keep {keep}", wanted="step >= 0, keep >= 1"
@@ -191,61 +198,62 @@ class Writing:
 
     def prepare(self, gather: Gather) -> None:
         """Make an empty temporary folder. Raises CheckpointError as :func:`save`. Collective."""
-        with self._removing_failed(gather):
-            self._first(gather, lambda: prepare(self.folder))
+        with self._removing_when_failed(gather):
+            self._on_rank_0(gather, lambda: prepare(self.folder))
 
     def write(self, shards: Sequence[StoredShard]) -> dict[str, Any]:
-        """Write this rank's file; returns the table of its rows."""
+        """Write this rank's file; returns its table, as JSON (:func:`table_of`)."""
         path = part_of(self.folder) / f"rank{self.rank:05d}.safetensors"
         return table_of(shards, write_shards(path, shards))
 
     def publish(self, gather: Gather, written: Callable[[], dict[str, Any]]) -> Path:
-        """Call ``written`` on every rank, which returns the table of the rank's file once that is
-        written; then give the checkpoint its index and its name, and delete old ones. Returns its
+        """Call ``written``, which returns the table of this rank's file once that is written; then
+        rank 0 writes the index, gives the checkpoint its name and deletes old ones. Returns its
         folder. Raises CheckpointError as :func:`save`. Collective."""
         part = part_of(self.folder)
 
         def put(tables: Sequence[Any]) -> None:
-            """Write the index of all ranks' tables, and rename the folder."""
+            """On rank 0: write the index, joined from all ranks' tables, and rename the folder."""
             index = join_tables(tables, step=self.step, extra=self.extra)
             write_text(part / INDEX, index.to_text())
             put_in_place(self.folder)
 
-        with self._removing_failed(gather):
-            tables = self._together(gather, written)
-            self._first(gather, lambda: put(tables))
+        with self._removing_when_failed(gather):
+            tables = self._on_all_ranks(gather, written)
+            self._on_rank_0(gather, lambda: put(tables))
         if self.rank == 0:
             prune(self.root, self.step, self.keep)
         return self.folder
 
-    def _together(self, gather: Gather, action: Callable[[], Any]) -> list[Any]:
+    def _on_all_ranks(self, gather: Gather, action: Callable[[], Any]) -> list[Any]:
         """Run ``action`` on every rank. Returns all results in rank order; where it fails on any
         rank, raises CheckpointError on all. Collective."""
-        return _together(f"checkpoint {self.folder} was not written", gather, action)
+        return _on_all_ranks(f"checkpoint {self.folder} was not written", gather, action)
 
-    def _first(self, gather: Gather, action: Callable[[], None]) -> None:
-        """Run ``action`` on rank 0 alone; where it fails, all ranks raise. Collective."""
-        self._together(gather, action if self.rank == 0 else lambda: None)
+    def _on_rank_0(self, gather: Gather, action: Callable[[], None]) -> None:
+        """Run ``action`` on rank 0 alone; where it fails, all ranks raise CheckpointError.
+        Collective."""
+        self._on_all_ranks(gather, action if self.rank == 0 else lambda: None)
 
     @contextmanager
-    def _removing_failed(self, gather: Gather) -> Generator[None, None, None]:
-        """Context that removes what was written where any rank fails, and only then raises on all.
-        Collective."""
+    def _removing_when_failed(self, gather: Gather) -> Generator[None, None, None]:
+        """Context of a collective action. Where it raises CheckpointError, which it does on all
+        ranks alike, rank 0 removes what was written before any rank goes on with the error."""
         try:
             yield
         except CheckpointError:
-            # The others raise only after rank 0 has cleared away what was written.
             part = part_of(self.folder)
-            self._first(gather, lambda: shutil.rmtree(part, ignore_errors=True))
+            self._on_rank_0(gather, lambda: shutil.rmtree(part, ignore_errors=True))
             raise
 
 
 class BackgroundWriter:
-    """Writes one checkpoint after the other for one rank. All ranks make the same calls."""
+    """Writes checkpoints of one rank in a thread while training goes on, one after the other. All
+    ranks make the same calls."""
 
     def __init__(self) -> None:
         """A writer with nothing under way."""
-        # copies of shards in host memory, by tensor name and first row
+        # copies of shards in host memory, by (tensor name, first row)
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
         self._writing: Writing | None = None
         self._thread: Thread | None = None
@@ -268,8 +276,9 @@ class BackgroundWriter:
         gather: Gather,
         keep: int,
     ) -> None:
-        """Begin a checkpoint, as :func:`headrace.native.checkpoint.save` writes it, of the
-        tensors as they are now; the one before is ended first. Raises as that. Collective."""
+        """Begin a checkpoint, as :func:`headrace.native.checkpoint.save` writes it, of the tensors
+        as they are now: they are copied before this returns. The checkpoint before is finished
+        first. Raises as :func:`save`. Collective."""
         self.finish(gather)
         writing = Writing(root, step, extra, rank=rank, keep=keep)
         writing.prepare(gather)
@@ -299,7 +308,7 @@ class BackgroundWriter:
         return None if writing is None else writing.publish(gather, self._finished_table)
 
     def _write(self, writing: Writing, copies: Sequence[StoredShard]) -> None:
-        """Write this rank's file, in a thread, and keep its table, or the error."""
+        """The work of the thread: write this rank's file, and keep its table, or the error."""
         try:
             self._table = writing.write(copies)
         except Exception as error:  # raised on all ranks by ``look`` or ``finish``
@@ -320,7 +329,7 @@ class BackgroundWriter:
         copies, devices = list[StoredShard](), set[torch.device]()
         for shard in shards:
             key, tensor = (shard.name, shard.first_row), shard.tensor.detach()
-            # buffers are kept from one checkpoint to the next while shapes and types stay the same
+            # Buffers are kept for the next checkpoint; one of another shape or type is made anew.
             buffer = self._buffers.get(key)
             if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
                 pinned = tensor.device.type == "cuda"
@@ -334,16 +343,17 @@ class BackgroundWriter:
                     name=shard.name, first_row=shard.first_row, tensor=buffer, shape=shard.shape
                 )
             )
-        # the copies must have ended before training changes the tensors
+        # copies from a GPU are asynchronous, and must have ended before training changes the
+        # tensors
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return copies
 
 
-def _together(what: str, gather: Gather, action: Callable[[], Any]) -> list[Any]:
-    """Run ``action`` on every rank. Returns all results in rank order; where it fails on any rank,
-    all ranks raise the same CheckpointError, which begins with ``what``. Results are JSON.
-    Collective."""
+def _on_all_ranks(what: str, gather: Gather, action: Callable[[], Any]) -> list[Any]:
+    """Run ``action``, which returns JSON, on every rank. Returns all results in rank order; where
+    it raises on any rank, all ranks raise the same CheckpointError, which begins with ``what`` and
+    names the failed ranks. Collective."""
     try:
         own_answer = {"value": action()}
     except Exception as error:  # whatever it is, the other ranks wait for an answer
@@ -363,7 +373,7 @@ def _together(what: str, gather: Gather, action: Callable[[], Any]) -> list[Any]
 
 
 def _cause(error: Exception) -> str:
-    """The text of an error, in a few words."""
+    """An error in a few words, for the message of another one."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f" ({error.filename})" if error.filename else "")
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -379,7 +389,8 @@ def save(
     gather: Gather,
     keep: int = 3,
 ) -> Path:
-    """Write a checkpoint of all ranks' ``shards``, which together hold every row; its folder.
+    """Write a checkpoint of all ranks' ``shards``, which together hold every row; returns its
+    folder.
 
     All ranks call it together, with the same arguments but their own ``shards`` and ``rank``.
     ``extra`` is a JSON object (keys become text, tuples become lists), taken from rank 0. Of the
@@ -397,11 +408,11 @@ def save(
 def load(path: Path, wanted: Sequence[StoredShard]) -> dict[str, Any]:
     """Fill the tensors of ``wanted`` in place from the checkpoint at ``path``; returns ``extra``.
 
-    Each rank calls it for itself: only files that hold its rows are opened, and these are checked
-    whole against their checksums. Rows may come from several files. Raises CheckpointError when a
-    tensor is unknown or of another shape or type (nothing is converted), and DamagedCheckpoint
-    when anything is missing, damaged or malformed; the hint then names the previous good
-    checkpoint. After an error the tensors hold no meaning.
+    Each rank calls it for itself. Only files that hold its rows are opened, and the checksum of all
+    of each is verified first. Rows of one tensor may come from several files. Raises
+    CheckpointError when a tensor is unknown or of another shape or type (nothing is converted), and
+    DamagedCheckpoint when anything is missing, damaged or malformed; the hint then names the
+    previous good checkpoint. After an error the tensors hold no meaning.
     """
     path = Path(path)
     with _naming_another(path):
@@ -412,7 +423,7 @@ def load(path: Path, wanted: Sequence[StoredShard]) -> dict[str, Any]:
         for shard, pieces in zip(wanted, index.pieces([s.interval for s in wanted]), strict=True):
             for piece in pieces:
                 reads_by_file[piece.file.file].append((shard, piece))
-        # only files that are read, before anything is written to the tensors
+        # Only the files that are read; before anything is written to the tensors.
         _check_files(path, [file for file in index.files if file.file in reads_by_file])
         for name, reads in reads_by_file.items():
             read_pieces(path / name, reads)
@@ -431,8 +442,8 @@ def _index(path: Path) -> Index:
 
 
 def _check_wanted(path: Path, index: Index, wanted: Sequence[StoredShard]) -> None:
-    """Raise CheckpointError for a wanted tensor that the checkpoint does not have, or has with
-    another shape or type."""
+    """Raise CheckpointError for a ``wanted`` tensor that the checkpoint at ``path`` does not have,
+    or has with another shape or type."""
     for shard in wanted:
         info = index.info(shard.name)
         if info != shard.info:
@@ -455,15 +466,16 @@ def _naming_another(path: Path) -> Generator[None, None, None]:
     try:
         yield
     except CheckpointError as error:
-        hints = [hint for hint in (error.hint, _another(path)) if hint]
+        hints = [hint for hint in (error.hint, _hint_of_another(path)) if hint]
         raise DamagedCheckpoint(
             error.what, got=error.got, wanted=error.wanted, hint="; ".join(hints)
         ) from None
 
 
-def _another(path: Path) -> str | None:
-    """A hint for an error: the last whole checkpoint before that at ``path``, or else the last one
-    within the folder ``path``; None where there is neither."""
+def _hint_of_another(path: Path) -> str | None:
+    """A hint, for an error on the checkpoint at ``path``, that names another one: the last whole
+    checkpoint of an earlier step, else the last one within the folder ``path``, which may be the
+    folder of all checkpoints; None where there is neither."""
     try:
         before, inside = previous(path), latest(path)
     except CheckpointError:  # no hint is worth hiding the first error
@@ -502,8 +514,8 @@ def newest_first(root: Path) -> list[Path]:
 
 
 def verify(path: Path) -> None:
-    """Check that every row of every tensor is there, and size, checksum and header of every file;
-    raises CheckpointError naming the first that is bad."""
+    """Check a checkpoint: that every row of every tensor is in a file, and the size, checksum and
+    header of every file. Raises CheckpointError, which names the first that is bad."""
     path = Path(path)
     with _naming_another(path):
         index = _index(path)
@@ -514,7 +526,8 @@ def verify(path: Path) -> None:
 
 
 def names(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """(global shape, type) of every tensor by name. Raises CheckpointError like :func:`load`."""
+    """(global shape, type) of every tensor of a checkpoint, by the tensor's name. Raises
+    CheckpointError like :func:`load`."""
     with _naming_another(Path(path)):
         tensors = _index(Path(path)).tensors
     return {name: (info.shape, DTYPES[info.dtype]) for name, info in tensors.items()}
@@ -544,13 +557,13 @@ def read_all(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def _read(path: Path, choose: Callable[[Index], Iterable[str]]) -> dict[str, torch.Tensor]:
-    """The whole tensors, by name, whose names ``choose(index)`` gives; files are checked first.
-    Raises CheckpointError like :func:`load`."""
+    """Read the tensors whose names ``choose(index)`` gives, each with all its rows; returns them by
+    name. Raises CheckpointError like :func:`load`."""
     with _naming_another(path):
         index = _index(path)
     chosen = {name: index.info(name) for name in choose(index)}
     with _naming_another(path):
-        index.check_whole(chosen)  # before memory is asked for what the index claims
+        index.check_whole(chosen)  # before memory is allocated for what the index claims
     tensors = {n: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for n, t in chosen.items()}
     load(
         path,

@@ -2,6 +2,7 @@
 
 On a CPU no allocator tells the peak; so the storages of every operator's results are counted when
 they appear and when they are freed. On a CUDA device the allocator's own counters are used instead.
+Storages are identified by their addresses, which torch has as ``_cdata``.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ the result computed from that, and a copy."""
 class ByteCounter(TorchDispatchMode):
     """``with ByteCounter() as counter``: bytes of storages made inside and still alive.
 
-    ``settle_s`` is waited before each look: gloo's threads free a sent buffer a moment after it
-    arrived.
+    Each :meth:`look` first waits ``settle_s`` seconds, as gloo's threads free a sent buffer only a
+    moment after it has arrived.
     """
 
     def __init__(self, *, settle_s: float = 0.0) -> None:
@@ -39,7 +40,7 @@ class ByteCounter(TorchDispatchMode):
         self._alive: set[int] = set()
 
     def look(self) -> tuple[int, int]:
-        """(bytes alive, the most since the last look); starts a new peak."""
+        """(bytes alive now, the most bytes alive since the last look); starts a new peak."""
         if self._settle_s:
             time.sleep(self._settle_s)
         seen = self.current_bytes, self.peak_bytes
@@ -53,7 +54,8 @@ class ByteCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator and count the storages of its results that its arguments did not have."""
+        """Called by torch for every operator: runs it and counts the storages of its results,
+        except those of its arguments, as views and results in place have them."""
         known = {x.untyped_storage()._cdata for x in tensors_in(args)}
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out):
@@ -61,8 +63,9 @@ class ByteCounter(TorchDispatchMode):
         return out
 
     def _count(self, storage: torch.UntypedStorage, known: set[int]) -> None:
-        """Add a storage's bytes to the current ones until it is freed; not where it was counted
-        before or is in ``known``, the storages of the operator's arguments."""
+        """Add a storage's bytes to the current ones, and take them off when it is freed. Does
+        nothing where it was counted before or is one of ``known``, the addresses of the storages of
+        the operator's arguments."""
         key = storage._cdata
         if key in self._alive or key in known:
             return
@@ -73,18 +76,19 @@ class ByteCounter(TorchDispatchMode):
         weakref.finalize(storage, self._forget, key, storage.nbytes())
 
     def _forget(self, key: int, count: int) -> None:
-        """Take off the bytes of a storage that was freed."""
+        """Take off the ``count`` bytes of a storage that was freed, which had address ``key``."""
         self._alive.discard(key)
         self.current_bytes -= count
 
 
 class SavedBytes:
-    """Bytes of what autograd keeps for the backward, in the place of a :class:`ByteCounter` where
-    models are compiled, which counting operators would forbid. Temporary tensors are not seen: they
-    are estimated as ``_PASSING`` times the largest saved one."""
+    """Counts the bytes that autograd saves for the backward. It takes the place of a
+    :class:`ByteCounter` where models are compiled, as a dispatch mode would prevent that. Temporary
+    tensors are not seen: they are estimated as ``_PASSING`` times the largest saved one."""
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
-        """Count from 0 bytes, without tensors that share a storage with ``known`` ones."""
+        """Start at 0 bytes; tensors that share a storage with a ``known`` one, such as a weight,
+        will not count."""
         self._known = {x.untyped_storage()._cdata for x in known}
         # bytes of saved storages that are not freed, by their addresses; most bytes of any one
         self._alive: dict[int, int] = {}
@@ -104,8 +108,8 @@ class SavedBytes:
         return kept, kept + _PASSING * self._largest
 
     def _pack(self, x: torch.Tensor) -> torch.Tensor:
-        """Note the storage of a tensor that autograd saves, once, until it is freed; returns the
-        tensor."""
+        """The hook for each tensor ``x`` that autograd saves: counts its storage once, until that
+        is freed. Returns ``x``, so that autograd saves it as it is."""
         storage = x.untyped_storage()
         key = storage._cdata
         if key not in self._known and key not in self._alive:
@@ -116,7 +120,7 @@ class SavedBytes:
 
 
 class DeviceBytes:
-    """The CUDA allocator's own counters, in the place of a :class:`ByteCounter`."""
+    """Reads the CUDA allocator's own counters; it takes the place of a :class:`ByteCounter`."""
 
     def __enter__(self) -> Self:
         torch.cuda.reset_peak_memory_stats()
@@ -126,7 +130,7 @@ class DeviceBytes:
         return None
 
     def look(self) -> tuple[int, int]:
-        """(bytes of live tensors, the most since the last look); starts a new peak."""
+        """(bytes of tensors alive now, the most since the last look); starts a new peak."""
         seen = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return seen
@@ -148,8 +152,8 @@ class TrafficCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator, and add the bytes that it sends where it is a collective or a
-        message."""
+        """Called by torch for every operator: runs it, and adds the bytes that it sends where it is
+        one of the collectives of :func:`sent_bytes`."""
         sent = sent_bytes(func, args)
         if sent is not None:
             self.sent_bytes += sent[0]
@@ -173,12 +177,12 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 def sent_bytes(
     func: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[int, dist.ProcessGroup] | None:
-    """(bytes that leave this rank, the group) when an operator is one of the collectives of
-    :mod:`headrace.comm.collectives`, else None."""
+    """(bytes that leave this rank, the group) where ``func``, called with ``args``, is a collective
+    that :mod:`headrace.comm.collectives` calls, an all-to-all or an all-gather; else None."""
     if func is torch.ops.c10d.alltoall_base_.default:
         out, x, boxed, received, sent = args[:5]
         group = dist.ProcessGroup.unbox(boxed)
-        # the rows that this rank sends to itself do not leave it
+        # ``sent`` and ``received`` are rows by rank; those for this rank itself do not leave it
         own = sent[group.rank()]
         return (sum(sent) - own) * _row_bytes(x, out, sum(sent), sum(received)), group
     if func is torch.ops.c10d._allgather_base_.default:

@@ -57,8 +57,8 @@ Ranks = tuple[int, ...]
 
 
 class PlanGroups:
-    """The groups of ranks that plans of one model need. Those of a pipeline with a layer plan are
-    computed once and kept for later plans."""
+    """Finds the groups of ranks, for which process groups are made, that plans of one model need.
+    Those of a pipeline with a layer plan are computed once and kept for later plans."""
 
     def __init__(self, architecture: Architecture) -> None:
         """Start with empty caches."""
@@ -66,7 +66,7 @@ class PlanGroups:
         # Layer plans are numbered from 0, as a number is quicker to hash in the keys below.
         self._layer_numbers: dict[LayerPlan, int] = {}
         self._layer_plans: list[LayerPlan] = []
-        # groups of a pipeline as indices of its members, by what they depend on: (scheme, shares of
+        # groups of a pipeline as indices of its members, by all they depend on: (scheme, shares of
         # the stages, number of the layer plan, working layout)
         self._member_groups: dict[tuple[Scheme, Ranks, int, Working], frozenset[Ranks]] = {}
         # groups of a pipeline in ranks of the world, by (pipeline, number of the layer plan,
@@ -74,10 +74,11 @@ class PlanGroups:
         self._rank_groups: dict[tuple[Pipeline, int, Working], frozenset[Ranks]] = {}
 
     def of(self, plan: Plan) -> set[Ranks]:
-        """The groups of all stages, of their tensor blocks, and those that methods need. Raises
-        SpecError for a method that a stage cannot run."""
+        """All groups, as ranks of the world, that a plan needs: the stages of its pipelines, their
+        tensor blocks, and those that methods need. Raises SpecError for a method that a stage
+        cannot run."""
         wanted = set[Ranks]()
-        # By identity: hashing the layer plans of all micro-batches would take longer than looking
+        # Layer plans by identity: hashing those of all micro-batches would take longer than looking
         # at equal ones twice.
         used_layers = {
             (micro.pipeline, id(micro.layers)): micro.layers for micro in plan.micro_batches
@@ -93,15 +94,17 @@ class PlanGroups:
         return wanted
 
     def _number(self, layers: LayerPlan) -> int:
-        """The number (from 0) of a layer plan in the order in which they were met."""
+        """The number of a layer plan: they are numbered from 0 in the order in which they were
+        met."""
         if layers not in self._layer_numbers:
             self._layer_numbers[layers] = len(self._layer_plans)
             self._layer_plans.append(layers)
         return self._layer_numbers[layers]
 
     def _groups(self, pipeline: Pipeline, layers: int, working: Working) -> frozenset[Ranks]:
-        """The groups of a pipeline in ranks of the world, for the layer plan of number ``layers``.
-        Pipelines that differ in their ranks alone share what is computed by members."""
+        """The groups of a pipeline in ranks of the world, for layer plan number ``layers``. They
+        are computed as indices of members, which pipelines that differ in their ranks alone
+        share."""
         key = pipeline.scheme, pipeline.shares, layers, working
         if key not in self._member_groups:
             self._member_groups[key] = self._groups_of(pipeline, self._layer_plans[layers], working)
@@ -134,7 +137,7 @@ class PlanGroups:
                     for start in range(first, first + width, size)
                 }
             for option in set(layers.options[stage.start : stage.stop]):
-                # only for the error of a method that cannot run here
+                # called only for the SpecError of a method that cannot run here
                 branch(option.attention, "attention", architecture, width)
                 branch(option.feed_forward, "feed_forward", architecture, width)
                 for members in subgroups(option, architecture, width, pipeline.scheme.tensor):
@@ -146,12 +149,17 @@ class PlanGroups:
 class StepState:
     """The state of one step of a plan on one rank.
 
-    ``tokens[i]`` are the ids of the batch's sequence i, ``masks[i]`` which of them have a loss.
-    ``pulls`` and ``pushes`` are in flight, by bucket. By micro-batch, ``runs`` are those whose
-    forward has run, until nothing more is needed of them; ``arrived`` are activations and
-    ``returned`` gradients that other stages sent and no action has used yet. ``views`` are the
-    weights of this rank's stage by name, for each pipeline. ``losses`` are this rank's, on the
-    device: reading one waits for the device. ``loss`` and ``norm`` are set by the update.
+    ``number`` is that of the step and ``lr`` its learning rate; ``tokens[i]`` are the ids of the
+    batch's sequence i, ``masks[i]`` says which of them have a loss (None: all). ``working`` are the
+    weights, ``spans`` the times of the actions.
+
+    By bucket, ``pulls`` and ``pushes`` are the transfers in flight. By number of the micro-batch,
+    ``runs`` are those whose forward has run, until nothing more is needed of them; ``arrived`` are
+    the activations and ``returned`` the gradients that other stages have sent and no action has
+    used yet. By number of the pipeline, ``views`` are the weights of this rank's stage by name.
+
+    ``losses`` are this rank's parts of the loss, on the device: reading one waits for the device.
+    The update sets ``loss``, that of the batch, and ``norm``, that of the gradient.
     """
 
     plan: Plan
@@ -172,13 +180,14 @@ class StepState:
     norm: float = 0.0
 
     def leaving(self, message: Message) -> torch.Tensor:
-        """The activations or gradients [rows, h] that a message sends; the micro-batch drops its
-        reference to them, and with gradients the state drops the micro-batch.
+        """The activations or gradients [rows, h] that a message sends. References to what is sent
+        are dropped, to free memory: to activations in the micro-batch, and with gradients, the last
+        thing that it has, to the micro-batch itself.
 
         Raises PlanMismatch when there are more or fewer rows than the program says.
         """
         run = self.runs[message.micro_batch]
-        if message.what == "a":
+        if message.what == "a":  # activations
             value, run.leaving = run.leaving, None
         else:
             value = self.runs.pop(message.micro_batch).returning
@@ -209,17 +218,18 @@ class StepResult:
 
 
 class Executor:
-    """Runs plans on this rank.
+    """Runs plans on this rank: each step by this rank's program, action by action.
 
-    ``entered`` is called with each action before it starts (the watcher publishes it), and before
-    the update with those that the device has not ended; ``checked`` looks for values that are not
-    finite after each layer, and names the layer. ``clock`` is that of ``device`` by default.
-    Nothing of the storage is written before the update: a step that fails leaves the weights as
-    they were. Pulls, and pushes, have at most ``in_flight_bytes`` in flight, or one at a time: the
-    next waits for the oldest. Without ``overlap`` nothing is computed while weights arrive or
-    gradients leave: for comparison. After a failed step, ``action`` is where it failed,
-    ``prepared`` whether its groups were made, and ``written`` whether it had begun to change
-    weights.
+    Master weights are not written before the update, so a step that fails leaves them as they were.
+    After a failed step, ``action`` is where it failed, ``prepared`` whether its groups were made,
+    and ``written`` whether it had begun to change weights.
+
+    ``entered`` is called with each action before it starts, for the watcher to publish, and before
+    the update with those that the device has not ended. With ``checked``, values that are not
+    finite are looked for after each layer, and the layer is named. Pulls together, and pushes
+    together, take at most ``in_flight_bytes`` in flight, or one transfer where that alone takes
+    more: the next waits for the oldest. Without ``overlap`` nothing is computed while weights
+    arrive or gradients leave, to compare with. ``clock`` is that of ``device`` by default.
     """
 
     def __init__(
@@ -248,8 +258,8 @@ class Executor:
         self.action, self.prepared, self.written = "", False, False
 
     def prepare(self, plan: Plan) -> Program:
-        """Agree on the plan, make its groups and this rank's program, which is checked where there
-        was none of its kind before.
+        """Make sure that all ranks have the same plan, make its process groups, and return this
+        rank's program, which is checked where none of its kind was before. Collective.
 
         Raises PlanMismatch when ranks hold different plans, or the plan is for other semantics,
         another number of ranks or another number of layers; SpecError when a stage cannot run a
@@ -319,8 +329,9 @@ class Executor:
         return StepResult(loss=state.loss, gradient_norm=state.norm, rows=state.spans.rows())
 
     def _do(self, action: Action, state: StepState) -> None:
-        """Run one action of the program; computations and transfers are timed, and pulls and pushes
-        are issued here and waited for where their weights are needed."""
+        """Run one action of the program, and time it. Of pulls and pushes the action is only that
+        they are issued; they are waited for where their weights are needed, and gradients in the
+        update."""
         if not self._overlap and not isinstance(action, Pull):
             self._wait_for_pulls(list(state.pulls), state)
         match action:
@@ -338,7 +349,7 @@ class Executor:
             case Update():
                 self._wait_for_pulls(list(state.pulls), state)
                 if self._has_stages(state.plan):
-                    self.groups.messages.settle()
+                    self.groups.messages.settle()  # wait for what stages sent
                 self._wait_for("G", list(state.pushes), state.pushes, state)
                 state.spans.reach(self._entered)
                 check()  # sums may hold the garbage of aborted transfers
@@ -367,9 +378,9 @@ class Executor:
 
     @contextmanager
     def _issuing(self, letter: str, bucket: int, state: StepState) -> Iterator[None]:
-        """Context of issuing the transfer of a bucket, a pull (``letter`` P) or push (G). Where
-        issuing itself waits, for the first of two steps over nodes, it counts as a wait and gets a
-        row of its own."""
+        """Context in which the transfer of a bucket is issued, a pull (``letter`` P) or a push (G).
+        Where this may block, as for the first of two steps between nodes, it is timed: as a wait of
+        the surrounding action, and as a row of its own."""
         if not state.working.waits:
             yield
             return
@@ -381,8 +392,8 @@ class Executor:
     ) -> None:
         """Before the transfer of ``bucket`` is issued, wait for the oldest of ``pending``, pulls
         (``letter`` P) or pushes (G) by bucket, until all fit into the bytes that may be in flight.
-        This cannot deadlock: all ranks issue shared transfers in one order, and an issued one needs
-        nothing more of the host."""
+        This cannot deadlock: all ranks issue the transfers that they share in the same order, and
+        an issued one ends without anything more of the host."""
         free_bytes = self._in_flight_bytes - state.working.buffer_bytes(bucket)
         while pending and sum(transfer.nbytes for transfer in pending.values()) > free_bytes:
             with state.spans.wait():
@@ -460,13 +471,13 @@ class Executor:
         micro_batch, push_after = action.micro_batch, set(action.pushes)
 
         def done(bucket: int) -> None:
-            """Push a bucket whose gradients are complete."""
+            """Push a bucket, whose gradients are complete, where the action says so."""
             if bucket in push_after:
                 self._push(bucket, state)
 
         run = state.runs[micro_batch]
         run.backward(state.returned.pop(micro_batch, None), done)
-        if run.stage.first:
+        if run.stage.first:  # it sends no gradients to a stage before, so it is not needed any more
             del state.runs[micro_batch]
 
     def _traffic(self, action: Send | Recv | Exchange, state: StepState) -> None:

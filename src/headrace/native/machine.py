@@ -28,7 +28,8 @@ __all__ = [
     "reset_peak_bytes",
 ]
 
-# By the version of control groups ("" is 2, "memory" is 1), as in ``_memory_groups``.
+# Both tables have the names of controllers as keys, as :func:`_memory_groups` gives them: "" in
+# version 2 of Linux's control groups (cgroups), "memory" in version 1.
 # The names of the files with a group's memory limit and its use, and the entry of memory.stat with
 # the bytes of cached files that the system gives up when memory runs short.
 _FILES = {
@@ -40,8 +41,8 @@ _MOUNTS = {"": (".", "unified"), "memory": ("memory",)}
 
 
 def memory_left(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may still allocate before it reaches a memory limit of its control
-    groups, the nearest one; None where there is no limit. ``root`` is the root of the file system.
+    """Bytes that this process may still allocate before it reaches a memory limit of one of its
+    control groups (cgroups); None where there is no limit. ``root`` is the root of the file system.
     Cached files that the system would give up are counted as free."""
     bytes_left = []
     for controller, group in _memory_groups(root / "proc/self/cgroup"):
@@ -92,8 +93,8 @@ def _number(path: Path) -> int | None:
 
 
 def _entry(path: Path, name: str) -> int:
-    """The number behind ``name`` in a file whose lines are a name and a number; 0 where it has no
-    such line."""
+    """The number behind ``name`` in a file whose lines are a name and a number, as memory.stat; 0
+    where it has no such line."""
     for line in _text(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.isdecimal():
@@ -118,8 +119,8 @@ def machine_facts(device: str) -> dict[str, Any]:
 
 
 def available_bytes(device: str) -> int:
-    """Bytes that new tensors could take: of the device, or of this machine and what the control
-    groups leave of it."""
+    """Bytes that new tensors could take: of the GPU's memory, or on a CPU of the host's, as far as
+    the limits of control groups leave it."""
     if device != "cpu":
         # What torch's allocator keeps for tensors that are gone is free to new ones.
         cached_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -130,24 +131,25 @@ def available_bytes(device: str) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error reports a lack of memory, on a device or on the host: of the allocator, of a
-    library that allocates by itself (cuBLAS, NCCL), or of the driver."""
+    """Whether an error reports a lack of memory, on a GPU or on the host: by torch's allocator, by
+    a library that allocates by itself (cuBLAS, NCCL), or by the driver."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
 
 
+# Parts of the texts, in lower case, of RuntimeErrors that report a lack of memory.
 _NO_MEMORY = ("can't allocate memory", "out of memory", "alloc_failed", "alloc failed")
 
 
 def matmul_flops_per_s(
     device: str, dtype: torch.dtype, size: int | None = None, products: int | None = None
 ) -> float:
-    """FLOP/s of square matrix products, the peak against which utilisation is measured: the best of
-    four rounds of ``products`` products of ``size``. On a device they are large, or it would be
-    idle for most of the time. Numbers are random: products of ones take less power and are faster
-    than those of real data."""
+    """Measure the FLOP/s of square matrix products, the peak against which utilisation is measured:
+    the best of four rounds of ``products`` products of matrices [size, size]. On a GPU they are
+    large, or it would be idle for most of the time. Numbers are random, as products of ones take
+    less power and are faster than those of real data."""
     size = size or (768 if device == "cpu" else 8192)
     products = products or (1 if device == "cpu" else 8)
     matrix = torch.randn(size, size, dtype=dtype, device=device)
@@ -163,7 +165,8 @@ def matmul_flops_per_s(
 
 
 def copied_bytes_per_s(device: str) -> float:
-    """Bytes that a plain copy of a large tensor reads and writes in a second, the best of four."""
+    """Measure memory bandwidth: the bytes that a copy of a large tensor reads and writes, together,
+    per second; the best of four."""
     size = 1 << (26 if device == "cpu" else 30)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -181,8 +184,8 @@ def copied_bytes_per_s(device: str) -> float:
 def reset_peak_bytes(device: str) -> int:
     """Have :func:`peak_bytes` start from now where the system can; returns the bytes held now.
 
-    On a CPU freed memory is first given back to the system: what the allocator kept would hide
-    that much of the next peak.
+    On a CPU, where the resident memory of the process is measured, freed memory is first given back
+    to the system: what the allocator kept of it would hide as much of the next peak.
     """
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
@@ -197,8 +200,8 @@ def reset_peak_bytes(device: str) -> int:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Free the cached blocks of a GPU's allocator once issued work is done: later allocations may
-    need other sizes."""
+    """Wait for the issued work of a GPU and free the cached blocks of its allocator, as later
+    allocations may need blocks of other sizes. Does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -214,7 +217,8 @@ def outside_bytes(device: str) -> int:
 
 
 def peak_bytes(device: str) -> int:
-    """Most bytes held since the last reset: the allocator's on a device, resident on a CPU."""
+    """The most bytes held since the last reset: of tensors on a GPU, of this process's resident
+    memory on a CPU."""
     if device != "cpu":
         return int(torch.cuda.max_memory_allocated())
     try:
@@ -238,8 +242,9 @@ def _processor() -> str:
 
 
 def _links(folder: Path = Path("/sys/class/net")) -> str:
-    """Megabits per second of the network devices that are up, fastest first: ``10000+400``, or
-    ``unknown`` where none is told. Bridges and the like, which come and go, do not count."""
+    """The speeds in Mbit/s of the network devices that are up, fastest first, such as
+    ``10000+400``; ``unknown`` where none tells its speed. Virtual devices such as bridges, which
+    come and go, do not count."""
     speeds = []
     for speed in folder.glob("*/speed"):
         with contextlib.suppress(OSError, ValueError):  # a link that is down does not tell

@@ -31,16 +31,16 @@ __all__ = ["MicroBatchRun", "layer_states", "sources"]
 def sources(
     table: tuple[WeightSpec, ...], working: Working, plan: Plan, pipeline: Pipeline, groups: Groups
 ) -> dict[str, Weight]:
-    """The weights out of ``table`` that this rank's stage of a pipeline uses, by name: a ``Whole``
-    where every member of the stage holds all rows, or for a vector; else a ``Shard`` over the block
-    of neighbouring members that hold the rows together. They are views of the tensors in
-    ``working``: what methods add to a gradient is added there."""
+    """The weights of ``table`` that this rank's stage of a pipeline uses, by name, as methods take
+    them: a ``Whole`` where every member of the stage holds all rows, and for each vector; else a
+    ``Shard``, one of a block of neighbouring members that hold the rows together. They are views of
+    the tensors in ``working``, so what methods add to a gradient is added there."""
     stage = pipeline.stage_of(groups.rank, plan.layers)
     holds_all = works_whole(plan)
     block_ranks = pipeline.scheme.parts(sharded=plan.working == "sharded")
     is_sharded = not all(holds_all[rank] for rank in stage.ranks)
     member = _member(groups.rank, stage.ranks)
-    # the members block_start, block_start + 1, ... hold one copy of the rows together
+    # The members from ``block_start`` on, ``block_ranks`` of them, hold one copy of the rows.
     block_start = member - member % block_ranks
     group = groups.get(stage.ranks[block_start : block_start + block_ranks]) if is_sharded else None
     views: dict[str, Weight] = {}
@@ -74,15 +74,16 @@ def _member(rank: int, ranks: tuple[int, ...]) -> int:
 
 
 def layer_states(weights: State, layers: int) -> tuple[State, ...]:
-    """The weights of each of the first ``layers`` layers, by their names within the layer
-    (``layers.3.qkv.weight`` as ``qkv.weight``); empty for layers of other stages."""
+    """Group weights by layer: for each of the first ``layers`` layers its weights, by their names
+    within the layer (``layers.3.qkv.weight`` is ``qkv.weight`` of layer 3). Layers of which there
+    are no ``weights``, those of other stages, get an empty mapping."""
     states: tuple[dict[str, Weight], ...] = tuple({} for _ in range(layers))
     for name, weight in weights.items():
-        head, _, rest = name.partition(".")
-        if head == "layers":
-            index, _, short = rest.partition(".")
+        first_word, _, rest = name.partition(".")
+        if first_word == "layers":
+            index, _, name_in_layer = rest.partition(".")
             if int(index) < layers:
-                states[int(index)][short] = weight
+                states[int(index)][name_in_layer] = weight
     return states
 
 
@@ -95,13 +96,19 @@ complete."""
 class MicroBatchRun:
     """A micro-batch in one stage, which runs its forward and later its backward.
 
-    ``ids`` and ``labels`` are the local tokens [T / R]; ``scale`` is one over the tokens of the
-    whole batch that have a loss. ``checked`` looks for values that are not finite after each layer.
-    After the forward ``loss`` is this rank's part of the batch's mean loss (0 but in the last
-    stage) and ``leaving`` [T / R, h] what the next stage gets, None in the last; after the backward
-    ``returning`` [T / R, h] is the gradient that the stage before gets, None in the first.
-    ``_segments`` has (input, output) of each segment whose backward has not run, ``_last_grad`` the
-    gradient of the last segment's output.
+    A pack of T tokens is on R ranks. ``ids`` and ``labels`` [T / R] are those of this rank's
+    tokens; ``weights`` are those of the stage by name, ``states`` those of each layer. ``scale`` is
+    one over the number of tokens of the whole batch that have a loss. With ``checked``, values that
+    are not finite are looked for after each layer.
+
+    After the forward, ``loss`` is this rank's part of the batch's mean loss (0 except in the last
+    stage), and ``leaving`` [T / R, h] are the activations for the next stage (None in the last).
+    After the backward, ``returning`` [T / R, h] is the gradient for the stage before (None in the
+    first).
+
+    The embedding, each layer and the end of the model are segments, with an autograd graph each.
+    ``_segments`` has (input, output) of each segment whose backward has not run, ``_last_grad`` is
+    the gradient of the output of the last one.
     """
 
     model: Transformer
@@ -138,9 +145,10 @@ class MicroBatchRun:
         checked: bool = False,
         masks: tuple[np.ndarray | None, ...] = (),
     ) -> MicroBatchRun:
-        """The run of ``micro`` in this rank's stage; ``tokens[i]`` are the ids of the batch's
-        sequence i (int32), ``masks[i]`` which of them have a loss, cut here to this rank's part of
-        the pack."""
+        """Make the run of ``micro`` in this rank's stage. ``tokens[i]`` are the ids of the batch's
+        sequence i (int32), ``masks[i]`` says which of them have a loss (None: all): of those of
+        ``micro`` this rank takes its part of the pack. ``weights`` are those of the stage by name
+        (:func:`sources`)."""
         pipeline = plan.pipelines[micro.pipeline]
         stage = pipeline.stage_of(groups.rank, model.architecture.layers)
         ranks, member = stage.ranks, _member(groups.rank, stage.ranks)
@@ -153,7 +161,7 @@ class MicroBatchRun:
         ]
 
         def subgroup(members: tuple[int, ...]) -> dist.ProcessGroup | None:
-            """The process group of some members of the stage, None of one member."""
+            """The process group of some members of the stage; None for one member alone."""
             return groups.get(tuple(ranks[other] for other in members))
 
         def local(values: np.ndarray) -> torch.Tensor:
@@ -176,7 +184,8 @@ class MicroBatchRun:
             samples=local(samples[pack.documents(member)]),
             positions=local(pack.positions(member)),
         )
-        # one array each for the whole pack, of which this rank takes its part below
+        # Examples are pairs (ids, labels) of a sequence: concatenated for the whole pack, of which
+        # this rank takes its part below.
         ids, labels = (np.concatenate(parts) for parts in zip(*examples, strict=True))
         return cls(
             model=model,
@@ -226,10 +235,11 @@ class MicroBatchRun:
             self.leaving = x.detach()
 
     def _end(self, x: torch.Tensor, need: Needed) -> None:
-        """Run what follows the last layer on its output x [T / R, h]: the last norm, the head and
-        the loss, which is set. The head gives the gradient of its input at once, which is kept for
-        the backward. ``need`` is called with each weight bucket before it is used."""
-        need(0)  # a tied embedding
+        """Run what follows the last layer on its output x [T / R, h]: the last norm, and the head
+        with the loss, which is set. The head computes the gradient of its input in the same call;
+        it is kept for the backward. ``need`` is called with each weight bucket before it is
+        used."""
+        need(0)  # the embedding, whose weight a tied head uses
         need(self.stage.stop + 1)
         entry = x.detach().requires_grad_(self.context.training)
         ending, labels = self.model.ending(entry, self.labels, self.weights)
@@ -240,8 +250,8 @@ class MicroBatchRun:
         self.loss = loss.detach()
 
     def _check(self, x: torch.Tensor, what: str, index: int) -> None:
-        """Raise NotFinite where ``checked`` and x, the ``what`` of layer ``index``, has values that
-        are not finite."""
+        """If ``checked``, raise NotFinite where x, the ``what`` (activations or gradient) of layer
+        ``index``, has values that are not finite."""
         if not self.checked or bool(x.isfinite().all()):
             return
         bad_count = int(x.numel() - x.isfinite().sum())
@@ -263,9 +273,10 @@ class MicroBatchRun:
         for bucket in reversed(self.stage.buckets):
             entry, out = self._segments.pop()
             out.backward(grad)
-            # the embedding (bucket 0) is first: nothing before it needs a gradient
+            # Bucket 0, the embedding, is the first segment: nothing before it needs a gradient.
             grad = entry.grad if bucket else None
             del entry, out
+            # bucket b + 1 has layer b
             if grad is not None and self.stage.start < bucket <= self.stage.stop:
                 self._check(grad, "gradient", bucket - 1)
             done(bucket)

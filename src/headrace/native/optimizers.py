@@ -32,8 +32,8 @@ Groups = list[dict[str, Any]]
 
 
 class OptimizerOptions(Protocol):
-    """What the storage needs to know of an optimizer. ``decay`` applies to matrices only; ``clip``
-    is the largest norm of the whole gradient, 0 does not clip."""
+    """What the storage needs of an optimizer: how to make it, its weight decay, and the norm to
+    which gradients are clipped."""
 
     @property
     def decay(self) -> float:
@@ -44,7 +44,7 @@ class OptimizerOptions(Protocol):
         """Largest norm of the whole gradient; 0 for no clipping."""
 
     def make(self, groups: Groups) -> torch.optim.Optimizer:
-        """The optimizer of parameter groups that name their own decay."""
+        """Make the optimizer of parameter groups, each of which has its own ``weight_decay``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +81,9 @@ ELEMENTWISE: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elementwise:
-    """Any of torch's elementwise optimizers, with torch's own ``options``. Raises SpecError for an
-    unknown name, for options that are fields here, and, when it is made, for options that the
+    """Options of any of torch's elementwise optimizers, by its ``name`` in :data:`ELEMENTWISE`;
+    ``options`` are further keyword arguments of torch's class. Raises SpecError for an unknown
+    name, for ``options`` that are fields here, and, in :meth:`make`, for ``options`` that the
     optimizer does not take."""
 
     name: str
@@ -113,7 +114,7 @@ class Elementwise:
 
 def state_names(options: OptimizerOptions, dtype: torch.dtype) -> tuple[str, ...]:
     """The names of the state tensors that an optimizer keeps for each element of a weight (AdamW:
-    exp_avg, exp_avg_sq). They are found by a step of a weight of two elements."""
+    exp_avg, exp_avg_sq). They are found by a trial: one step of a weight of two elements."""
     probe = torch.zeros(2, dtype=dtype)
     optimizer = options.make([{"params": [probe], "weight_decay": 0.0}])
     probe.grad = torch.ones_like(probe)
@@ -122,8 +123,8 @@ def state_names(options: OptimizerOptions, dtype: torch.dtype) -> tuple[str, ...
 
 
 def _elementwise_names(state: Mapping[str, Any], weight: torch.Tensor) -> Sequence[str]:
-    """The names of the entries in ``state``, an optimizer's of ``weight``, that are tensors of the
-    weight's shape: they are sharded by rows as it is."""
+    """The names of the entries of ``state``, which an optimizer keeps for ``weight``, that are
+    tensors of the weight's shape: these are sharded by rows as the weight is."""
     return [
         name
         for name, value in state.items()

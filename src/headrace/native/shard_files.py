@@ -74,6 +74,7 @@ class TensorInfo:
         return prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
 
     def __str__(self) -> str:
+        """Type and shape, for errors."""
         return f"{self.dtype} {self.shape}"
 
 
@@ -108,7 +109,8 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePiece:
-    """Rows [first_row, stop) of a tensor, to be read from an interval of a file."""
+    """Rows [first_row, stop) of a tensor, counted in the whole tensor, which are to be read from an
+    ``interval`` of a file that has them."""
 
     file: FileInfo
     interval: Interval
@@ -118,7 +120,8 @@ class FilePiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredShard:
-    """Rows [first_row, first_row + len(tensor)) of the tensor ``name`` of global ``shape``.
+    """One rank's rows of a tensor: rows [first_row, first_row + len(tensor)) of the tensor ``name``
+    of global ``shape``.
 
     ``tensor`` [rows, *shape[1:]] may have no rows, and lie on any device. Raises SpecError when
     the rows do not lie within the shape, or when no file can hold the element type.
@@ -146,18 +149,18 @@ class StoredShard:
 
     @property
     def info(self) -> TensorInfo:
-        """The index entry of the whole tensor."""
+        """Shape and type of the whole tensor, as in the index."""
         return TensorInfo(shape=tuple(self.shape), dtype=_NAMES[self.tensor.dtype])
 
     @property
     def interval(self) -> Interval:
-        """The index entry of these rows."""
+        """These rows, as in the index."""
         return Interval(name=self.name, first_row=self.first_row, rows=self.tensor.shape[0])
 
 
 def require_plain(path: Path, *, most: int) -> int:
-    """The bytes of a file. Raises CheckpointError for a pipe, a device and more than ``most``
-    bytes, OSError when there is none."""
+    """The size of a file in bytes. Raises CheckpointError for a pipe, a device or a folder, and for
+    more than ``most`` bytes; OSError where there is no file."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(str(path), got="a pipe, device or folder", wanted="a plain file")
@@ -175,8 +178,9 @@ _CHUNK_BYTES = 2**20
 def write_shards(path: Path, shards: Sequence[StoredShard]) -> FileInfo:
     """Write the rows of ``shards`` to a new file and wait until the disk has them.
 
-    Tensors are copied to the host one at a time. Raises OSError as the disk does, CheckpointError
-    when two shards begin at the same row of one tensor.
+    Shards without rows are left out. Tensors are copied to the host one at a time. Raises OSError
+    where the file cannot be written, CheckpointError when two shards begin at the same row of one
+    tensor.
     """
     # Larger elements first, so that each tensor begins at a multiple of its element size.
     kept = sorted((s for s in shards if s.interval.rows), key=lambda s: -s.tensor.element_size())
@@ -210,7 +214,7 @@ def _header(shards: Sequence[StoredShard]) -> bytes:
     """The header of a safetensors file of these shards, in order: its length in 8 bytes, then JSON,
     padded with spaces. Raises CheckpointError for two shards at the same row of a tensor."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begin = 0
+    begin = 0  # of the shard's bytes, counted from the end of the header
     for shard in shards:
         interval, info = shard.interval, shard.info
         if interval.key in entries:
@@ -226,14 +230,14 @@ def _header(shards: Sequence[StoredShard]) -> bytes:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The raw bytes of a tensor, in host memory and row order."""
+    """The raw bytes of a tensor, in host memory, row after row."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data
 
 
 def check_file(folder: Path, file: FileInfo, *, checksum: bool) -> None:
-    """Raise CheckpointError, naming the file, when it is missing, of another size or (where
-    ``checksum``) not what was written."""
+    """Raise CheckpointError, naming the file, when it is missing, has another size than in the
+    index or, where ``checksum`` asks for it, another CRC-32."""
     path = folder / file.file
     try:
         size = require_plain(path, most=file.bytes)
@@ -267,8 +271,8 @@ def read_pieces(path: Path, wanted: Sequence[tuple[StoredShard, FilePiece]]) -> 
         with safe_open(path, framework="pt") as file, torch.no_grad():
             for shard, piece in wanted:
                 held_rows = _rows_in(path, file, piece.interval, shard.info)
-                # a piece counts rows of the whole tensor: shift them to the file's interval, and to
-                # the shard
+                # A piece's rows are counted in the whole tensor: subtract the first row of the
+                # file's interval, and that of the shard.
                 first_held = piece.interval.first_row
                 rows = held_rows[piece.first_row - first_held : piece.stop - first_held]
                 target_row = piece.first_row - shard.first_row
@@ -278,7 +282,8 @@ def read_pieces(path: Path, wanted: Sequence[tuple[StoredShard, FilePiece]]) -> 
 
 
 def check_header(folder: Path, file: FileInfo, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise CheckpointError when a file does not hold the rows that the index says."""
+    """Raise CheckpointError when the header of a ``file`` does not have the intervals, shapes and
+    types that the index says. No rows are read."""
     path = folder / file.file
     try:
         with safe_open(path, framework="pt") as opened:
@@ -289,9 +294,9 @@ def check_header(folder: Path, file: FileInfo, tensors: Mapping[str, TensorInfo]
 
 
 def _rows_in(path: Path, file: Any, interval: Interval, info: TensorInfo) -> Any:
-    """The rows of an interval in the open safetensors ``file`` at ``path``, as a slice that is read
-    when it is indexed; raises CheckpointError where the file's type or shape of them is not that of
-    the index, ``info``."""
+    """The rows of an ``interval`` in the open safetensors ``file`` at ``path``, as a lazy slice,
+    which reads what it is indexed by. Raises CheckpointError where their type or shape in the file
+    is not that of the index, in which the whole tensor is ``info``."""
     held = file.get_slice(interval.key)
     shape = [interval.rows, *info.shape[1:]]
     if (held.get_dtype(), held.get_shape()) != (info.dtype, shape):
@@ -301,7 +306,7 @@ def _rows_in(path: Path, file: Any, interval: Interval, info: TensorInfo) -> Any
 
 
 def fsync_folder(folder: Path) -> None:
-    """Wait until the disk has the names in a folder."""
+    """Wait until the disk has the entries of a folder: the names of new or renamed files."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -311,14 +316,15 @@ def fsync_folder(folder: Path) -> None:
 
 INDEX = "index.json"
 
-_FORMAT = 1
-_MOST_BYTES = 2**31  # of an index, one of some ten million intervals
+_FORMAT = 1  # version of the index
+_MOST_BYTES = 2**31  # of an index; one of some ten million intervals has as many
 _FILE = re.compile(r"rank[0-9]{5,9}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """All tensors and files of a checkpoint. Raises CheckpointError when they contradict."""
+    """All tensors and files of a checkpoint, as ``index.json`` has them. Raises CheckpointError
+    when they contradict each other."""
 
     step: int
     tensors: Mapping[str, TensorInfo]
@@ -326,8 +332,8 @@ class Index:
     extra: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        """Raise CheckpointError for an index in which a file comes twice, rows belong to no tensor,
-        or rows need more bytes than their file has."""
+        """Raise CheckpointError for an index in which a file comes twice, a file has rows that no
+        tensor has, or its rows need more bytes than it has."""
         if len({file.file for file in self.files}) != len(self.files):
             raise _index_error("a file named twice")
         for file in self.files:
@@ -342,14 +348,16 @@ class Index:
                 raise _index_error(f"{file.file} of {file.bytes} bytes with {size} bytes of rows")
 
     def info(self, name: str) -> TensorInfo:
-        """Shape and type of a tensor; raises CheckpointError with a did-you-mean."""
+        """Shape and type of a tensor. Raises CheckpointError for an unknown name, with a hint at a
+        similar one."""
         if name not in self.tensors:
             hint = did_you_mean(name, self.tensors) or "the checkpoint is of another model"
             raise CheckpointError(f"no tensor {name!r} in the checkpoint", hint=hint)
         return self.tensors[name]
 
     def pieces(self, wanted: Sequence[Interval]) -> list[list[FilePiece]]:
-        """For each wanted interval the disjoint pieces that it is put together from, in order.
+        """For each wanted interval, the disjoint pieces of files that together have its rows, in
+        order.
 
         Raises CheckpointError when a row lies in no file.
         """
@@ -397,7 +405,8 @@ class Index:
 
 
 def require_json(extra: Mapping[str, Any]) -> None:
-    """Raise CheckpointError when this could be no ``extra`` of a checkpoint."""
+    """Raise CheckpointError where ``extra``, the values beside tensors, cannot be written as
+    JSON."""
     try:
         json.dumps(extra, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -405,7 +414,8 @@ def require_json(extra: Mapping[str, Any]) -> None:
 
 
 def _no_number(text: str) -> None:
-    """Refuse NaN and infinities, which Python's json reads though they are no JSON."""
+    """Raise ValueError for the ``text`` NaN or Infinity, which Python's json reads though they are
+    not JSON; json calls it where it meets one."""
     raise ValueError(f"{text} is no JSON")
 
 
@@ -414,7 +424,7 @@ def _cover(wanted: Interval, held: Sequence[tuple[FileInfo, Interval]]) -> list[
     its tensor in all files, sorted by first row. Raises CheckpointError for a row that no file
     has."""
     pieces: list[FilePiece] = []
-    next_row = wanted.first_row
+    next_row = wanted.first_row  # the first row that no piece has yet
     for file, interval in held:
         if interval.first_row <= next_row < min(interval.stop, wanted.stop):
             stop = min(interval.stop, wanted.stop)
@@ -430,8 +440,8 @@ def _cover(wanted: Interval, held: Sequence[tuple[FileInfo, Interval]]) -> list[
 
 
 def table_of(shards: Sequence[StoredShard], file: FileInfo) -> dict[str, Any]:
-    """The description of one rank's tensors and the ``file`` that they were written to, as JSON
-    for :func:`join_tables`; tensors without rows are included."""
+    """One rank's part of the index, for :func:`join_tables`: its tensors, also those of which it
+    has no rows, and the ``file`` that its rows were written to, as JSON."""
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
         _add_tensor(tensors, shard.name, shard.info)
@@ -455,8 +465,8 @@ def join_tables(tables: Sequence[Any], *, step: int, extra: Mapping[str, Any]) -
 
 
 def _add_tensor(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:
-    """Add the shape and type of a tensor to ``tensors`` under its name; raises CheckpointError
-    where others are there already."""
+    """Add the shape and type of a tensor to ``tensors``; raises CheckpointError where it is there
+    already, with another shape or type."""
     if tensors.setdefault(name, info) != info:
         raise CheckpointError(
             f"shards of {name}", got=f"{tensors[name]} and {info}", wanted="one type and shape"
@@ -507,7 +517,7 @@ def _tensor_from_json(value: Any) -> TensorInfo:
     dtype = _get(value, "dtype", str)
     if dtype not in DTYPES:
         raise _index_error(f"the type {_short(dtype)}", wanted=f"one of {', '.join(DTYPES)}")
-    # an empty dim must not hide dims that no machine could hold
+    # The size is that with empty dims taken as 1: they must not hide dims that are far too large.
     if not shape or prod(max(n, 1) for n in shape) * DTYPES[dtype].itemsize >= 2**63:
         raise _index_error(f"the shape {_short(shape)}", wanted="one that fits a machine")
     return TensorInfo(shape=shape, dtype=dtype)
@@ -533,7 +543,7 @@ def _index_from_json(value: Any) -> Index:
 
 def _checksum(body: Mapping[str, Any]) -> int:
     """The CRC-32 of the JSON text of ``body``, an index without its checksum."""
-    # What json reads it writes again in the same text, so the text need not be kept.
+    # json writes what it has read as the same text again, so the text of the file is not needed.
     return zlib.crc32(json.dumps(body).encode())
 
 
@@ -553,8 +563,8 @@ def _get(value: Any, key: str, kind: type) -> Any:
 
 
 def _count(value: Any, what: str) -> int:
-    """The value, if it is a whole number from 0 on; else raises CheckpointError, which names it
-    ``what``."""
+    """Return the value, a whole number of at least 0; raises CheckpointError, which calls it
+    ``what``, for any other."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise _index_error(f"{what} {_short(value)}", wanted="whole numbers >= 0")
     return value

@@ -1,9 +1,9 @@
 """The times of a step's actions, by marks that are read when the step is over.
 
-A host issues work to its device and goes on: reading a clock after each action would block it until
-the device is done. So the start and end of an action are marks (events) in the device's stream. So
-are those of a wait for weights: the device waits, not the host. A mark is what the clock returns:
-seconds of the host's clock, or a CUDA event.
+A host issues work to its GPU and goes on: reading a clock after each action would block it until
+the GPU is done. So the start and end of an action are marks in the GPU's stream (CUDA events), and
+so are those of a wait for weights: the GPU waits, not the host. On a CPU a mark is the time, in
+seconds of the host's clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Clock(Protocol):
-    """Makes marks in time and measures the seconds between them."""
+    """Makes marks, as of an action's start and end, and measures the seconds between them."""
 
     def mark(self) -> Any:
         """A mark at this place in the issued work: on a device, reached once the work before it is
@@ -122,8 +122,8 @@ class Spans:
 
     @contextmanager
     def action(self, text: str, kind: str, *, tokens: int = 0, ranks: int = 1) -> Iterator[None]:
-        """Context whose issued work is one action ``text`` of a ``kind``, with a row of its own;
-        none where the work raises."""
+        """Context whose issued work is timed as one action, with this ``text`` and ``kind``: it
+        gets a row of its own, except where the work raises."""
         # waits in this action are its own: those of an action around it go on afterwards
         outer_waits, self._waits = self._waits, list[tuple[Any, Any]]()
         start = self._clock.mark()
@@ -151,8 +151,8 @@ class Spans:
         self._waits.append((start, self._clock.mark()))
 
     def reach(self, entered: Callable[[str], None]) -> None:
-        """Wait until the device has done all issued work, one action after the other. ``entered``
-        is called with each action that is not done yet, so that one that hangs can be reported."""
+        """Wait until the device has done all issued actions, one after the other. Before it waits
+        for one, ``entered`` is called with its text, so that one that hangs can be reported."""
         for span in self._spans:
             if not self._clock.past(span.end):
                 entered(span.action)

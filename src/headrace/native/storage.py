@@ -48,9 +48,11 @@ __all__ = ["Storage", "Working"]
 
 
 class Working:
-    """The working weights of one rank, for plans of one working layout. By a weight's name: its
-    rows on this rank are ``held``, ``values`` and ``partials`` [rows, ...] are these rows and the
-    partial sum of their gradient. ``waits``: whether issuing a pull or push may itself wait."""
+    """The weights of one rank while plans of one working layout propagate.
+
+    ``held`` are the rows of each weight that this rank works with, ``values`` [rows, ...] these
+    rows and ``partials`` [rows, ...] this rank's part of the sum of their gradient, all by the
+    weight's name. ``waits`` is whether issuing a pull or push may itself block."""
 
     def __init__(
         self,
@@ -68,8 +70,8 @@ class Working:
         self.partials: dict[str, torch.Tensor] = {}
         self._storage, self.partitions = storage, partitions
         self.dtype = storage.working_dtype
-        # weights whose partial gradients are the stored sums, then those whose values are the
-        # stored masters: see [Note: the tensors of a weight]
+        # The names of the weights whose partial gradients are the stored sums, and of those whose
+        # values are the stored masters: see [Note: the tensors of a weight].
         uses_sums = _same_partitions(storage.partitions, partitions)
         uses_masters = uses_sums
         if storage.working_dtype != storage.dtype:
@@ -90,8 +92,8 @@ class Working:
         self.waits = any(link.waits for link in links if link)
 
     def _links_without(self, names: Collection[str], groups: Groups) -> list[WeightLink | None]:
-        """The links of all buckets, in order, that move all weights but those of these ``names``;
-        None for a bucket of which nothing moves."""
+        """The link of each bucket, in order, which moves its weights between storage and working
+        layout, all but those of these ``names``; None for a bucket of which nothing moves."""
         tables = [
             [weight for weight in bucket if weight.name not in names]
             for bucket in buckets(self._storage.architecture)
@@ -106,7 +108,7 @@ class Working:
         name, storage = weight.name, self._storage
         shape = (len(self.held[name]), *weight.shape[1:])
         master, total = storage.masters[name], storage.sums[name]
-        # a buffer is filled with NaN, so that use before a pull is noticed
+        # A new buffer is filled with NaN, so that its use before a pull is noticed.
         self.values[name] = (
             master
             if uses_master
@@ -137,8 +139,8 @@ class Working:
         return link.push(self.partials, sums, wire=self._storage.working_dtype)
 
     def buffer_bytes(self, bucket: int) -> int:
-        """The largest number of bytes that a pull, or a push, of a bucket has in flight on this
-        rank."""
+        """The most bytes of buffers that a transfer of a bucket, pull or push, takes on this rank
+        while it is in flight."""
         size, wide = self._storage.working_dtype.itemsize, self._storage.dtype
         links = [link for link in (self._pulls[bucket], self._pushes[bucket]) if link]
         link_bytes = [
@@ -164,8 +166,9 @@ class Storage:
     """This rank's rows of every weight (``masters``), of its gradient (``sums``), both by name, and
     of the optimizer's state.
 
-    ``dtype`` is theirs, ``working_dtype`` (the same by default) that of the weights with which
-    plans propagate. ``partitions`` has which rank stores which rows of each weight.
+    They are of ``dtype``; the weights with which plans propagate are of ``working_dtype``, the same
+    by default. ``partitions`` tells which rank stores which rows of each weight, ``updates`` counts
+    the optimizer steps.
     """
 
     def __init__(
@@ -208,7 +211,8 @@ class Storage:
             self.masters[name].copy_(weight[rows.start : rows.stop])
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of this rank's rows: matrices decay, vectors do not."""
+        """Make the optimizer of this rank's rows, with weight decay for matrices and none for
+        vectors."""
         matrices = [self.masters[w.name] for w in self.table if len(w.shape) > 1]
         vectors = [self.masters[w.name] for w in self.table if len(w.shape) == 1]
         return self.options.make(
@@ -221,8 +225,8 @@ class Storage:
     def reset_optimizer(self) -> None:
         """Discard all optimizer state and the count of updates."""
         self.optimizer = self._make_optimizer()
-        # whether the optimizer has made its state
-        self._updates, self._laid_out = 0, False
+        self._updates = 0
+        self._laid_out = False  # whether the optimizer has made its state
 
     def working(self, plan: Plan) -> Working:
         """The working weights for ``plan``: those of the last call while the layout stays the
@@ -273,13 +277,13 @@ class Storage:
 
     def bytes_held(self) -> int:
         """Bytes of masters, gradient sums and optimizer state on this rank."""
-        # masters, sums, and each elementwise state of the optimizer
+        # as many tensors of the masters' size: masters, sums, and each state of the optimizer
         copies = 2 + len(self._state_names)
         return copies * sum(m.numel() * m.element_size() for m in self.masters.values())
 
     def bytes_now(self) -> int:
         """Bytes of all tensors that are allocated now, working weights included."""
-        # by address: working weights may be the masters themselves
+        # by address, so that working weights that are the masters themselves count once
         seen: dict[int, int] = {}
         for tensor in self._tensors():
             seen[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
@@ -304,8 +308,9 @@ class Storage:
                 yield f"{key}.{weight.name}", self.optimizer.state[self.masters[weight.name]][key]
 
     def _lay_out(self) -> None:
-        """Have the optimizer make its state, which torch does at the first step: by one whose
-        gradients, rate and decay are zero, after which steps are counted from zero again."""
+        """Have the optimizer allocate its state, which torch does only in the first step: by a step
+        whose gradients, rate and decay are zero, so that no weight changes, and after which steps
+        are counted from zero again. Does nothing where there is state already."""
         if self._laid_out:
             return
         self._laid_out = True
@@ -344,8 +349,8 @@ class Storage:
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> float:
-    """The sum of the squares of all elements of all ``gradients``; on a device in a few kernels,
-    with one synchronization."""
+    """The sum of the squares of all elements of all ``gradients``; on a GPU by a few kernels over
+    all tensors, and one synchronization."""
     if all(x.device.type == "cpu" for x in gradients):
         return sum(float(x.double().square().sum()) for x in gradients)
     norms = torch._foreach_norm(gradients)  # noqa: SLF001  torch's own clipping calls it
@@ -356,7 +361,7 @@ def _sum_of_squares(gradients: list[torch.Tensor]) -> float:
 def _same_partitions(
     storage: dict[str, Partition], working: dict[str, Partition]
 ) -> frozenset[str]:
-    """The names of the weights whose rows each rank stores and works with alike."""
+    """The names of the weights of which every rank works with just the rows that it stores."""
     # Many weights share a partition, and comparing those of a thousand ranks takes long: each pair
     # of objects is compared once.
     equal: dict[tuple[int, int], bool] = {}
@@ -372,7 +377,7 @@ def _same_partitions(
 
 def _equal_partitions(one: dict[str, Partition], other: dict[str, Partition]) -> bool:
     """Whether partitions of the same weights are equal."""
-    # Many weights share a partition, and comparing those of a thousand ranks takes long: one weight
-    # for each pair of objects is compared.
+    # Many weights share a partition, and comparing those of a thousand ranks takes long: each pair
+    # of objects is compared once, for any one weight that has it.
     pairs = {(id(one[name]), id(other[name])): name for name in one}
     return all(one[name] == other[name] for name in pairs.values())

@@ -29,7 +29,7 @@ class Activation(Protocol):
 class SwiGLU:
     """silu(gate) * up, gate and up interleaved in blocks of ``block`` features.
 
-    x         [T, 2 f]   gate_0..B-1, up_0..B-1, gate_B.., ...
+    x         [T, 2 f]   with B = ``block``: gate 0..B-1, up 0..B-1, gate B..2B-1, up B..2B-1, ...
     y         [T, f]
     backward  dgate = dy up s (1 + gate (1 - s)), s = sigmoid(gate);  dup = dy gate s
     """
@@ -62,7 +62,8 @@ class Gelu:
 
 
 def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Apply an activation under autograd; saves x."""
+    """Apply an activation to x [T, ...] under autograd, which saves x alone: intermediate results
+    are computed again in the backward."""
     return _Activated.apply(x, activation)  # type: ignore[no-any-return]
 
 
@@ -71,12 +72,14 @@ class _Activated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """The activation of x [T, ...], of which only x is saved."""
         ctx.save_for_backward(x)
         ctx.activation = activation
         return activation.forward(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """The gradient of x, from ``grad``, that of the activation."""
         (x,) = ctx.saved_tensors
         return ctx.activation.backward(grad, x), None
 
@@ -99,7 +102,7 @@ def _plain_swiglu_backward(grad: torch.Tensor, x: torch.Tensor, block: int) -> t
     gate, up = _halves(x, block)
     grad = grad.reshape(gate.shape)
     out = torch.empty_like(x)
-    # views: what is written to them is in ``out``
+    # dgate and dup are views of ``out``: writing to them fills it
     dgate, dup = _halves(out, block)
     torch.mul(grad, torch.nn.functional.silu(gate), out=dup)
     dgate.copy_(torch.ops.aten.silu_backward(grad * up, gate))

@@ -112,19 +112,20 @@ def attend_blocks(
         softcap   c above 0: scores are c tanh(score / c)
         returns   out [Q, N, D] in the type of q, lse [N, Q]
 
-    Rows of several blocks are summed wide. Rows of no block get out 0 and lse -inf.
+    The results of rows that are in several blocks are merged in at least fp32. Rows of no block
+    get out 0 and lse -inf.
     """
     backend = _backend(q, softcap)
     runs = runs_of(blocks, backend.documents) if q.shape[1] else ()
-    # one run of all rows: the kernel's results are returned as they are
+    # one kernel call computes all rows: its results are returned without a copy into ``out``
     if len(runs) == 1 and runs[0].queries == slice(0, q.shape[0]):
         part, part_lse = _forward(backend, q, k, v, runs[0])
         return part.contiguous(), part_lse.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=wide(q))
-    # Rows of one run are written once; those of several are merged, in a Partial for each interval
-    # of them.
-    covered, shared_rows = _touched(runs)
+    # Rows that only one run computes are written to ``out``; those of several runs are merged, in
+    # one Partial for each interval of such rows.
+    covered, shared_rows = _covered_and_shared(runs)
     partials = [Partial(q[begin:end]) for begin, end in shared_rows]
     for run in runs:
         part, part_lse = _forward(backend, q, k, v, run)
@@ -159,9 +160,13 @@ class Partial:
 
     def __init__(self, q: torch.Tensor) -> None:
         """Start with no keys, for queries like ``q`` [Q, N, D]."""
-        self._like, self._touched, self._held = q, MarkedRows(), 0
+        self._like = q  # gives shape, type and device
+        # on a CPU: the merged (out, lse), and the rows of them that have a result
         self._sums: Pair | None = None
+        self._touched = MarkedRows()
+        # on a device: the results that are not merged yet, and how many rows they have together
         self._parts: list[_Result] = []
+        self._held = 0
 
     def add(
         self,
@@ -190,8 +195,9 @@ class Partial:
             self._join()
 
     def _join(self) -> None:
-        """Replace all held results by one for each segment of rows between their borders, whose out
-        is in at least fp32."""
+        """Merge the held results, in at least fp32, so that each row is held once and their memory
+        stays bounded. One result is left for each segment of rows, cut where a held result begins
+        or ends."""
         joined_out, joined_lse = self._new(wide(self._like))
         self._write(joined_out, joined_lse)
         spans = [(part.start, part.start + len(part.out)) for part in self._parts]
@@ -203,7 +209,8 @@ class Partial:
         self._held = len(self._like)
 
     def result(self, dtype: torch.dtype) -> Pair:
-        """(out [Q, N, D] in ``dtype``, lse [N, Q]): 0 and -inf where no key was added."""
+        """(out [Q, N, D] in ``dtype``, lse [N, Q]) over all keys added so far; rows to which no key
+        was added get out 0 and lse -inf."""
         if self._sums is not None and self._sums[0].dtype == dtype:
             out, lse = self._sums
         else:
@@ -216,6 +223,7 @@ class Partial:
         if self._sums is None:
             self._write(out, lse)
             return
+        # ``result`` passes the sums themselves where they have the right type
         if out is not self._sums[0]:
             out.copy_(self._sums[0])
         if lse is not self._sums[1]:
@@ -230,8 +238,8 @@ class Partial:
         return out, self._like.new_empty((heads, rows), dtype=wide(self._like))
 
     def _write(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge the held results into ``out`` [Q, N, D] and ``lse`` [N, Q], which are
-        uninitialised: 0 and -inf where there is none."""
+        """Write the held results, merged, to ``out`` [Q, N, D] and ``lse`` [N, Q], which are
+        uninitialised; rows without a result get 0 and -inf."""
         spans = [(part.start, part.start + len(part.out)) for part in self._parts]
         for begin, end, part_indices in segments(spans, len(self._like)):
             parts = [self._parts[i].rows(begin, end) for i in part_indices]
@@ -299,14 +307,19 @@ def attend_blocks_backward(
     ``fresh_q``: dq is uninitialised and written whole, with 0 in rows of no block; else gradients
     are added to it. ``fresh_kv``: the same of dk and dv.
     """
-    of_q = RowSum(len(dq), total=dq, fresh=fresh_q)
-    of_k, of_v = (RowSum(len(x), total=x, fresh=fresh_kv) for x in (dk, dv))
-    add_gradients(grad, q, k, v, out, lse, blocks, of_q, of_k, of_v)
-    for total, x, fresh in ((of_q, dq, fresh_q), (of_k, dk, fresh_kv), (of_v, dv, fresh_kv)):
+    dq_sum = RowSum(len(dq), total=dq, fresh=fresh_q)
+    dk_sum, dv_sum = (RowSum(len(x), total=x, fresh=fresh_kv) for x in (dk, dv))
+    add_gradients(grad, q, k, v, out, lse, blocks, dq_sum, dk_sum, dv_sum)
+    # where parts were added to dq, dk and dv at once (on a CPU), this only zeroes rows without any
+    for row_sum, target, fresh in (
+        (dq_sum, dq, fresh_q),
+        (dk_sum, dk, fresh_kv),
+        (dv_sum, dv, fresh_kv),
+    ):
         if fresh:
-            total.write(x)
+            row_sum.write(target)
         else:
-            total.add_to(x)
+            row_sum.add_to(target)
 
 
 def add_gradients(
@@ -344,6 +357,7 @@ def _merge(
     """Merge results ``rows`` [q, N, D] with log-sum-exp ``rows_lse`` [N, q] into ``out`` [q, N, D]
     and ``lse`` [N, q], which are over other keys, in place; see [Note: results over some of the
     keys]."""
+    # [q, N, 1]: the share of the softmax that the other keys have
     weight = (rows_lse - lse).sigmoid_().t()[..., None]
     out.lerp_(rows.to(out.dtype), weight)
     torch.logaddexp(lse, rows_lse, out=lse)
@@ -400,7 +414,8 @@ def _forward(
         return backend.forward(
             q[queries], k[keys], v[keys], run.q_lengths, run.k_lengths, run.causal
         )
-    # With ``turned``, the square is causal when rows and columns are read from the end.
+    # A turned block lets row i see the columns from i on: with rows and columns in reverse order it
+    # is causal, which is what kernels can compute.
     out, lse = backend.forward(
         q[queries].flip(0),
         k[keys].flip(0),
@@ -425,14 +440,14 @@ def _backward(
     """(dq, dk, dv) of one run, where all tensors have the rows of the run alone."""
     if not run.turned:
         return backend.backward(grad, q, k, v, out, lse, run.q_lengths, run.k_lengths, run.causal)
-    # as in the forward: causal when read from the end
-    flipped = [x.flip(0) for x in (grad, q, k, v, out)]
+    # as in the forward: in reverse order the block is causal
+    grad, q, k, v, out = (x.flip(0) for x in (grad, q, k, v, out))
     dq, dk, dv = backend.backward(
-        flipped[0],
-        flipped[1],
-        flipped[2],
-        flipped[3],
-        flipped[4],
+        grad,
+        q,
+        k,
+        v,
+        out,
         lse.flip(1),
         run.q_lengths[::-1],
         run.k_lengths[::-1],
@@ -441,7 +456,7 @@ def _backward(
     return dq.flip(0), dk.flip(0), dv.flip(0)
 
 
-def _touched(runs: Sequence[KernelRun]) -> tuple[MarkedRows, MarkedRows]:
+def _covered_and_shared(runs: Sequence[KernelRun]) -> tuple[MarkedRows, MarkedRows]:
     """(query rows of at least one run, query rows of more than one)."""
     covered, shared = MarkedRows(), MarkedRows()
     for run in runs:

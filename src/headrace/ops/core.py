@@ -77,15 +77,16 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """N query heads and G key-value heads: how ``qkv`` is divided. Their scores are bounded where
-    ``softcap`` c is above 0: c tanh(score / c)."""
+    """How the heads of ``qkv`` [t, N + 2 G, D] are divided: N = ``queries`` query heads, then
+    G = ``keys`` keys and as many values. Where ``softcap`` c is above 0, each score s is replaced
+    by c tanh(s / c)."""
 
     queries: int
     keys: int
     softcap: float = 0.0
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of q, k and v."""
+        """Views of q [t, N, D], k and v [t, G, D] in ``qkv`` [t, N + 2 G, D]."""
         q, k, v = qkv.split([self.queries, self.keys, self.keys], dim=1)
         return q, k, v
 
@@ -112,7 +113,7 @@ class PackCore:
         dq, dk, dv = (RowSum(len(qkv), total=view) for view in views)
         qkv_parts, cap = self.heads.split(qkv), self.heads.softcap
         add_gradients(grad, *qkv_parts, out, saved[0], self.blocks, dq, dk, dv, cap)
-        # a kernel's result that is all of a sum is returned as it is, without a copy
+        # where each sum has one part, the kernel's result for all rows, these are returned uncopied
         only_q, only_k, only_v = dq.only(), dk.only(), dv.only()
         if only_q is not None and only_k is not None and only_v is not None:
             return Gradients(q=only_q, k=only_k, v=only_v)
@@ -123,14 +124,15 @@ class PackCore:
 
 def _sum_dtype(qkv: torch.Tensor, blocks: Sequence[Block]) -> torch.dtype:
     """The type for gradients of q, k and v over ``blocks``: that of :func:`sum_dtype` where several
-    blocks add to one row, else that of qkv."""
+    blocks have the same query rows, so that their gradients add up, else that of qkv."""
     starts = {block.q_start for block in blocks}
     return qkv.dtype if len(starts) == len(blocks) else sum_dtype(qkv)
 
 
 def sum_dtype(x: torch.Tensor) -> torch.dtype:
-    """The type in which a gradient like ``x`` is accumulated: a CPU adds to it, so it is wide; a
-    device holds parts, adds them in fp32 and rounds once."""
+    """The type of a tensor in which gradients like ``x`` are accumulated. A CPU adds each part to
+    it, so it is at least fp32; a device adds all parts in fp32 first and writes the rounded sum to
+    it once, so it has the type of x."""
     return wide_dtype(x.dtype) if adds_at_once(x) else x.dtype
 
 
@@ -140,10 +142,11 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def sunk(out: torch.Tensor, saved: Saved, sinks: torch.Tensor) -> tuple[torch.Tensor, Saved]:
-    """The results of attention with a sink: each row's softmax has one more score, which is the
-    same for all rows of a head and has no value, so that all weights shrink. Returns them as a core
-    gives them. The backward of a core is right for them as it is, since all that it knows of the
-    softmax's denominator is the log-sum-exp.
+    """Turn the results of attention without sinks into those with sinks. A sink is one more score s
+    in each row's softmax, the same for all rows of a head and without a value: the weights become
+    e^(score - l'), l' = logaddexp(l, s) with the log-sum-exp l, so out is multiplied by e^(l - l').
+    The backward of a core needs no change, as it takes the softmax's denominator from the
+    log-sum-exp alone.
 
         out      [t, N, D]
         saved    (lse [N, t],)
@@ -151,7 +154,7 @@ def sunk(out: torch.Tensor, saved: Saved, sinks: torch.Tensor) -> tuple[torch.Te
         returns  out [t, N, D], (lse [N, t],)    with the sink
     """
     (lse,) = saved
-    # the log of the softmax's denominator with the sink, and the share of it that the keys keep
+    # the log-sum-exp with the sink [N, t], and the factor [t, N, 1] by which out shrinks
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     share = (lse - total).exp().t()[..., None]
     return (out.to(share.dtype) * share).to(out.dtype), (total,)
@@ -160,17 +163,18 @@ def sunk(out: torch.Tensor, saved: Saved, sinks: torch.Tensor) -> tuple[torch.Te
 def sink_gradient(
     grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """This rank's part of the gradient of ``sinks`` [N], summed over its rows: grad, that of out,
-    and out [t, N, D], lse [N, t], both with the sink."""
-    # A sink has weight e^(s - lse) and no value: its gradient is -weight (do . o), summed over
-    # rows.
+    """This rank's part [N] of the gradient of ``sinks`` [N], summed over its rows. ``grad`` is the
+    gradient of out; ``out`` [t, N, D] and ``lse`` [N, t] are the results with sinks."""
+    # The softmax's backward is ds = p (dp - do . o): here p = e^(s - lse) is the sink's weight, and
+    # dp = 0, as a sink has no value.
     weight = (sinks.to(lse.dtype)[:, None] - lse).exp()
     do_dot_o = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t()
     return -(weight * do_dot_o).sum(1)
 
 
 def attended(core: Core, qkv: torch.Tensor | Turned) -> torch.Tensor:
-    """Attention over ``qkv``: heads [t, N, D]. Saves qkv, the result and what the core needs."""
+    """Attention of ``core`` over ``qkv`` [t, N + 2 G, D] under autograd: out [t, N, D]. Saves qkv,
+    out and what the core needs for its backward."""
     if isinstance(qkv, Turned):
         return _AttendedTurned.apply(qkv.token, core, qkv)  # type: ignore[no-any-return]
     return _Attended.apply(qkv, core)  # type: ignore[no-any-return]
@@ -199,8 +203,8 @@ class _AttendedTurned(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, core: Core, turned: Turned) -> torch.Tensor:
-        """The heads of attention over ``turned.qkv``, which autograd does not see: it follows the
-        empty ``token``."""
+        """Attention over ``turned.qkv``: out [t, N, D]. Autograd sees the empty ``token`` as the
+        input in the place of qkv, so it runs the projection's backward after this one's."""
         out, saved = core.forward(turned.qkv)
         ctx.save_for_backward(turned.qkv, out, *saved)
         ctx.rest = (core, turned.grads)
@@ -208,8 +212,8 @@ class _AttendedTurned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        """Put the gradients of q, k and v into the list that the projection reads; the token that
-        autograd follows has none."""
+        """Append the gradients of q, k and v to ``turned.grads``, from which the projection's
+        backward takes them; the gradient of the token is empty."""
         qkv, out, *saved = ctx.saved_tensors
         core, grads = ctx.rest
         parts = core.backward(grad, qkv, out, tuple(saved))
@@ -234,8 +238,8 @@ class _AttendedAgain(torch.autograd.Function):
     def forward(
         ctx: Any, core: Core, project: Any, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The heads of attention over x [t, h], keeping x and not q, k and v; and x, for a residual
-        sum."""
+        """(out [t, N, D] of attention over the projections of x [t, h], x for a residual sum);
+        keeps x and not q, k and v."""
         with torch.no_grad():
             turned, _ = project(x)
         out, saved = core.forward(turned.qkv)
@@ -246,22 +250,23 @@ class _AttendedAgain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, passed: torch.Tensor | None) -> Any:  # type: ignore[override]
-        """Project x again, and take the gradient of x through attention and projection; ``passed``
-        is that of the residual sum."""
+        """The gradient of x: projects x again and goes back through attention and projection.
+        ``grad`` is the gradient of out, None where nothing used it; ``passed`` that of the second
+        result, x."""
         if grad is None:
             return None, None, passed
         x, out, *saved = ctx.saved_tensors
         core, project = ctx.rest
         leaf = x.detach().requires_grad_()
         with torch.enable_grad():
-            turned, again = project(leaf)
+            turned, x_again = project(leaf)
         parts = core.backward(grad, turned.qkv, out, tuple(saved))
         turned.grads.append((parts.q, parts.k, parts.v))
         # The token carries no values: it has autograd run the projection's backward, which takes
         # the gradients from ``turned.grads``.
         results, grads = [turned.token], [grad.new_empty(0)]
         if passed is not None:
-            results, grads = [*results, again], [*grads, passed]
-        del parts, turned
+            results, grads = [*results, x_again], [*grads, passed]
+        del parts, turned  # frees memory before the projection's backward
         torch.autograd.backward(results, grads)
         return None, None, leaf.grad

@@ -32,7 +32,8 @@ _Sizes = tuple[int, ...]
 """Places of a sharded dim on each rank, in rank order."""
 
 _MESSAGE = struct.Struct("=q24s")
-"""The places of the sharded dim on one rank, and a digest of what the rank was called with."""
+"""The places of the sharded dim on one rank, and a digest of what the rank was called with: 32
+bytes, which are sent as four int64."""
 
 
 def split(
@@ -119,11 +120,15 @@ def switch(
         dims = (from_dim, to_dim)
         given = _sizes_by_rank("switch", x, dims, group, given, (wanted,), compare=compare)
         if torch.compiler.is_compiling():
-            own, other = switched_dims(x, from_dim, to_dim)
-            own_sizes = list(shard_sizes(x, own, group, given))
-            other_sizes = list(whole_sizes(x, other, group, wanted))
+            sharded, whole = switched_dims(x, from_dim, to_dim)
             return traced_switch(
-                x, own, other, own_sizes, other_sizes, _handle(group), dist.get_rank(group)
+                x,
+                sharded,
+                whole,
+                list(shard_sizes(x, sharded, group, given)),
+                list(whole_sizes(x, whole, group, wanted)),
+                _handle(group),
+                dist.get_rank(group),
             )
     return switch_shards(x, from_dim, to_dim, group, sizes=given, to_sizes=wanted)
 
@@ -164,9 +169,9 @@ def gather(
     if group is not None:
         given = _sizes_by_rank("gather", x, (dim,), group, given, (), compare=compare)
         if torch.compiler.is_compiling():
-            at = dim_of(x, dim)
-            full = list(shard_sizes(x, at, group, given))
-            return traced_gather(x, at, full, _handle(group), dist.get_rank(group))
+            sharded = dim_of(x, dim)
+            sizes_by_rank = list(shard_sizes(x, sharded, group, given))
+            return traced_gather(x, sharded, sizes_by_rank, _handle(group), dist.get_rank(group))
     return gather_shards(x, dim, group, sizes=given)
 
 
@@ -205,16 +210,16 @@ def _sizes_by_rank(
     dims: tuple[int, ...],
     group: dist.ProcessGroup,
     sizes: _Sizes | None,
-    more: tuple[_Sizes | None, ...],
+    other_sizes: tuple[_Sizes | None, ...],
     *,
     compare: bool,
 ) -> _Sizes:
     """The places of the sharded dim, the first of ``dims``, on each rank: as given in ``sizes``, or
-    as the ranks tell each other where they ``compare``. ``more`` are other sizes of the call, which
-    are only compared. Raises SpecError where sizes are neither given nor compared, and what
-    :func:`_compared_sizes` does."""
+    as the ranks tell each other where they ``compare``. ``other_sizes`` are those given for other
+    dims, which are only compared. Raises SpecError where sizes are neither given nor compared, and
+    what :func:`_compared_sizes` does."""
     if compare:
-        return _compared_sizes(name, x, dims, dims[0], group, (sizes, *more))
+        return _compared_sizes(name, x, dims, dims[0], group, (sizes, *other_sizes))
     if sizes is None:
         raise SpecError(
             f"sizes of {name}",
@@ -236,12 +241,12 @@ def _compared_sizes(
     group: dist.ProcessGroup,
     sizes: tuple[_Sizes | None, ...],
 ) -> _Sizes:
-    """Compare a call of the primitive ``name`` over the ranks of ``group``; returns the places of
-    the dim ``sharded`` on each rank (zeros for None: no dim of x is sharded). ``sizes`` are those
-    given in the call, of the sharded dim first. Raises PlanMismatch on all ranks where their calls
-    differ, and SpecError where the sharded dim has other sizes than given. All else that an
-    operator refuses follows from what is compared, so that no rank waits for one that has refused.
-    Collective."""
+    """Compare how all ranks of ``group`` called the primitive ``name``; returns the places of the
+    dim ``sharded`` on each rank (zeros for None: no dim of x is sharded). ``sizes`` are those given
+    in the call, of the sharded dim first. Raises PlanMismatch on all ranks where their calls
+    differ, and SpecError where the sharded dim has other sizes than given. Whatever else the
+    primitive refuses later depends only on what is compared here: then all ranks refuse it, and
+    none waits for another. Collective."""
     own_places = 0
     shape: list[Any] = list(x.shape)
     if sharded is not None and -x.dim() <= sharded < x.dim():
@@ -267,12 +272,13 @@ def _exchange(
     own_places: int, text: str, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[int, ...]:
     """Gather ``own_places`` of all ranks, in rank order. Raises PlanMismatch on all ranks where
-    their ``text``, which describes the call, differs. One message from a rank has both: the places,
-    and a digest of the text. Collective."""
+    their ``text``, which describes the call, differs. Each rank sends its places and a digest of
+    its text in one message, and the text itself only where digests differ. Collective."""
     digest = hashlib.sha256(text.encode()).digest()
     message = torch.frombuffer(bytearray(_MESSAGE.pack(own_places, digest[:24])), dtype=torch.int64)
     ranks = dist.get_world_size(group)
     rows = all_gather_rows(message[None].to(device), [1] * ranks, group).tolist()
+    # a row is the places of a rank and, in three numbers, its digest
     if all(row[1:] == rows[0][1:] for row in rows):
         return tuple(row[0] for row in rows)
     texts = [payload.decode() for payload in gather_bytes(text.encode(), group, device=device)]
@@ -286,7 +292,7 @@ def _exchange(
 
 
 def _handle(group: dist.ProcessGroup) -> int:
-    """The number under which traced graphs find a group."""
+    """The number that stands for a group in traced graphs, whose operators take no groups."""
     return _handle_of_name(group.group_name)
 
 

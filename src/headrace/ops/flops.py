@@ -26,19 +26,21 @@ __all__ = ["ATTENTION", "FLOPS", "flop_counter"]
 
 
 def flop_counter() -> FlopCounterMode:
-    """torch's counter, silent, that counts attention and products added in place right."""
+    """torch's counter of FLOPs, with the formulas of ``FLOPS`` in place of its own for attention
+    and for products that are added to a tensor; it prints nothing."""
     return FlopCounterMode(display=False, custom_mapping=dict(FLOPS))
 
 
 @dataclass(frozen=True, slots=True)
 class _Formula:
-    """``count`` of an operator's tensors, in the form that torch's counter takes. Without
-    ``_get_raw`` it would pass their shapes alone."""
+    """A function ``count`` from an operator's arguments to its FLOPs, in the form that torch's
+    counter takes. ``_get_raw`` has the counter pass tensors, where it would pass their shapes."""
 
     count: Callable[..., int]
     _get_raw: ClassVar[bool] = True
 
     def __call__(self, *args: Any, out_val: Any = None, **rest: Any) -> int:
+        """The FLOPs of a call with these arguments; its result ``out_val`` is not needed."""
         return self.count(*args, **rest)
 
 
@@ -180,7 +182,8 @@ def _scores(rows: int, columns: int, causal: bool) -> int:
     those up to the diagonal, which begins at the first row and column."""
     if not causal:
         return rows * columns
-    # the triangle with its diagonal, and whole rows below it where there are more rows than columns
+    # Row i sees columns 0..i: a triangle with its diagonal, and where there are more rows than
+    # columns the rows below it, which see all columns.
     corner = min(rows, columns)
     return corner * (corner + 1) // 2 + (rows - corner) * columns
 

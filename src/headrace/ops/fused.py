@@ -40,8 +40,8 @@ _LIBRARY = torch.library.Library("headrace", "FRAGMENT")
 class Fused:
     """A pure function of tensors that is called as the function is. ``kernels`` is how many kernels
     a device runs for it: sums over tokens take more than one. ``plain`` is what a CPU runs, by
-    default the function itself; ``written`` its Triton kernel, None before the first call on a
-    device, and where there is none."""
+    default the function itself; ``written`` is its hand-written Triton kernel, None where there is
+    none, where it has failed, and before the first call on a device."""
 
     def __init__(
         self,
@@ -57,9 +57,10 @@ class Fused:
         self._plain = plain or function
         self._compiled: Callable[..., Any] | None = None
         self.written: Callable[..., Any] | None = None
-        self._looked = False
+        self._searched = False  # whether ``written`` has been looked up
         _LIBRARY.define(schema)
         _LIBRARY.impl(self.name, self._on_device, "CUDA")
+        # tensors without contents: the function itself gives the results' shapes
         _LIBRARY.impl(self.name, function, "Meta")
         self.operator: Callable[..., Any] = getattr(torch.ops.headrace, self.name).default
 
@@ -77,12 +78,13 @@ class Fused:
     def _on_device(self, *args: Any) -> Any:
         """Run the Triton kernel that was written for the function, or where there is none the
         compiled function. A kernel that fails is not tried again."""
-        if not self._looked:
-            self._looked, self.written = True, _written_kernel(self.name)
+        if not self._searched:
+            self._searched, self.written = True, _written_kernel(self.name)
         if self.written is not None:
             try:
                 return self.written(*args)
             except Exception as error:  # whatever Triton, its compiler and the driver raise
+                # says nothing about the kernel, which may succeed with more memory
                 if _lacked_memory(error):
                     raise
                 self.written = None
@@ -94,14 +96,15 @@ class Fused:
         operators from then on, with a warning."""
         if self._compiled is None:
             self._compiled = torch.compile(self.function, dynamic=True, fullgraph=True)
-        # compiling has failed before: see below
+        # an earlier call could not compile it: see the end of this method
         if self._compiled is self.function:
             return self.function(*args)
         try:
             try:
                 return self._compiled(*args)
             except torch._dynamo.exc.FailOnRecompileLimitHit:  # noqa: SLF001
-                # Sizes that happen to be the same, or 1, are compiled for apart: there may be many.
+                # torch compiles again for sizes that are 1 or equal each other: one function needs
+                # more graphs than torch allows by default.
                 with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):  # noqa: SLF001
                     return self._compiled(*args)
         except (
@@ -109,7 +112,7 @@ class Fused:
             torch._dynamo.exc.FailOnRecompileLimitHit,  # noqa: SLF001
         ) as error:
             if _lacked_memory(error):
-                # One who runs it again with more memory may compile it.
+                # Compiling may succeed in a later call, with more memory.
                 raise torch.OutOfMemoryError(f"out of memory: compiling {self.name}") from error
             self._compiled = self.function
             self._warn("plain operators", error)
@@ -131,6 +134,7 @@ def _lacked_memory(error: BaseException) -> bool:
             return True
         if "out of memory" in str(current).lower():
             return True
+        # torch's compiler wraps the original error as ``inner_exception``
         current = getattr(current, "inner_exception", None) or current.__cause__
     return False
 
@@ -147,9 +151,10 @@ def _written_kernel(name: str) -> Callable[..., Any] | None:
 def fused(
     schema: str, *, kernels: int = 1, plain: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], Fused]:
-    """Decorator that makes a :class:`Fused` of a function of tensors, with the same ``kernels`` and
-    ``plain``, and lists it in ``FUSED``; ``schema`` is the operator's name and signature as torch
-    writes them."""
+    """Decorator that makes a :class:`Fused` of a pure function of tensors, listed in ``FUSED``.
+
+    ``schema`` is the operator's name and signature in torch's syntax; ``kernels`` and ``plain`` are
+    those of the class."""
 
     def make(function: Callable[..., Any]) -> Fused:
         operator = Fused(function, schema, kernels, plain)
@@ -160,11 +165,13 @@ def fused(
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """x in the type in which sums are taken: fp64 as it is, all else in fp32."""
+    """x in the type in which sums are taken: fp64 stays, all else becomes fp32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 _MOST_KEPT = 256
+"""Most tensors that :func:`kept` caches."""
+
 _made: dict[Hashable, torch.Tensor] = {}
 """The tensors that :func:`kept` has cached, by key."""
 
@@ -193,8 +200,8 @@ def kept(key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def to_device(x: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """Copy a tensor in host memory to ``device``; the host waits for no work issued there before.
-    One that is on a device already is moved where it is another."""
+    """x on ``device``. A copy from host memory to a GPU goes through pinned memory, so that the
+    host does not wait for work that was issued there before."""
     if (
         x.device.type == "cpu"
         and torch.device(device).type == "cuda"

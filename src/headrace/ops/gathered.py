@@ -43,9 +43,12 @@ __all__ = ["GatheredCore"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredCore:
-    """``sizes[r]`` tokens are on rank r; ``blocks`` are the scores of the local queries with the
+    """Attention of local queries over the keys and values of all ranks, which are gathered.
+
+    ``sizes[r]`` tokens are on rank r; ``blocks`` are the scores of the local queries with the
     tokens of the whole pack. ``order`` [T] is the index of each row of the pack among the gathered
-    rows, ``back`` [T] the inverse; None where gathered rows are in order."""
+    rows, which lie one rank after the other, ``back`` [T] the inverse; both are None where gathered
+    rows are in the order of the pack."""
 
     heads: Heads
     sizes: Sequence[int]
@@ -56,7 +59,7 @@ class GatheredCore:
 
     def forward(self, qkv: torch.Tensor) -> tuple[torch.Tensor, Saved]:
         """(out [t, N, D], (lse [N, t],))."""
-        kv_heads, kv = self.heads.keys, self._gather(qkv)
+        kv_heads, kv = self.heads.keys, self._gather_kv(qkv)
         q = qkv[:, : self.heads.queries]
         out, lse = attend_blocks(
             q, kv[:, :kv_heads], kv[:, kv_heads:], self.blocks, self.heads.softcap
@@ -67,7 +70,7 @@ class GatheredCore:
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
     ) -> Gradients:
         """The gradients of qkv; gathers keys and values again."""
-        queries, kv_heads, kv = self.heads.queries, self.heads.keys, self._gather(qkv)
+        queries, kv_heads, kv = self.heads.queries, self.heads.keys, self._gather_kv(qkv)
         dqkv = torch.empty_like(qkv, dtype=sum_dtype(qkv))
         dq_rows, dkv_own = dqkv[:, :queries], dqkv[:, queries:]
         dkv = torch.empty_like(kv, dtype=dqkv.dtype)
@@ -88,7 +91,7 @@ class GatheredCore:
         )
         del kv
         dq.write(dq_rows)
-        sent = self._rows_of_ranks(dkv, dk, dv)
+        sent = self._in_rank_order(dkv, dk, dv)
         del dkv, dk, dv
         # the sum over ranks of this rank's rows goes right into ``dqkv``
         reduce_scatter_rows(
@@ -96,25 +99,26 @@ class GatheredCore:
         )
         return Gradients.of(dqkv.to(qkv.dtype), self.heads)
 
-    def _rows_of_ranks(self, dkv: torch.Tensor, dk: RowSum, dv: RowSum) -> torch.Tensor:
-        """The gradients of all gathered rows [T, 2 G, D], in rank order, from the sums ``dk`` and
-        ``dv`` in pack order. ``dkv`` is a buffer for them; where sums are added at once it is what
-        they were added to, in pack order."""
+    def _in_rank_order(self, dkv: torch.Tensor, dk: RowSum, dv: RowSum) -> torch.Tensor:
+        """The gradients of all keys and values [T, 2 G, D], with rows in rank order, from the sums
+        ``dk`` and ``dv``, whose rows are in pack order. ``dkv`` [T, 2 G, D] is the tensor to which
+        a CPU has added all parts already, and on a device a buffer for the result."""
         kv_heads = self.heads.keys
-        # sums that are in ``dkv`` already stay in pack order, others are written in rank order
+        # a CPU's sums stay where they are, in pack order; a device's are written in rank order
         rank_rows = None if adds_at_once(dkv) else self.order
         dk.write(dkv[:, :kv_heads], rank_rows)
         dv.write(dkv[:, kv_heads:], rank_rows)
-        # written in rank order, or both orders are the same
+        # the rows are in rank order now, or both orders are the same
         if rank_rows is self.order or self.back is None:
             return dkv
         return dkv.index_select(0, self.back)
 
-    def _gather(self, qkv: torch.Tensor) -> torch.Tensor:
+    def _gather_kv(self, qkv: torch.Tensor) -> torch.Tensor:
         """The keys and values [T, 2 G, D] of all ranks, in the order of the pack."""
         kv = qkv[:, self.heads.queries :]
         if self.order is None or self.group is None:
             return all_gather_rows(kv, self.sizes, self.group)
+        # on a CPU, and where sizes are equal or differ by more than one
         if adds_at_once(kv) or max(self.sizes) - min(self.sizes) != 1:
             return all_gather_rows(kv, self.sizes, self.group).index_select(0, self.order)
         # Sizes differ by one, on a device, where gathers are padded to equal sizes: one selection
@@ -125,8 +129,8 @@ class GatheredCore:
 
 
 def _padded_index(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """[T]: where the rows of each rank, one after the other, are in a gather that is padded to
-    max(sizes) rows per rank."""
+    """[T]: the index of each row, in rank order, among gathered rows that are padded to max(sizes)
+    rows per rank."""
 
     def make() -> torch.Tensor:
         rows = [torch.arange(size) + rank * max(sizes) for rank, size in enumerate(sizes)]

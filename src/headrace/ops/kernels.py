@@ -36,7 +36,7 @@ class Backend(Protocol):
 
     @property
     def documents(self) -> int:
-        """Most documents of one call."""
+        """The most documents that one call of ``forward`` or ``backward`` takes."""
 
     def supports(self, q: torch.Tensor) -> bool:
         """Whether tensors like ``q`` can be handled."""
@@ -114,7 +114,7 @@ class CpuFlash:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Scores in plain operators, some rows of queries at a time: right on any device, slow.
+    """Attention in plain operators, some rows of queries at a time: right on any device, but slow.
 
     ``softcap`` c above 0 bounds scores: c tanh(score / c), as Gemma 2 has them.
     """

@@ -72,9 +72,9 @@ class CudaFlash:
             *_starts(q_lengths, k_lengths, q.device),
             max(q_lengths),
             max(k_lengths),
-            0.0,
+            0.0,  # no dropout
             causal,
-            False,
+            False,  # no debug mask
         )
         return out, lse
 
@@ -93,7 +93,8 @@ class CudaFlash:
         """(dq, dk, dv) of a run of documents, in the shapes of q, k, v."""
         # The kernel reads lse and grad by address, so they are contiguous.
         unread = _unread((2,), torch.uint64, q.device)
-        _ = _workspace(q, k, len(q_lengths)) if q.is_meta else ()  # alive until the end
+        # where tensors have no contents, what the kernel would allocate, alive until this returns
+        _ = _workspace(q, k, len(q_lengths)) if q.is_meta else ()
         with _deterministic():
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
                 grad.contiguous(),
@@ -105,7 +106,7 @@ class CudaFlash:
                 *_starts(q_lengths, k_lengths, q.device),
                 max(q_lengths),
                 max(k_lengths),
-                0.0,
+                0.0,  # no dropout
                 causal,
                 unread,
                 unread,
@@ -149,13 +150,13 @@ class CudaEfficient:
             dense(q)[None],
             dense(spread(k, q))[None],
             dense(spread(v, q))[None],
-            None,
+            None,  # no bias
             *_starts(q_lengths, k_lengths, q.device),
             max(q_lengths),
             max(k_lengths),
-            0.0,
+            0.0,  # no dropout
             int(causal),
-            True,
+            True,  # also returns the log-sum-exp
         )
         # lse is [documents, N, padded length]: keep the rows that are tokens
         rows = lse.transpose(0, 1).reshape(q.shape[1], -1)
@@ -180,24 +181,24 @@ class CudaEfficient:
         rows.index_copy_(1, _padded_index(q_lengths, width, q.device), lse)
         padded = rows.view(q.shape[1], len(q_lengths), width).transpose(0, 1).contiguous()
         unread = _unread((), torch.int64, q.device)
-        # Of out the kernel asks only some strides and takes the others as those of a dense tensor.
+        # ``out`` is contiguous: the kernel reads only some of its strides and assumes the others.
         with _deterministic():
             dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
                 grad.contiguous()[None],
                 dense(q)[None],
                 dense(spread(k, q))[None],
                 dense(spread(v, q))[None],
-                None,
+                None,  # no bias
                 out.contiguous()[None],
                 *_starts(q_lengths, k_lengths, q.device),
                 max(q_lengths),
                 max(k_lengths),
                 padded,
-                0.0,
+                0.0,  # no dropout
                 unread,
                 unread,
                 int(causal),
-                False,
+                False,  # a bias needs no gradient
             )
         return dq[0], fold(dk[0], k), fold(dv[0], v)
 
@@ -221,10 +222,10 @@ def take_newest_flash() -> str:
 
 
 def _workspace(q: torch.Tensor, k: torch.Tensor, documents: int) -> tuple[torch.Tensor, ...]:
-    """Tensors like those that FlashAttention 2 allocates within its backward of q [Q, N, D] and k
-    [K, G, D], so that their bytes are counted where tensors have no contents: sums of dq in fp32,
-    padded for each document, a number for each row of them, and dk and dv of every query head where
-    query heads share keys."""
+    """Tensors of the sizes that FlashAttention 2 allocates within its backward of q [Q, N, D] and k
+    [K, G, D], so that peak memory is right where tensors have no contents: sums of dq in fp32,
+    padded for each document; one number for each row and head of them; and dk and dv of every query
+    head where query heads share keys."""
     padded_tokens, (heads, features) = len(q) + _TILE * documents, q.shape[1:]
     # features are padded to a multiple of 32
     dq_sums = q.new_empty((padded_tokens, heads, -(-features // 32) * 32), dtype=torch.float32)
@@ -236,8 +237,9 @@ def _workspace(q: torch.Tensor, k: torch.Tensor, documents: int) -> tuple[torch.
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Context in which attention adds in one order, where deterministic kernels are asked for:
-    torch's backward does so only where operators without such a kernel are errors, not warnings."""
+    """Context in which the backward of attention is deterministic where the user asked torch for
+    deterministic algorithms. With ``warn_only`` torch would run kernels that add in any order, so
+    that setting is off inside."""
     warns = (
         torch.are_deterministic_algorithms_enabled()
         and torch.is_deterministic_algorithms_warn_only_enabled()
@@ -253,7 +255,7 @@ def _deterministic() -> Iterator[None]:
 
 @contextmanager
 def flash_as_before() -> Iterator[None]:
-    """Context after which torch runs the FlashAttention that it ran before."""
+    """Context at whose end a FlashAttention that was activated inside is deactivated again."""
     attention = torch.nn.attention
     current_implementation = attention.current_flash_attention_impl
     before = current_implementation()

@@ -38,7 +38,8 @@ def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add left^T right to ``sums`` [rows, columns], which may be wider."""
+    """Add left^T right to ``sums`` [rows, columns] in place; ``left`` [T, rows] and ``right``
+    [T, columns] may be of a narrower type. A CPU then rounds the product to that type first."""
     if left.dtype == sums.dtype:
         sums.addmm_(left.t(), right)
     elif left.device.type == "cpu":
@@ -48,8 +49,8 @@ def add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> 
 
 
 def add_wide_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """As :func:`add_product`, but without a rounding on a CPU, too: the factors are widened
-    there."""
+    """As :func:`add_product`, but the product is not rounded to the type of its factors on a CPU
+    either: the factors are widened first."""
     if left.device.type == "cpu":
         sums.addmm_(left.t().to(sums.dtype), right.to(sums.dtype))
     else:
@@ -68,8 +69,9 @@ class WeightSource(Protocol):
         """All rows of the weight; may communicate."""
 
     def sums(self) -> torch.Tensor:
-        """A wide tensor of all rows to add partial gradients to, before :meth:`add` takes it:
-        zeros, or the partial sum itself where it is local."""
+        """A tensor of all rows, in at least fp32, for a caller to add partial gradients to and then
+        give to :meth:`add`: zeros, or the sum of gradients itself where this rank holds all of
+        it."""
 
     def add(self, grad: torch.Tensor) -> None:
         """Add a partial gradient of all rows, this rank's part of a sum; may communicate."""

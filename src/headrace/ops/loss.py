@@ -30,7 +30,7 @@ def logits_of(x: torch.Tensor, matrix: torch.Tensor, offset: torch.Tensor | None
 
 
 def label_terms(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two terms of each token's loss, normal - picked, in at least fp32.
+    """The two terms of each token's cross-entropy, normal - picked, in at least fp32.
 
     logits   [T, V]   z; V may be 0
     labels   [T]      int64; negative for none
@@ -82,7 +82,7 @@ def _plain_logits_gradient(
 def _cross_entropy_backward(
     logits: torch.Tensor, labels: torch.Tensor, normal: torch.Tensor, factor: torch.Tensor
 ) -> torch.Tensor:
-    """As :func:`_plain_logits_gradient`, but in new memory, so that it can be compiled."""
+    """As :func:`_plain_logits_gradient`, without writes in place, so that it can be compiled."""
     words = torch.arange(logits.shape[1], device=logits.device)
     softmax = (widened(logits) - normal[:, None]).exp()
     dz = (softmax - (words == labels[:, None]).to(softmax.dtype)) * factor[:, None]
@@ -135,7 +135,7 @@ def head_loss(
         dlogits = dlogits.to(x.dtype)
         torch.mm(dlogits, matrix, out=dx[start : start + chunk])
         add_wide_product(weight_grad, dlogits, rows)
-        del dlogits  # before the next chunk has its own
+        del dlogits  # before those of the next chunk are allocated
     weight.add(weight_grad)
     if bias is not None:
         bias.add(bias_grad)

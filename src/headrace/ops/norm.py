@@ -131,6 +131,7 @@ class _Normalised(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """The norm y [T, h] of x [T, h]."""
         y, stats = norm.forward(x)
         ctx.save_for_backward(x, *stats)
         ctx.norm = norm
@@ -138,6 +139,7 @@ class _Normalised(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """The gradient of x; those of the norm's weights are added to their sums."""
         x, *stats = ctx.saved_tensors
         return ctx.norm.backward(grad, x, tuple(stats)), None
 
@@ -169,8 +171,8 @@ def _rms_backward(
     plus: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx [t, h], dw [h]) of an RMS norm; ``scale`` [t, 1] is one over the root mean square of each
-    token. ``plus`` [t, h] is added to dx. The formula is that of :class:`RMSNorm`, with unit = x
-    r."""
+    token. ``plus`` [t, h], where given, is added to dx. The formula is that of :class:`RMSNorm`:
+    with unit = x r it is dx = r (g - unit mean_h(g unit))."""
     unit, dy = widened(x) * scale, widened(grad)
     dw = (dy * unit).sum(0)
     g = dy * weight
@@ -221,8 +223,8 @@ def _layer_backward(
     plus: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx [t, h], dw [h], db [h]) of a layer norm; ``mean`` and ``scale``, one over the standard
-    deviation, are [t, 1]. ``plus`` [t, h] is added to dx. The formula is that of
-    :class:`LayerNorm`, with unit = u."""
+    deviation, are [t, 1]. ``plus`` [t, h], where given, is added to dx. The formula is that of
+    :class:`LayerNorm`; ``unit`` is its u."""
     unit, dy = (widened(x) - mean).mul_(scale), widened(grad)
     dw, db = (dy * unit).sum(0), dy.sum(0)
     g = dy * weight

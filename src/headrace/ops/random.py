@@ -39,7 +39,8 @@ def dropout(x: torch.Tensor, rate: float, key: DropoutKey, site: int) -> torch.T
         returns   [t, h]
         backward  the same mask and scale
 
-    ``site`` tells the places of a model apart (layer and branch).
+    ``site`` is a number for each place in the model that has a dropout (layer and branch), so that
+    each has masks of its own.
     """
     return x if rate == 0 else _Dropout.apply(x, rate, key, site)  # type: ignore[no-any-return]
 
@@ -49,11 +50,13 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rate: float, key: Any, site: int) -> torch.Tensor:
+        """x [t, h] times mask and scale, neither of which is kept."""
         ctx.rest = (rate, key, site)
         return x * keep_mask(x.shape[1], rate, key, site).to(x.dtype).div_(1 - rate)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """The gradient of x: ``grad`` times the same mask, computed again, and scale."""
         rate, key, site = ctx.rest
         mask = keep_mask(grad.shape[1], rate, key, site)
         return grad * mask.to(grad.dtype).div_(1 - rate), None, None, None
@@ -62,6 +65,8 @@ class _Dropout(torch.autograd.Function):
 def keep_mask(features: int, rate: float, key: DropoutKey, site: int) -> torch.Tensor:
     """Which elements dropout keeps: [t, features] bool, True with probability 1 - rate. The same
     for a token on every rank and in every pack."""
+    # Large odd constants (two of xxHash, and 2^32 over the golden ratio) spread small numbers over
+    # all 32 bits before they are mixed.
     site_key = _splitmix(_splitmix(_splitmix(key.seed) + key.step) + site)
     # mixed in one after the other: both halves of the sample's id, the position, the feature
     low_bits, high_bits = key.samples.to(torch.int32), (key.samples >> 32).to(torch.int32)
@@ -73,7 +78,8 @@ def keep_mask(features: int, rate: float, key: DropoutKey, site: int) -> torch.T
     bits = _mix(
         _mix(token_hash[:, None] + feature_terms) ^ _mix(token_hash + _int32(0x27D4EB2F))[:, None]
     )
-    # bits are uniform int32: this threshold has the share ``rate`` of them below it
+    # Bits are uniform over all int32 values, the share ``rate`` of which is below this threshold;
+    # it is at most the largest int32.
     return bits >= min(round(rate * 2**32) - 2**31, 2**31 - 1)
 
 
@@ -91,7 +97,7 @@ def _splitmix(x: int) -> int:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Hash each int32 value to a pseudo-random int32."""
+    """Hash each int32 value to a pseudo-random int32, by the hash ``lowbias32`` of C. Wellons."""
     # int32 shifts are arithmetic: the mask after each makes them logical.
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D

@@ -13,9 +13,10 @@ __all__ = ["region"]
 def region(fn: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
     """``fn(*inputs)``, keeping only the inputs for the backward.
 
-    ``fn`` must depend on nothing but its inputs and the weights that it asks sources for, whose
-    gradients it hands to them. Dropout is keyed by sample and position, so the second run draws the
-    same. Communication inside is repeated: methods put it outside unless the recompute level says
+    ``fn`` must depend on nothing but its inputs and on weights that it takes from a
+    :class:`headrace.ops.linear.WeightSource`, to which their gradients are added in its backward.
+    Dropout masks depend on sample and position, so the second run draws the same ones.
+    Communication inside ``fn`` is repeated: methods put it outside unless the recompute level says
     otherwise.
     """
     return _Region.apply(fn, *inputs)  # type: ignore[no-any-return]

@@ -33,8 +33,9 @@ __all__ = ["Onto", "Ring", "RingCore"]
 
 
 Onto = Callable[[torch.Tensor | None], torch.Tensor]
-"""Adds this rank's part of the gradient of a rank's rows to the sum [t_s, ...] of the ranks before,
-in place, and returns the sum; given None, it returns its part alone."""
+"""A function that adds this rank's part of the gradient of rank s's rows to a partial sum
+[t_s, ...], which the ranks before have added up, in place, and returns the sum. Given None, as the
+first rank is, it returns this rank's part alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +63,15 @@ class Ring:
         return issue_shift(x, self.sizes[self.source(step + 1)], self.group)
 
     def sums(self, passing: torch.Tensor, attend: Callable[[torch.Tensor, int], Onto]) -> None:
-        """The walk of a backward: each rank's rows travel around the ring, and the sum of their
-        gradient one step behind them, which ends at that rank.
+        """Communicate for a backward: every rank's rows travel around the ring, and the partial sum
+        of their gradient follows one step behind and ends at the rank that holds these rows.
 
         ``passing`` [t_r, ...] are this rank's rows. ``attend(rows, source)`` computes this rank's
         part of the gradient of the ``rows`` of rank ``source``, and returns a function that adds it
-        to the sum once that has arrived, so that kernels need not wait for it. The sum of this
-        rank's own rows is given to the function that ``attend`` returned for them."""
+        to the partial sum once that has arrived, so that kernels need not wait for it. At the end
+        the sum of the other ranks for this rank's own rows (None without other ranks) is given to
+        the function that ``attend`` returned for these rows."""
+        # the queue holds the partial sum that is on its way to this rank
         next_rows, partial_sums = self.onward(passing, 0), list[Arriving]()
         add_own = attend(passing, self.member)
         for step in range(1, self.ranks):
@@ -84,8 +87,8 @@ class Ring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingCore:
-    """Ring attention; ``blocks(s)`` are the scores of the local queries with the tokens of rank
-    s."""
+    """Ring attention with its backward. ``blocks(s)`` are the scores that count between the local
+    queries and the keys of rank s, as row intervals of both."""
 
     heads: Heads
     ring: Ring
@@ -97,7 +100,7 @@ class RingCore:
         partial = Partial(q)
         kv = qkv[:, self.heads.queries :].contiguous()
         for step in range(self.ring.ranks):
-            # sent on before it is used
+            # sent on before the kernels run, so that both overlap
             next_kv = self.ring.onward(kv, step)
             blocks = self.blocks(self.ring.source(step))
             partial.add(q, kv[:, :kv_heads], kv[:, kv_heads:], blocks, self.heads.softcap)
@@ -115,8 +118,9 @@ class RingCore:
         dq = RowSum(len(qkv), total=dq_rows)
 
         def attend(kv: torch.Tensor, source: int) -> Onto:
-            """Add to the gradients of the local queries. Returns a function that adds the gradients
-            of the keys and values of rank ``source`` to the sum that comes round the ring."""
+            """Add to the gradient ``dq`` of the local queries. Returns a function that adds the
+            gradients of the keys and values ``kv`` of rank ``source`` to the partial sum that comes
+            round the ring."""
             sums = _KeySums(kv, kv_heads, dkv_own if source == self.ring.member else None)
             add_gradients(
                 grad,
@@ -139,13 +143,15 @@ class RingCore:
 
 
 class _KeySums:
-    """The gradient of one rank's keys and values ``kv`` [t, 2 G, D] through the scores of this
-    rank's queries: sums ``dk`` and ``dv`` of G heads each. ``own`` [t, 2 G, D] is where the sum
-    over all ranks goes if the keys are this rank's, else None."""
+    """This rank's part of the gradient of one rank's keys and values [t, 2 G, D], the part that
+    comes through its queries: the sums ``dk`` and ``dv`` [t, G, D]. If the keys are this rank's,
+    ``own`` [t, 2 G, D] is the tensor for the gradient summed over all ranks, else None."""
 
     def __init__(self, kv: torch.Tensor, kv_heads: int, own: torch.Tensor | None) -> None:
+        """Empty sums for the keys and values ``kv`` [t, 2 G, D]."""
         # of kv only shape and type are needed: a view of one element keeps them without memory
         self.kv, self.kv_heads, self.own = kv.new_empty(()).expand(kv.shape), kv_heads, own
+        # the parts of ``own`` for keys and values
         self.into = (None, None) if own is None else (own[:, :kv_heads], own[:, kv_heads:])
         self.dk, self.dv = (RowSum(len(kv), total=x) for x in self.into)
 

@@ -1,4 +1,7 @@
-"""Rotary positions, and from KV-group-major rows to heads in order.
+"""Rotary positions, together with sorting the heads of a fused projection.
+
+A fused projection gives, for each KV group, its queries, its key and its value; attention takes all
+queries, then all keys, then all values. One kernel sorts heads and rotates queries and keys.
 
 Shape legend: t tokens of a rank, g KV groups of m query heads, n = g m, D features of a head.
 """
@@ -30,7 +33,8 @@ def rotary_tables(
     """Cosines and sines of the rotate-half convention, angle(i) = position theta^(-2 i / D).
 
     positions  [t]             position of each token in its own document
-    returns    [t, D / 2] each, computed in fp64
+    features   D
+    returns    (cos, sin), [t, D / 2] each, computed in fp64 and rounded to ``dtype``
     """
     exponent = torch.arange(0, features, 2, dtype=torch.float64, device=positions.device)
     angle = torch.outer(positions.double(), theta ** (-exponent / features))
@@ -54,6 +58,7 @@ class _RotateAndSort(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """Rotate and sort qkv [t, g, m + 2, D] to [t, n + 2 g, D]."""
         ctx.groups, ctx.rotation = qkv.shape[1], rotation
         return rotation.turned(qkv)
 
@@ -69,9 +74,10 @@ class _RotateAndSort(torch.autograd.Function):
 class Turned:
     """q, k and v of a projection, sorted and rotated, for one attention: ``qkv`` [t, n + 2 g, D].
 
-    Their gradients go back as three tensors, without being copied into one: the backward of
-    attention appends (dq, dk, dv) to ``grads`` and that of the rotation takes them from there. The
-    graph of autograd in between carries no values: it follows ``token``, which is empty.
+    Their gradients go back as three tensors, which autograd could not do, as qkv is one tensor: the
+    backward of attention appends (dq, dk, dv) to ``grads``, and the backward of the rotation takes
+    them from there. Only the order of these two backwards is left to autograd: ``token`` is an
+    empty tensor that the rotation returns and attention takes as its input.
     """
 
     token: torch.Tensor
@@ -83,6 +89,7 @@ def turned(qkv: torch.Tensor, rotation: Rotation) -> Turned:
     """Rotate and sort as :func:`rotate_and_sort`, for :func:`headrace.ops.core.attended`: the
     gradients of q, k and v come back apart, and are never put into one tensor."""
     made = Turned(token=qkv, qkv=qkv, grads=[])
+    # replaces ``made.qkv``, too
     made.token = _Turn.apply(qkv, rotation, made)
     return made
 
@@ -99,17 +106,19 @@ class _Turn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        """Take the gradients of q, k and v, which attention has left in ``grads``, back to the
-        projection."""
+        """The gradient of the projection's qkv [t, g, m + 2, D], from the gradients of q, k and v
+        that attention's backward has put into ``grads``; ``grad``, that of the token, is empty."""
         rotation, grads = ctx.rest
         return rotation.turned_back(*grads.pop()), None, None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """:func:`rotate_and_sort` without autograd, which may reorder rows, too: ``order`` is (rows,
-    their inverse), each [t], where row i of the result is row ``rows[i]`` of what is given.
-    ``tables`` are the cosines and sines [t, D / 2] of the result's rows."""
+    """:func:`rotate_and_sort` without autograd, which may reorder tokens as well.
+
+    ``tables`` are the cosines and sines [t, D / 2] of the result's rows; None for no rotation.
+    ``order`` is (a permutation of rows, its inverse), each [t]: row i of the result is row
+    ``order[0][i]`` of the input. None keeps the order."""
 
     tables: Pair | None
     order: Pair | None = None
@@ -122,7 +131,8 @@ class Rotation:
         return _rotate_and_sort(qkv, *self.tables, rows)  # type: ignore[no-any-return]
 
     def turned_back(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> torch.Tensor:
-        """The adjoint: dq [t, n, D], dk and dv [t, g, D] to the gradient [t, g, m + 2, D]."""
+        """The adjoint of :meth:`turned`: the gradient of its input [t, g, m + 2, D] from those of q
+        [t, n, D], k and v [t, g, D]."""
         rows = None if self.order is None else self.order[1]
         if self.tables is None:
             return _unsort(*_select_rows((dq, dk, dv), rows))

@@ -106,6 +106,7 @@ class MarkedRows:
         self._stops: list[int] = []
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
+        """The marked intervals [start, stop), in order."""
         return zip(self._starts, self._stops, strict=True)
 
     def index(self, row: int) -> int:
@@ -117,7 +118,8 @@ class MarkedRows:
         return self._starts[index]
 
     def pieces(self, start: int, stop: int) -> list[RowSpan]:
-        """[start, stop) cut at the borders of the marked rows."""
+        """The rows [start, stop), cut where marked rows begin and end; each piece says whether its
+        rows are marked."""
         spans: list[RowSpan] = []
         # the first marked interval that ends behind ``start``
         index = bisect_right(self._stops, start)
@@ -131,7 +133,7 @@ class MarkedRows:
         return spans
 
     def mark(self, start: int, stop: int) -> list[RowSpan]:
-        """Mark [start, stop); returns its pieces as they were before."""
+        """Mark the rows [start, stop); returns :meth:`pieces` of them as it was before."""
         if start < stop and self._stops and start == self._stops[-1]:  # the usual case: extend
             self._stops[-1] = stop
             return [(start, stop, False)]
@@ -164,12 +166,14 @@ class Segment(NamedTuple):
 
 
 def adds_at_once(x: torch.Tensor) -> bool:
-    """Whether parts like ``x`` are added as they come; see [Note: held parts]."""
+    """Whether parts like ``x`` are added as they come, as on a CPU, or held and added at the end;
+    see [Note: held parts]."""
     return x.device.type == "cpu"
 
 
 def segments(spans: Sequence[tuple[int, int]], rows: int) -> list[Segment]:
-    """The rows from 0 to ``rows``, cut where one of ``spans`` [start, stop) begins or ends."""
+    """The rows from 0 to ``rows``, cut where a span begins or ends, each piece with the indices of
+    the spans that contain it; ``spans`` are (start, stop) of several parts."""
     edges = sorted({0, rows, *(edge for span in spans for edge in span)})
     segment_at = {edge: i for i, edge in enumerate(edges)}
     pieces = [Segment(begin, end, []) for begin, end in pairwise(edges)]
@@ -188,11 +192,15 @@ class RowSum:
     def __init__(self, rows: int, *, total: torch.Tensor | None = None, fresh: bool = True) -> None:
         """An empty sum of ``rows`` rows. On a CPU parts are added to ``total`` [rows, ...] at once.
         Where it is ``fresh``, its contents are overwritten; else parts are added to them."""
+        self._rows = rows
+        # on a CPU: the tensor to which parts are added, and the rows of it that have a value
         self._total = total if total is not None and adds_at_once(total) else None
-        self._rows, self._marked, self._held = rows, MarkedRows(), 0
-        self._parts: list[tuple[int, torch.Tensor]] = []
+        self._marked = MarkedRows()
         if not fresh:
             self._marked.mark(0, rows)
+        # else: (first row, part) of each held part, and how many rows they have together
+        self._parts: list[tuple[int, torch.Tensor]] = []
+        self._held = 0
 
     def add(self, start: int, part: torch.Tensor) -> None:
         """Add ``part`` [n, ...] to the rows from ``start`` on."""
@@ -226,7 +234,8 @@ class RowSum:
                 out[start:stop] = parts[0] if parts else 0
 
     def add_to(self, out: torch.Tensor) -> None:
-        """Add the sum to ``out`` [rows, ...]."""
+        """Add the sum of the held parts to ``out`` [rows, ...]; parts added to a ``total`` at once
+        are there already."""
         for start, stop, parts in self._segments():
             if len(parts) > 1:
                 _add_to(out[start:stop], parts)
@@ -234,7 +243,7 @@ class RowSum:
                 out[start:stop].add_(parts[0])
 
     def only(self) -> torch.Tensor | None:
-        """The held part where it is the only one and has all rows, else None."""
+        """The sum without a copy where it is one held part of all rows, else None."""
         if len(self._parts) != 1 or len(self._parts[0][1]) != self._rows:
             return None
         return self._parts[0][1]
@@ -253,9 +262,8 @@ class RowSum:
         ]
 
     def _join(self, like: torch.Tensor) -> None:
-        """Replace all held parts by one for each segment, in at least fp32 where several add up, so
-        that each row is held once. ``like`` is any part: it gives type, device and the shape of a
-        row."""
+        """Add the held parts up, in at least fp32, so that each row is held once and their memory
+        stays bounded. ``like`` is any part: it gives type, device and the shape of a row."""
         joined = list[tuple[int, torch.Tensor]]()
         for start, stop, parts in self._segments():
             if len(parts) > 1:
@@ -268,8 +276,8 @@ class RowSum:
 
 
 def _add(total: torch.Tensor, part: torch.Tensor, pieces: Sequence[RowSpan]) -> None:
-    """Add ``part`` to the rows of ``total`` in ``pieces``, in order. Marked rows hold a value
-    already, to which it is added; to the others it is copied."""
+    """Add ``part`` [n, ...] to the rows of ``total`` that ``pieces`` cover, n rows one after the
+    other. To marked rows, which hold a value already, it is added; to the others it is copied."""
     start = pieces[0][0]
     for begin, end, has_value in pieces:
         rows = part if len(pieces) == 1 else part[begin - start : end - start]
@@ -280,8 +288,8 @@ def _add(total: torch.Tensor, part: torch.Tensor, pieces: Sequence[RowSpan]) -> 
 
 
 def _put_sum(out: torch.Tensor, places: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """Write the sum of parts, each [n, ...], to the rows ``places`` [n] of ``out``; zeros where
-    there are no parts."""
+    """Write the sum of parts, each [n, ...], to the n rows of ``out`` whose indices are ``places``;
+    zeros where there are no parts."""
     if not parts:
         out.index_fill_(0, places, 0)
     elif len(parts) == 1 and parts[0].dtype == out.dtype:
@@ -317,5 +325,5 @@ def _add_to(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
 
 @fused("put_up_(Tensor(a!) out, Tensor places, Tensor[] parts) -> ()")
 def _put_up(out: torch.Tensor, places: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """Write the sum of ``parts`` [n, ...] to the rows ``places`` [n] of ``out``."""
+    """Write the sum of ``parts`` [n, ...] to the n rows of ``out`` whose indices are ``places``."""
     out.index_copy_(0, places, _sum(parts).to(out.dtype))

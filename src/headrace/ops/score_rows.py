@@ -32,8 +32,9 @@ __all__ = ["ScoreRowsCore"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRowsCore:
-    """``blocks(s)`` are the scores of the local queries with the tokens of rank s; the queries of a
-    block are all that this rank has of a document."""
+    """Ring self-attention that keeps the softmax of every row. ``blocks(s)`` are the scores that
+    count between the local queries and the keys of rank s. The queries of a block are all that this
+    rank has of a document, so blocks with the same first query are parts of the same rows."""
 
     heads: Heads
     ring: Ring
@@ -45,7 +46,7 @@ class ScoreRowsCore:
         queries, kv_heads = self.heads.queries, self.heads.keys
         q, wide_type = qkv[:, :queries], wide_dtype(qkv.dtype)
         scores: list[torch.Tensor] = []
-        for keys, source in self._round(qkv[:, queries : queries + kv_heads]):
+        for keys, source in _RingRows(self.ring, qkv[:, queries : queries + kv_heads]):
             scores += [_scores(q, keys, block).to(wide_type) for block in self.blocks(source)]
         # the blocks in the order of the ring, in which scores were computed
         blocks = [b for step in range(self.ring.ranks) for b in self.blocks(self.ring.source(step))]
@@ -53,7 +54,7 @@ class ScoreRowsCore:
         del scores
         out = q.new_zeros(q.shape, dtype=wide_type)
         next_probabilities = iter(probabilities)
-        for values, source in self._round(qkv[:, queries + kv_heads :]):
+        for values, source in _RingRows(self.ring, qkv[:, queries + kv_heads :]):
             for block in self.blocks(source):
                 rows = slice(block.q_start, block.q_stop)
                 out[rows] += _weigh_values(
@@ -74,8 +75,9 @@ class ScoreRowsCore:
         next_probabilities = iter(saved)
 
         def attend(kv: torch.Tensor, source: int) -> Onto:
-            """Add to the gradients of the local queries. Returns a function that adds the gradients
-            of the keys and values of rank ``source`` to the sum that comes round the ring."""
+            """Add to the gradient ``dq`` of the local queries. Returns a function that adds the
+            gradients of the keys and values ``kv`` of rank ``source`` to the partial sum that comes
+            round the ring."""
             dkv_source = (
                 dkv if source == self.ring.member else torch.empty_like(kv, dtype=wide_type)
             )
@@ -99,20 +101,17 @@ class ScoreRowsCore:
         dqkv[:, queries:] = dkv
         return Gradients.of(dqkv.to(qkv.dtype), self.heads)
 
-    def _round(self, x: torch.Tensor) -> _Round:
-        """An iterator over the rows of ``x`` of every rank, as they come round the ring."""
-        return _Round(self.ring, x)
 
-
-class _Round:
-    """Iterates over all ranks' rows of x as they arrive around the ring, each with its source
-    rank."""
+class _RingRows:
+    """Iterator over (rows, their rank): first this rank's rows of ``x``, then those of the other
+    ranks, in the order in which they arrive around the ring."""
 
     def __init__(self, ring: Ring, x: torch.Tensor) -> None:
+        """Start to send this rank's rows ``x`` [t_r, ...] around the ring."""
         self._ring, self._rows, self._step = ring, x.contiguous(), 0
         self._coming = ring.onward(self._rows, 0)
 
-    def __iter__(self) -> _Round:
+    def __iter__(self) -> _RingRows:
         return self
 
     def __next__(self) -> tuple[torch.Tensor, int]:
@@ -142,9 +141,10 @@ def _scores(q: torch.Tensor, keys: torch.Tensor, block: Block) -> torch.Tensor:
 
 
 def _softmax(scores: Sequence[torch.Tensor], blocks: Sequence[Block]) -> list[torch.Tensor]:
-    """The softmax of each row, whose scores lie in several of the ``blocks``: each block's
-    ``scores`` [N, rows, columns] minus the log-sum-exp over all blocks of its rows, exponentiated,
-    in place."""
+    """The softmax of each row, whose scores may lie in several of the ``blocks``, in place:
+    exp(scores - l) for each block's ``scores`` [N, rows, columns], where l is the log-sum-exp over
+    all blocks of these rows."""
+    # l [N, rows, 1] by the blocks' first row, which all blocks of these rows share
     row_lse: dict[int, torch.Tensor] = {}
     for block, block_scores in zip(blocks, scores, strict=True):
         block_lse = block_scores.logsumexp(-1, keepdim=True)

@@ -1,12 +1,16 @@
 """Gather and scatter of the sequence around matrix products, a chunk of tokens at a time.
 
 Shape legend: t_r tokens on rank r of a tensor group of R, T in all, T_c in a chunk, h features, O
-and I features of this rank's shard of a matrix. Rows of whole length T stand in the order of the
-pack.
+and I features of this rank's shard of a matrix; V = (R - 1) / R.
 
-A chunk is the same share of every rank's tokens. The next one is on its way while one is
-multiplied: two chunks of gathered activations are alive and never all of them, where Megatron-LM's
-sequence parallelism holds R local activations in passing.
+A chunk has the same share of every rank's tokens. The next chunk is being gathered while one is
+multiplied, so two chunks of gathered activations are alive and never all of them, where
+Megatron-LM's sequence parallelism holds R local activations at a time. A tensor of all T tokens
+stands in one of three orders:
+
+    rank order    the tokens of rank 0, those of rank 1, ...
+    pack order    as tokens lie in the pack; equals rank order unless ranks hold several pieces
+    chunk order   chunk 0, chunk 1, ..., each in rank order
 
 [Note: map] Chunks go through ``map``, which keeps no reference to one when it asks for the next.
 The variable of a loop or a generator, ``enumerate`` and ``zip`` would keep one, so that three
@@ -40,8 +44,9 @@ __all__ = ["FeedForward", "Spread", "gather_linear", "linear_scatter", "spread_f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How tokens are sharded over a tensor group: ``sizes[r]`` on rank r. ``places`` [T] are the
-    places in the pack of all rows in rank order, None where both orders are equal."""
+    """How tokens are sharded over a tensor group: ``sizes[r]`` on rank r. They are gathered and
+    scattered in ``chunks`` chunks. ``places`` [T] is the index in the pack of each row in rank
+    order; None where rank order is pack order."""
 
     sizes: tuple[int, ...]
     group: dist.ProcessGroup | None
@@ -59,19 +64,20 @@ class Spread:
         return self.sizes[0 if self.group is None else dist.get_rank(self.group)]
 
     def share(self, rank: int, chunk: int) -> slice:
-        """The rows of one rank's tokens that are in a chunk: the same number for every rank if
-        possible; rows that only some ranks have are in the last chunk."""
+        """The rows of one rank's tokens that are in a chunk, counted from the rank's first. Their
+        number is the same for every rank if possible; a row that only some ranks have is in the
+        last chunk."""
         size, least = self.sizes[rank], min(self.sizes)
-        # cut each rank's rows by itself: as evenly as can be
+        # equal sizes, or very different ones: each rank's rows are cut as evenly as possible
         if max(self.sizes) != least + 1:
             return slice(size * chunk // self.chunks, size * (chunk + 1) // self.chunks)
-        # Some ranks have one row more than others: all share the cuts of the smaller size, rounded
-        # up, and the further row is in the last chunk.
+        # Some ranks have one row more than others: all are cut where the smaller size would be cut,
+        # rounded up, and the additional row is in the last chunk.
         start, stop = (-(-least * i // self.chunks) for i in (chunk, chunk + 1))
         return slice(start, size if chunk + 1 == self.chunks else stop)
 
     def mine(self, chunk: int) -> slice:
-        """The rows of this rank's tokens that are in a chunk."""
+        """The rows of this rank's tokens that are in a chunk, counted from the rank's first."""
         return self.share(0 if self.group is None else dist.get_rank(self.group), chunk)
 
     def counts(self, chunk: int) -> list[int]:
@@ -85,7 +91,7 @@ class Spread:
         coming: Arriving | None = self._issue(x, 0)
         for chunk in range(self.chunks):
             assert coming is not None
-            # popped when it is given away, so that this generator does not keep a chunk alive
+            # popped as it is yielded: a variable of this generator would keep the chunk alive
             arrived = [coming.wait()]
             coming = self._issue(x, chunk + 1) if chunk + 1 < self.chunks else None
             yield arrived.pop()
@@ -95,8 +101,8 @@ class Spread:
         return issue_all_gather(x[self.mine(chunk)], self.counts(chunk), self.group)
 
     def take(self, whole: torch.Tensor, chunk: int) -> torch.Tensor:
-        """The rows of a chunk in rank order, taken from ``whole`` [T, ...], which is in the order
-        of the pack."""
+        """The rows of a chunk [T_c, ...], in rank order, taken from ``whole`` [T, ...] in pack
+        order."""
         if self.places is not None:
             places = torch.cat([self.places[rows] for rows in self._slices(chunk)])
             return whole.index_select(0, places)
@@ -105,7 +111,8 @@ class Spread:
         return torch.cat([whole[rows] for rows in self._slices(chunk)])
 
     def put(self, whole: torch.Tensor, chunk: int, rows: torch.Tensor) -> None:
-        """Write the rows of a chunk back to ``whole``: the inverse of :meth:`take`."""
+        """Write the ``rows`` [T_c, ...] of a chunk back to their places in ``whole`` [T, ...]: the
+        inverse of :meth:`take`."""
         if self.places is not None:
             places = torch.cat([self.places[s] for s in self._slices(chunk)])
             whole.index_copy_(0, places, rows)
@@ -119,21 +126,20 @@ class Spread:
             whole[target] = part
 
     def apart(self, whole: torch.Tensor, chunk: int) -> torch.Tensor | None:
-        """The rows of a chunk as a view [R, rows of a rank, ...] of ``whole`` [T, ...], without a
-        copy. None where there is no such view, as sizes differ or rows are in another order, or
-        matrix products would be slow on it."""
+        """What :meth:`take` returns, without a copy: a view [R, rows of a rank, ...] of ``whole``
+        [T, ...]. None where there is no such view, as sizes differ or pack order is not rank order,
+        and where matrix products on it would be slow."""
         if self.places is not None or len(set(self.sizes)) > 1 or not _takes_blocks(whole):
             return None
         return whole.unflatten(0, (len(self.sizes), self.sizes[0]))[:, self.share(0, chunk)]
 
     def rows(self, chunk: int) -> slice:
-        """The rows of a chunk in a tensor of all chunks, one after the other."""
+        """The rows of a chunk in a tensor [T, ...] in chunk order."""
         start = sum(sum(self.counts(before)) for before in range(chunk))
         return slice(start, start + sum(self.counts(chunk)))
 
     def arrival(self) -> np.ndarray:
-        """[T]: for each row in the order in which chunks arrive, its index among the rows in rank
-        order."""
+        """[T]: for each row in chunk order, its index in rank order."""
         parts = [
             np.arange(rows.start, rows.stop)
             for chunk in range(self.chunks)
@@ -147,18 +153,19 @@ class Spread:
         """Reduce-scatter of ``chunks`` [T_c, h] of this rank's partial sums, each sent while the
         next is computed. Returns this rank's rows [t_r, h] of the sum over ranks, plus ``onto``
         [t_r, h] where it is given. ``like`` [t_r, h] gives type and shape."""
+        # before the first chunk there is nothing to wait for
         out, previous = torch.empty_like(like), Arriving.there(like[:0])
         for chunk in range(self.chunks):
             rows, mine = next(chunks), self.mine(chunk)
             previous.wait()  # only now: it was under way while this chunk was computed
-            add = _Into(out[mine], None if onto is None else onto[mine])
+            add = _SumInto(out[mine], None if onto is None else onto[mine])
             previous = issue_reduce_scatter(rows, self.counts(chunk), self.group, add=add)
             del rows
         previous.wait()
         return out
 
     def _slices(self, chunk: int) -> Iterator[slice]:
-        """The slices of a chunk's rows, rank by rank, among the rows in rank order."""
+        """The rows of a chunk in a tensor [T, ...] in rank order: one slice for each rank."""
         start = 0
         for rank, size in enumerate(self.sizes):
             share = self.share(rank, chunk)
@@ -167,14 +174,16 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class _Into:
-    """Sums parts [R, t, h] into ``out`` [t, h], plus ``onto`` [t, h] where it is given."""
+class _SumInto:
+    """Function for a reduce-scatter that sums the parts of all ranks [R, t, h] into ``out`` [t, h],
+    and adds ``onto`` [t, h] where it is given."""
 
     out: torch.Tensor
     onto: torch.Tensor | None
 
     def __call__(self, parts: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks of parts [R, t, h], in ``out``."""
+        """Write the sum over ranks of ``parts`` [R, t, h], plus ``onto``, to ``out``, and return
+        it."""
         if self.onto is None:
             return sum_of_parts(parts, self.out)
         if adds_at_once(parts):
@@ -202,7 +211,7 @@ def gather_linear(
 
         x         [t_r, h]
         weight    [O, h], bias [O]     this rank's rows
-        returns   [T, O], a chunk after the other; x [t_r, h]
+        returns   [T, O] in chunk order; x [t_r, h]
         keeps     x
         backward  X gathered again;  dW += dY^T X;  dx = reduce_scatter(dY W), and what comes back
                   to the second result
@@ -258,6 +267,7 @@ class _GatherLinear(torch.autograd.Function):
             weight.add_product(dy, rows)
             return dy @ matrix
 
+        # ``passed`` is added by the reduce-scatter, or by the norm's backward where there is a norm
         onto = passed if norm is None else None
         dx = spread.scattered(map(part, range(spread.chunks), spread.gathered(y)), y, onto)
         if bias is not None:
@@ -278,8 +288,8 @@ def linear_scatter(
 ) -> torch.Tensor:
     """z = reduce_scatter(Y W) + b with a shard of W's input features, and a residual sum.
 
-    y         [T, I], in the order of the pack where ``in_pack`` says so, else a chunk after
-              the other, as :func:`gather_linear` gives them
+    y         [T, I], in pack order where ``in_pack``, else in chunk order, as
+              :func:`gather_linear` returns it
     weight    [I, h] this rank's rows, bias [h] whole
     onto      [t_r, h], to which z is added; None for z itself
     returns   [t_r, h]
@@ -307,7 +317,7 @@ class _LinearScatter(torch.autograd.Function):
         ctx.save_for_backward(y)
         ctx.rest = (weight, bias, spread, in_pack)
         matrix = weight.rows()
-        # a shape without memory
+        # shape and type of the result, without its memory: one expanded element
         like = y.new_empty(()).expand(spread.own, matrix.shape[1])
 
         def part(chunk: int) -> torch.Tensor:
@@ -336,8 +346,8 @@ class _LinearScatter(torch.autograd.Function):
             weight.add_product(_chunk_rows(y, chunk, spread, in_pack), rows)
             apart = spread.apart(out, chunk) if in_pack else None
             if apart is not None:
-                each = rows.unflatten(0, apart.shape[:2])
-                torch.bmm(each, matrix.t().expand(len(apart), -1, -1), out=apart)
+                rows_by_rank = rows.unflatten(0, apart.shape[:2])
+                torch.bmm(rows_by_rank, matrix.t().expand(len(apart), -1, -1), out=apart)
             elif in_pack:
                 spread.put(out, chunk, rows @ matrix.t())
             else:
@@ -350,8 +360,8 @@ class _LinearScatter(torch.autograd.Function):
 
 
 def _chunk_rows(whole: torch.Tensor, chunk: int, spread: Spread, in_pack: bool) -> torch.Tensor:
-    """The rows of a chunk, in rank order, out of ``whole`` [T, ...]: in the order of the pack where
-    ``in_pack``, else a chunk after the other."""
+    """The rows of a chunk [T_c, ...], in rank order, out of ``whole`` [T, ...], which is in pack
+    order where ``in_pack``, else in chunk order."""
     return spread.take(whole, chunk) if in_pack else whole[spread.rows(chunk)]
 
 
@@ -362,7 +372,7 @@ def _takes_blocks(x: torch.Tensor) -> bool:
 
 
 def _run(steps: Iterator[None]) -> None:
-    """Run all steps of a ``map`` whose results are not needed; see [Note: map]."""
+    """Run all steps of a ``map``, which runs one only when its result, here None, is asked for."""
     for _ in steps:
         pass
 
@@ -388,8 +398,8 @@ def spread_feed_forward(
 
         x         [t_r, h]
         returns   [t_r, h], x [t_r, h]
-        backward  everything but the result again, chunk by chunk, out of the gather that the
-                  gradient of W_in needs anyway: no more is sent than without recompute
+        backward  everything but z is computed again, chunk by chunk, from the gathered norm(x)
+                  that the gradient of W_in needs anyway: no more is sent than without recompute
         sends     2 V T h forward, 3 V T h backward
     """
     return _SpreadFeedForward.apply(x, parts, spread)  # type: ignore[no-any-return]
@@ -438,6 +448,7 @@ class _SpreadFeedForward(torch.autograd.Function):
                 parts.bias_in.add(total(dwide))
             return dwide @ into
 
+        # ``passed`` is added by the reduce-scatter, or by the norm's backward where there is a norm
         onto = passed if parts.norm is None else None
         dx = spread.scattered(map(part, spread.gathered(y), spread.gathered(grad)), y, onto)
         if parts.bias_out is not None:

@@ -54,14 +54,16 @@ __all__ = [
 ]
 
 _Shape = tuple[int, ...]
+"""Sizes of all dims of a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Which of ``total`` places of a dim each rank takes: rank r those in ``of[r]``, in that order.
+    """Which of the ``total`` places (indices) of a dim each rank takes: rank r takes those in
+    ``of[r]``, in that order.
 
-    Lists may overlap: what several ranks take is copied on the way out, and added in rank order on
-    the way back.
+    Lists may overlap, as when several ranks need the same key-value head: such a place is copied to
+    each of these ranks by a switch, and what they return is added in rank order by the switch back.
     """
 
     total: int
@@ -81,7 +83,7 @@ class Columns:
 
     @property
     def in_turn(self) -> bool:
-        """Whether every place is taken once, in the order of the ranks."""
+        """Whether the ranks' places are consecutive ranges, rank after rank, that cover the dim."""
         stops = [0, *(part.stop for part in self.of if isinstance(part, range))]
         # every rank has a range, each begins where the one before ends, and the last ends at
         # ``total``
@@ -101,10 +103,12 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Section:
-    """Places that ranks take in a regular pattern, as they do with heads where several ranks need
-    the same key-value heads. Rank r takes the ``count`` consecutive places from
-    ``start + r // share * count`` on, so that ``share`` neighbouring ranks take the same ones; in
-    the list of its places these are the entries ``at`` to ``at + count - 1``."""
+    """A part of each rank's list of places that follows a regular pattern, so that one strided copy
+    serves all ranks; queries, keys and values are such parts.
+
+    The entries ``at`` to ``at + count - 1`` of the list of rank r are the ``count`` consecutive
+    places from ``start + r // share * count`` on: ``share`` neighbouring ranks take the same ones,
+    as where several ranks need one key-value head."""
 
     at: int
     start: int
@@ -114,22 +118,22 @@ class _Section:
 
 @lru_cache(maxsize=256)
 def _sections(columns: Columns) -> tuple[_Section, ...]:
-    """Sections that together have every place of ``columns``, so that one strided copy for each
-    serves all ranks; none where the places of ranks follow no such pattern."""
+    """Sections that together have every place of ``columns`` once; empty where the lists of places
+    do not follow their pattern."""
     ranks, own_count = len(columns.of), len(columns.of[0])
     if not own_count or any(len(places) != own_count for places in columns.of):
         return ()
     sections = list[_Section]()
     for at, stop in pairwise(_cuts(columns)):
         starts, count = [places[at] for places in columns.of], stop - at
-        # how many ranks, from the first one on, take the same places
+        # how many ranks take the same places as rank 0: the first that differs ends them
         share = next((rank for rank in range(1, ranks) if starts[rank] != starts[0]), ranks)
         if ranks % share or any(
             start != starts[0] + rank // share * count for rank, start in enumerate(starts)
         ):
             return ()
         sections.append(_Section(at=at, start=starts[0], count=count, share=share))
-    # sections that overlap or leave a place out are no cover
+    # no section may overlap another, and no place may be left out
     covered = 0
     for section in sorted(sections, key=lambda section: section.start):
         if section.start != covered:
@@ -139,8 +143,9 @@ def _sections(columns: Columns) -> tuple[_Section, ...]:
 
 
 def _cuts(columns: Columns) -> list[int]:
-    """The indices at which the ranks' equally long lists of places are cut into sections: where for
-    some rank a place does not directly follow the one before. 0 and the length are among them."""
+    """The indices at which the ranks' lists of places, which are equally long, are cut into
+    sections: 0, each index at which some rank's place is not the one before plus 1, and the
+    length."""
     own_count = len(columns.of[0])
     if all(isinstance(own, range) and own.step == 1 for own in columns.of):
         return [0, own_count]
@@ -150,8 +155,9 @@ def _cuts(columns: Columns) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Coming:
-    """An exchange in flight, whose result is to be in ``out``. ``arriving`` gives the received
-    values as a flat tensor, which is a view of ``out`` where they are received ``in_place``."""
+    """An all-to-all in flight, whose result will be in ``out``. ``arriving.wait()`` gives the
+    received values as a flat tensor. Where they are received ``in_place`` that is a view of
+    ``out``, else they are still to be copied there."""
 
     arriving: Arriving
     out: torch.Tensor
@@ -192,15 +198,15 @@ class Resharding:
         """Start :meth:`out`; :meth:`joined` returns its result."""
         own_size, own_count = self.sizes[self.rank], len(self.columns.of[self.rank])
         sent_shapes = [self._shape(x, own_size, len(places)) for places in self.columns.of]
-        # what each rank gets is adjacent in memory already: nothing is copied
+        # what goes to each rank is adjacent in memory, rank after rank: nothing is copied
         if self.columns.in_turn and _is_outermost(x.shape, self.to_dim) and x.is_contiguous():
             sent = x.reshape(-1)
-        # one strided copy for each section, instead of one for each rank
+        # messages of equal size [R, ...]: one strided copy for each section, not for each rank
         elif sections := _sections(self.columns):
             by_rank = x.new_empty((len(sent_shapes), *sent_shapes[0]))
             for section in sections:
-                into, places = self._section_views(section, by_rank, x)
-                into.copy_(places[:, None])
+                messages, places = self._section_views(section, by_rank, x)
+                messages.copy_(places[:, None])
             sent = by_rank.view(-1)
         else:
             sent = _flat(x, sent_shapes, self._copy_columns)
@@ -214,7 +220,7 @@ class Resharding:
         flat, out = coming.arriving.wait(), coming.out
         if coming.in_place:
             return out
-        # equal sizes: one strided copy for all ranks
+        # equal sizes: one strided copy for what came from all ranks
         if len(set(self.sizes)) == 1:
             by_rank = _in_blocks(out, self.from_dim, len(self.sizes))
             by_rank.copy_(flat.view(by_rank.shape))
@@ -253,10 +259,11 @@ class Resharding:
             for section in sections:
                 received, places = self._section_views(section, by_rank, out)
                 places.copy_(received[:, 0])
-                # the ranks that held the same places, in rank order
-                for turn in range(1, section.share):
-                    places.add_(received[:, turn])
+                # what the other ranks with the same places sent is added, in rank order
+                for sharer in range(1, section.share):
+                    places.add_(received[:, sharer])
             return out
+        # places that several ranks held are added up below
         if not self.columns.in_turn:
             out.zero_()
         parts = flat.split(list(map(_count, shapes)))
@@ -271,9 +278,9 @@ class Resharding:
     def _section_views(
         self, section: _Section, by_rank: torch.Tensor, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of one section in the messages of all ranks, ``by_rank`` [R, ...], and in the
-        tensor x that has all places of ``to_dim``: [R / share, share, ...] and [R / share, ...].
-        Block i of both has the same places, which ``share`` ranks hold."""
+        """Two views of one section: of the messages of all ranks, ``by_rank`` [R, ...], as
+        [R / share, share, ...], and of the tensor x that has all places of ``to_dim``, as
+        [R / share, ...]. Entry i of both has the same places, which ``share`` ranks take."""
         blocks = len(by_rank) // section.share
         messages = by_rank.narrow(self.to_dim + 1, section.at, section.count)
         places = x.narrow(self.to_dim, section.start, blocks * section.count)
@@ -292,9 +299,9 @@ class Resharding:
         in_place: bool,
     ) -> Coming:
         """Issue the all-to-all of the flat tensor ``sent``: a piece of ``sent_shapes[r]`` goes to
-        rank r, one of ``received_shapes[r]`` comes from it. The result will have ``out_shape``;
-        ``in_place``: in it the received pieces follow each other in memory, so that they are
-        received right there."""
+        rank r, one of ``received_shapes[r]`` comes from it. The result will have ``out_shape``.
+        With ``in_place`` the received pieces follow each other in the memory of the result, so
+        that they are received right there."""
         out = sent.new_empty(out_shape)
         arriving = issue_all_to_all(
             sent,
@@ -347,8 +354,8 @@ def _in_blocks(x: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
 
 
 def _is_outermost(shape: Sequence[int], dim: int) -> bool:
-    """Whether all dims before ``dim`` have one place, so that parts of ``dim`` are adjacent in
-    memory."""
+    """Whether all dims before ``dim`` have one place, so that consecutive places of ``dim`` are one
+    piece of memory."""
     return all(size == 1 for size in shape[:dim])
 
 
@@ -400,40 +407,46 @@ def issue_switch(
     sizes: _Sizes | None = None,
     to_sizes: _Sizes | None = None,
 ) -> Switching:
-    """Start a :func:`switch`: compute something else, then ``wait()``. The backward starts its
-    exchange where the forward waited, and waits where the forward started."""
-    own, other = switched_dims(x, from_dim, to_dim)
+    """Start a :func:`switch`, whose result ``wait()`` returns: what is computed in between overlaps
+    with it. The backward starts its exchange where the forward waited, and waits where the forward
+    started."""
+    sharded, whole = switched_dims(x, from_dim, to_dim)
     if group is None:
         return Switching(value=x)
-    sizes = shard_sizes(x, own, group, sizes)
-    to_sizes = whole_sizes(x, other, group, to_sizes)
+    sizes = shard_sizes(x, sharded, group, sizes)
+    to_sizes = whole_sizes(x, whole, group, to_sizes)
     resharding = Resharding(
-        from_dim=own, to_dim=other, sizes=sizes, columns=Columns.consecutive(to_sizes), group=group
+        from_dim=sharded,
+        to_dim=whole,
+        sizes=sizes,
+        columns=Columns.consecutive(to_sizes),
+        group=group,
     )
     messages = _Messages(resharding=resharding)
-    return Switching(value=_Issued.apply(x, messages), _coming=messages)
+    return Switching(value=_Issued.apply(x, messages), _messages=messages)
 
 
 @dataclass(slots=True, kw_only=True)
 class Switching:
-    """A switch in flight; :meth:`wait` is called once. ``value`` is the empty tensor by which
-    autograd connects start and end, or the result itself where there is nothing to send."""
+    """A switch in flight; :meth:`wait` is called once. ``value`` is an empty tensor that connects
+    the start with the end in autograd's graph, or the result itself where there is nothing to
+    send."""
 
     value: torch.Tensor
-    _coming: _Messages | None = None
+    _messages: _Messages | None = None
 
     def wait(self) -> torch.Tensor:
         """The result, once it has arrived."""
-        if self._coming is None:
+        if self._messages is None:
             return self.value
-        return _Waited.apply(self.value, self._coming)  # type: ignore[no-any-return]
+        return _Waited.apply(self.value, self._messages)  # type: ignore[no-any-return]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Messages:
-    """The exchange of a switch in flight, ``under_way`` between its start and its end. The autograd
-    functions of both share this object, as the graph between them carries no values. ``adjoint``:
-    it is the switch back."""
+    """The exchange of one switch, or of the switch back where it is the ``adjoint``. The autograd
+    functions of its start and of its end share this object, as the tensor between them in the graph
+    is empty; ``under_way`` holds the exchange from the one to the other."""
 
     resharding: Resharding
     adjoint: bool = False
@@ -442,7 +455,8 @@ class _Messages:
 
     @property
     def reverse(self) -> _Messages:
-        """The exchange of the gradients, the other way; the same object for start and end."""
+        """The exchange of the gradients, the other way: the same object at each call, so that its
+        start and its end find each other."""
         if self._reverse is None:
             self._reverse = _Messages(resharding=self.resharding, adjoint=not self.adjoint)
         return self._reverse
@@ -473,6 +487,7 @@ class _Issued(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor) -> Any:  # type: ignore[override]
+        """Wait for the gradient of x; ``token``, that of the empty tensor, is empty, too."""
         return _Waited.apply(token, ctx.messages.reverse), None
 
 
@@ -482,11 +497,13 @@ class _Waited(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, messages: _Messages) -> torch.Tensor:
+        """Wait for the result of the switch; ``token`` is the empty tensor of :class:`_Issued`."""
         ctx.messages = messages
         return messages.arrived()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """Start to send the gradient back; the gradient of the token is an empty tensor."""
         return _Issued.apply(grad, ctx.messages.reverse), None
 
 
@@ -499,12 +516,12 @@ def split(
     returns   [.., sizes[r], ..]   a view
     backward  the gradient in its place, zeros elsewhere: the gradients of all ranks add up
     """
-    at = dim_of(x, dim)
+    dim = dim_of(x, dim)
     if group is None:
         return x
-    sizes = whole_sizes(x, at, group, sizes)
+    sizes = whole_sizes(x, dim, group, sizes)
     rank = dist.get_rank(group)
-    return x.narrow(at, sum(sizes[:rank]), sizes[rank])
+    return x.narrow(dim, sum(sizes[:rank]), sizes[rank])
 
 
 def gather(
@@ -516,10 +533,11 @@ def gather(
     returns   [.., sum(sizes), ..]   on every rank
     backward  the sum of all ranks' gradients of this rank's shard
     """
-    at = dim_of(x, dim)
+    dim = dim_of(x, dim)
     if group is None:
         return x
-    return _Gather.apply(x, at, shard_sizes(x, at, group, sizes), group)  # type: ignore[no-any-return]
+    sizes = shard_sizes(x, dim, group, sizes)
+    return _Gather.apply(x, dim, sizes, group)  # type: ignore[no-any-return]
 
 
 class _Gather(torch.autograd.Function):
@@ -552,10 +570,10 @@ class _Scatter(torch.autograd.Function):
 def switched_dims(x: torch.Tensor, from_dim: int, to_dim: int) -> tuple[int, int]:
     """The two dims of a switch, counted from the front. Raises SpecError for dims that are not
     there, or the same."""
-    own, other = dim_of(x, from_dim), dim_of(x, to_dim)
-    if own == other:
+    sharded, whole = dim_of(x, from_dim), dim_of(x, to_dim)
+    if sharded == whole:
         raise SpecError("switch", got=f"dim {from_dim} twice", wanted="two dims")
-    return own, other
+    return sharded, whole
 
 
 def dim_of(x: torch.Tensor, dim: int) -> int:
@@ -610,7 +628,7 @@ def whole_sizes(
 def switch_heads(
     x: torch.Tensor, sizes: tuple[int, ...], columns: Columns, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Gather the tokens, shard the columns: one all-to-all.
+    """Gather the tokens, shard the columns (heads): one all-to-all.
 
         x         [T_r, C, D]          this rank's tokens, all columns
         returns   [T, |columns[r]|, D] all tokens, this rank's columns
@@ -627,7 +645,7 @@ def switch_heads(
 def switch_heads_back(
     x: torch.Tensor, sizes: tuple[int, ...], columns: Columns, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Gather the columns, shard the tokens: one all-to-all.
+    """Gather the columns (heads), shard the tokens: one all-to-all.
 
     x         [T, |columns[r]|, D] all tokens, this rank's columns
     returns   [T_r, C, D]          this rank's tokens, all columns; columns held by several
@@ -642,7 +660,7 @@ def switch_heads_back(
 
 
 def reordered(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-    """Rows in another order.
+    """The rows of x in another order, under autograd.
 
     x         [T, ...]
     returns   x[order], ``order`` [T] a permutation and ``back`` its inverse

@@ -22,6 +22,8 @@ _slots: WeakValueDictionary[int, GroupSlot] = WeakValueDictionary()
 """The slots by their handles."""
 
 _slot_of_group: WeakKeyDictionary[dist.ProcessGroup, GroupSlot] = WeakKeyDictionary()
+"""The slot of each group that :meth:`GroupSlot.named` was asked for."""
+
 _handles = count(1)
 
 
@@ -31,13 +33,14 @@ class GroupSlot:
     group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        """Register ``group``, which this process is in, under a new handle."""
         self._group, self.handle = ref(group), next(_handles)
         self.rank = dist.get_rank(group)
         _slots[self.handle] = self
 
     @classmethod
     def named(cls, name: str) -> GroupSlot:
-        """The slot of the group that torch has under a name, the same one each time."""
+        """The slot of the group that torch knows by ``name``; made at the first call."""
         group_by_name: Any = dist.distributed_c10d._resolve_process_group  # noqa: SLF001
         group: dist.ProcessGroup = group_by_name(name)
         if group not in _slot_of_group:
@@ -101,18 +104,19 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Keep all arguments but the first, x, for the adjoint."""
+    """Keep all arguments but the first, x, for the backward: none of them are tensors."""
     ctx.rest = inputs[1:]
 
 
-def _adjoint(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The gradient of x, by the switch back, and None for the six other arguments."""
+def _switch_adjoint(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of :func:`traced_switch`: of x, by the switch back, and None for the six other
+    arguments."""
     from_dim, to_dim, sizes, to_sizes, handle, rank = ctx.rest
     back = traced_switch(grad, to_dim, from_dim, to_sizes, sizes, handle, rank)
     return (back, *(None,) * 6)
 
 
-traced_switch.register_autograd(_adjoint, setup_context=_keep)
+traced_switch.register_autograd(_switch_adjoint, setup_context=_keep)
 
 
 @torch.library.custom_op("headrace::gather", mutates_args=())
@@ -158,12 +162,14 @@ def _resized(x: torch.Tensor, dim: int, places: int) -> torch.Tensor:
 
 
 def _gather_adjoint(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The gradient of x, by a reduce-scatter, and None for the four other arguments."""
+    """The gradients of :func:`traced_gather`: of x, by a reduce-scatter, and None for the four
+    other arguments."""
     return (_traced_gather_back(grad, *ctx.rest), *(None,) * 4)
 
 
 def _gather_back_adjoint(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The gradient of x, by a gather, and None for the four other arguments."""
+    """The gradients of :func:`_traced_gather_back`: of x, by a gather, and None for the four other
+    arguments."""
     return (traced_gather(grad, *ctx.rest), *(None,) * 4)
 
 

@@ -1,9 +1,10 @@
 """Triton kernels of the functions that ``torch.compile`` makes slow, for ``headrace.ops.fused``.
 
-Gates, and heads that are sorted and rotated, are moved in blocks whose place takes divisions by
-sizes. With sizes that are not known as it compiles, the compiler divides for every element, and
-writes halves of a result apart: on an H200 five to twenty times what the memory takes. Here block,
-heads and features are constants of a kernel, the number of tokens is not.
+To find an element of a gate, or of a head that is sorted and rotated, indices are divided by sizes
+(of a block, of a group). ``torch.compile`` with dynamic sizes divides for every element, and writes
+the halves of a result separately: on an H200 that takes five to twenty times as long as
+reading and writing the memory. Here block, heads and features are constants of a kernel; only the
+number of tokens is not.
 
 Functions have the names and arguments of the operators. Sums and products are in fp32 (fp64 of
 fp64), results are rounded once.
@@ -185,6 +186,7 @@ def _rotate_and_sort(
     source = tl.load(rows + token) if selects else token
     heads: tl.constexpr = groups * (queries + 2)
     head = tl.program_id(1) * program_heads + tl.arange(0, program_heads)
+    # features i and i + half of a head are rotated together
     pair = tl.arange(0, padded_half)
     exists = (head < heads)[:, None] & (pair < half)[None, :]
     # members of a group: its queries 0..m-1, its key m, its value m + 1
@@ -236,6 +238,7 @@ def _unrotate_and_unsort(
     source = tl.load(rows + token) if selects else token
     heads: tl.constexpr = groups * (queries + 2)
     head = tl.program_id(1) * program_heads + tl.arange(0, program_heads)
+    # features i and i + half of a head were rotated together
     pair = tl.arange(0, padded_half)
     inside = (pair < half)[None, :]
     group, member = head // (queries + 2), head % (queries + 2)

@@ -37,7 +37,7 @@ def spread_embed(
         returns   [t_r, h] = reduce_scatter(E), E[t] = W[ids[t]] where the word is here, else 0
         keeps     the places of the tokens of all ranks whose words are here
         backward  dE = all_gather(dy);  dW[ids] += dE of those tokens
-        sends     V T h forward, V T h backward;  V = (R - 1) / R
+        sends     T h (R - 1) / R forward, as much backward
 
     ``anchor`` is any tensor that requires grad: ids do not, and every member of a group must run
     the backward, tokens or not.
@@ -58,37 +58,43 @@ class _SpreadEmbed(torch.autograd.Function):
         spread: Spread,
     ) -> torch.Tensor:
         """The rows [t_r, h] of this rank's ids [t_r]: each rank looks up the words that it holds,
-        from ``first`` on, for all ranks' tokens."""
-        # for each chunk the two results of ``_own_words``
-        table, places_and_words = weight.rows(), list[torch.Tensor]()
+        from ``first`` on, for the tokens of all ranks, and a reduce-scatter adds up."""
+        table, ids_of_chunks = weight.rows(), list[torch.Tensor]()
 
         def part(ids: torch.Tensor) -> torch.Tensor:
             """The rows [T_c, h] of one chunk of ids [T_c]: zeros where the word is not here."""
-            places, words = _own_words(ids, first, len(table))
-            places_and_words.extend((places, words))
-            rows = table.new_zeros((len(ids), *table.shape[1:]))
-            return rows.index_copy_(0, places, table.index_select(0, words))
+            ids_of_chunks.append(ids)
+            if not len(table):
+                return table.new_zeros((len(ids), *table.shape[1:]))
+            words, of_others = _own_words(ids, first, len(table))
+            return table.index_select(0, words).masked_fill_(of_others[:, None], 0)
 
-        like = table.new_empty(()).expand(len(ids), *table.shape[1:])  # a shape without memory
+        # shape and type of the result, without its memory: one expanded element
+        like = table.new_empty(()).expand(len(ids), *table.shape[1:])
         out = spread.scattered(map(part, spread.gathered(ids)), like)
-        ctx.save_for_backward(*places_and_words)
-        ctx.rest = (weight, table.shape, anchor, spread)
+        ctx.save_for_backward(*ids_of_chunks)
+        ctx.rest = (weight, first, table.shape, anchor, spread)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         """Gather the gradients [t_r, h] of all ranks, and add those of this rank's words up into
         the gradient of the weight [v, h]."""
-        places_and_words = ctx.saved_tensors
-        weight, table_shape, anchor, spread = ctx.rest
+        weight, first, table_shape, anchor, spread = ctx.rest
         table_grad = grad.new_zeros(table_shape, dtype=wide_dtype(grad.dtype))
 
-        def add(rows: torch.Tensor, places: torch.Tensor, words: torch.Tensor) -> None:
-            """Add one chunk's gradients ``rows`` [T_c, h] at ``places`` to those of ``words``."""
-            table_grad.index_add_(0, words, rows.index_select(0, places).to(table_grad.dtype))
+        def add(rows: torch.Tensor, ids: torch.Tensor) -> None:
+            """Add one chunk's gradients ``rows`` [T_c, h] to those of its words."""
+            if not len(table_grad):
+                return
+            words, of_others = _own_words(ids, first, len(table_grad))
+            wide = rows.to(table_grad.dtype)
+            if spread.group is not None:  # then rows were gathered, and are nobody else's
+                wide.masked_fill_(of_others[:, None], 0)
+            table_grad.index_add_(0, words, wide)
 
         # map drops each chunk before the next one: see [Note: map] of ops/spread
-        for _ in map(add, spread.gathered(grad), places_and_words[::2], places_and_words[1::2]):
+        for _ in map(add, spread.gathered(grad), ctx.saved_tensors):
             pass
         weight.add(table_grad)
         return torch.zeros_like(anchor), None, None, None, None
@@ -114,7 +120,8 @@ def spread_head_loss(
         with     X = all_gather(x);  Z = X W^T + b [T_c, v] the logits of this rank's words
                  n_t = logsumexp over ranks of logsumexp_v(Z_t)
         and      dW += dZ^T X;  db += sum_T dZ
-        sends    V T h for X and V T h for dx; a token's sum and its label's logit to every rank
+        sends    T h (R - 1) / R for X, as much for dx; and of every token its log-sum-exp and
+                 its label's logit to every rank
 
     The losses of a group's ranks add up to that of ``head_loss``, which says more; ``chunk`` is
     how many tokens of the group have logits at a time, about, in place of the spread's chunks.
@@ -154,10 +161,12 @@ def spread_head_loss(
 
 
 def _own_words(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(indices in ``ids`` [T_c] of the words that this rank holds, these words counted from
-    ``first``); it holds ``count`` words from ``first`` on."""
-    places = ((ids >= first) & (ids < first + count)).nonzero().squeeze(1)
-    return places, ids.index_select(0, places) - first
+    """For ids [T_c] of words, of which this rank holds ``count`` from ``first`` on: (the row of
+    each in its table [T_c], whether another rank holds it [T_c]). Words of others get some row, to
+    be masked; different ones, as adding to few rows is slow on a device. No size depends on the
+    ids, as the host would have to wait for them."""
+    own = ids - first
+    return own.remainder(count), (own < 0) | (own >= count)
 
 
 def _of_all_words(

@@ -103,7 +103,7 @@ def _best_batches(table: PriceTable, bucket: list[int]) -> _Batches:
     """The launches of a bucket, with the scheme and batch of the most tokens per device-second for
     its longest sequence."""
     longest = bucket[0]
-    best = (float("inf"), 0, 1)
+    best = (float("inf"), 0, 1)  # (device-seconds of a sequence, scheme, batch)
     for k, width in enumerate(table.width):
         if width <= table.devices and table.seconds(k)[longest] < float("inf"):
             batch = min(table.cap[k] // table.room(k)[longest], len(bucket))
@@ -115,28 +115,30 @@ def _best_batches(table: PriceTable, bucket: list[int]) -> _Batches:
     return _Batches(k=k, width=table.width[k], seconds=slowest_s, launches=launches)
 
 
-def _round(devices: int, beside: Sequence[_Batches]) -> list[Group]:
-    """The launches of one round: buckets ``beside`` each other, each on as many groups as it needs
-    so that all end within the least time for which the devices suffice."""
+def _round(devices: int, in_round: Sequence[_Batches]) -> list[Group]:
+    """The launches of one round: its buckets work at the same time, each on as many groups as it
+    needs so that all end within the least time for which the devices suffice."""
+    # What a bucket needs changes only at multiples of its launch's seconds.
     end_times_s = sorted(
         {
             steps * batches.seconds
-            for batches in beside
+            for batches in in_round
             for steps in range(1, 1 + len(batches.launches))
         }
     )
     low, high = 0, len(end_times_s) - 1  # binary search of the least sufficient time
     while low < high:
         middle = (low + high) // 2
-        if (
-            sum(batches.width * batches.groups(end_times_s[middle]) for batches in beside)
-            <= devices
-        ):
+        ranks_needed = sum(
+            batches.width * batches.groups(end_times_s[middle]) for batches in in_round
+        )
+        if ranks_needed <= devices:
             high = middle
         else:
             low = middle + 1
-    launches, start_rank = list[tuple[int, int, Group]](), 0
-    for batches in beside:
+    launches = list[tuple[int, int, Group]]()  # (accumulation step, first rank, launch)
+    start_rank = 0
+    for batches in in_round:
         groups = batches.groups(end_times_s[low])
         for number, members in enumerate(batches.launches):
             first_rank = start_rank + number % groups * batches.width

@@ -75,8 +75,9 @@ class Baseline:
     prepare: Prepare | None = None
 
     def drafts(self, table: PriceTable, known: Known) -> Iterator[Assignment]:
-        """The planner's schedules of a table. When it is asked last, none is made where its bound
-        says that none is quicker than the best known."""
+        """The planner's schedules of a table: one, or one for each group size where it keeps to one
+        size. A planner that is asked last makes none if its bound shows that none is quicker than
+        the best known."""
         if not self.staged:
             table = groups_only(table)
             if not len(table):
@@ -121,8 +122,8 @@ def _nothing_s(_: PriceTable) -> float:
 
 
 def _fitting_s(table: PriceTable) -> float:
-    """Seconds that no schedule on groups of one size beats, the smallest that holds the longest
-    sequence."""
+    """Seconds that no schedule beats on groups of the smallest size that holds the longest
+    sequence; 0 where no size does."""
     k = fitting(table)
     return 0.0 if k is None else static_s(table, k)
 
@@ -135,13 +136,16 @@ def _best_static_s(table: PriceTable) -> float:
 def _hybrid_s(table: PriceTable) -> float:
     """Seconds that no schedule beats in which every sequence runs alone: each on its size of the
     fewest device-seconds, shared evenly by all devices."""
-    alone = (table.ranks * table.alone).min(axis=0)
-    return float(alone @ table.batch.counts) / table.devices if np.isfinite(alone).all() else 0.0
+    device_s = (table.ranks * table.alone).min(axis=0)  # of a sequence of each run of equal ones
+    if not np.isfinite(device_s).all():  # some sequence fits no size
+        return 0.0
+    return float(device_s @ table.batch.counts) / table.devices
 
 
 def _static(table: PriceTable, semantics: Semantics, _: int) -> Assignment | None:
-    """A static schedule: of groups the smallest size that holds the longest sequence, of tables
-    with other schemes the best one. In lockstep it is issued launch by launch."""
+    """The static schedule that a user would configure. In a table of groups its scheme is the
+    smallest group that holds the longest sequence, and in lockstep it is issued launch by launch;
+    in a table with other schemes it is the best schedule of one scheme."""
     if not is_groups(table):
         return best_static(table)
     k = fitting(table)
@@ -154,26 +158,28 @@ def _best_static(table: PriceTable, semantics: Semantics, _: int) -> Assignment 
     return best_static(table) if semantics == "free" else static_in_lockstep(table)
 
 
-def _launched(
+def _from_launches(
     name: str, make: Callable[[PriceTable], list[Group]]
 ) -> Callable[[PriceTable, Semantics, int], Assignment | None]:
     """Turn ``make``, which gives a batch's launches in order, into a planner of schedules called
     ``name``."""
 
     def schedules(table: PriceTable, semantics: Semantics, _: int) -> Assignment | None:
+        """The schedule of these launches; None where there are none."""
         launches = make(table)
         return Assignment.of_launches(table, launches, name, semantics) if launches else None
 
     return schedules
 
 
-def _alone(
+def _for_one_batch(
     prepare: Callable[[Sequence[PriceTable], int], BatchPlanner],
 ) -> Callable[[PriceTable, Semantics, int], Assignment | None]:
     """Turn ``prepare``, which decides for several batches at once, into a planner of a single
     batch; in lockstep its micro-batches are issued one by one."""
 
     def schedules(table: PriceTable, semantics: Semantics, seed: int) -> Assignment | None:
+        """The schedule of a single batch; None where no scheme holds its longest sequence."""
         if not np.isfinite(table.alone[:, 0]).any():
             return None
         schedule = prepare([table], seed)(0, table)
@@ -182,11 +188,13 @@ def _alone(
     return schedules
 
 
-def _of_all(prepare: Prepare, least_s: Bounded, meaning: str, role: Role = _BY_NAME) -> Baseline:
+def _staged_baseline(
+    prepare: Prepare, least_s: Bounded, meaning: str, role: Role = _BY_NAME
+) -> Baseline:
     """A baseline that decides for all batches at once and plans tables of any schemes."""
     return Baseline(
         role=role,
-        schedules=_alone(lambda tables, seed: prepare(tables, seed, None)),
+        schedules=_for_one_batch(lambda tables, seed: prepare(tables, seed, None)),
         least_s=least_s,
         staged=True,
         prepare=prepare,
@@ -197,7 +205,7 @@ def _of_all(prepare: Prepare, least_s: Bounded, meaning: str, role: Role = _BY_N
 BASELINES: Mapping[str, Baseline] = {
     "static": Baseline(
         schedules=_static,
-        least_s=lambda t: _fitting_s(t) if is_groups(t) else _best_static_s(t),
+        least_s=lambda table: _fitting_s(table) if is_groups(table) else _best_static_s(table),
         staged=True,
         prepare=lambda tables, *_: static(tables),
         meaning="one scheme: the smallest group that fits the longest sequence (DeepSpeed-like), "
@@ -207,58 +215,58 @@ BASELINES: Mapping[str, Baseline] = {
         schedules=_best_static, least_s=_best_static_s, meaning="one group size, the best of all"
     ),
     "karmarkar-karp": Baseline(
-        schedules=_launched("karmarkar-karp", by_weight),
+        schedules=_from_launches("karmarkar-karp", by_weight),
         least_s=_fitting_s,
         meaning="one group size, sequences balanced by a fixed formula (verl-like)",
     ),
     "dp-balanced": Baseline(
-        schedules=_launched("dp-balanced", dp_balanced),
+        schedules=_from_launches("dp-balanced", dp_balanced),
         least_s=_fitting_s,
         meaning="one group size, greedy packs dealt out in turn (Megatron-like)",
     ),
     "hybrid-cp": Baseline(
-        schedules=_launched("hybrid-cp", hybrid),
+        schedules=_from_launches("hybrid-cp", hybrid),
         least_s=_hybrid_s,
         meaning="every sequence alone on the fewest ranks that hold it (Megatron-like)",
     ),
     "bucket": Baseline(
-        schedules=_launched("bucket", bucket),
+        schedules=_from_launches("bucket", bucket),
         least_s=_fitting_s,
         one_size=True,
         meaning="one group size, smaller batches of longer sequences (bucket parallel)",
     ),
     "packed": Baseline(
-        schedules=_launched("packed", packed),
+        schedules=_from_launches("packed", packed),
         least_s=_fitting_s,
         one_size=True,
         meaning="one group size, packs as full as memory allows (packed parallel)",
     ),
     "dcp": Baseline(
-        schedules=_launched("dcp", accumulated),
+        schedules=_from_launches("dcp", accumulated),
         least_s=accumulated_s,
         meaning="a size per bucket, accumulation steps to end together (Data-Centric Parallel)",
     ),
-    "max-length": _of_all(
+    "max-length": _staged_baseline(
         lambda tables, *_: max_length(tables),
         _best_static_s,
         "one scheme, packs as long as the longest sequence (Megatron-LM)",
     ),
-    "token-balance": _of_all(
+    "token-balance": _staged_baseline(
         lambda tables, *_: token_balance(tables),
         _best_static_s,
         "one scheme, the same tokens for every pipeline",
     ),
-    "hydraulis": _of_all(
+    "hydraulis": _staged_baseline(
         lambda tables, seed, _: hydraulis(tables, seed),
         _nothing_s,
         "strategies by a dynamic program, sequences by greedy trials (Hydraulis)",
     ),
-    "hydraulis-tuned": _of_all(
+    "hydraulis-tuned": _staged_baseline(
         lambda tables, seed, _: hydraulis_tuned(tables, seed),
         _nothing_s,
         "Hydraulis with amortized constants, strategies of one scheme too, longest first",
     ),
-    "switching": _of_all(
+    "switching": _staged_baseline(
         lambda tables, _, parameters: switching(tables, parameters),
         _nothing_s,
         "up to three homogeneous strategies in turn, by length (HotSPa-like)",

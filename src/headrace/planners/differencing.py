@@ -15,9 +15,9 @@ def differenced(weights: Sequence[float], parts: int) -> list[list[int]]:
     """Split the numbers of ``weights`` into ``parts`` sets whose weights sum to about the same,
     each set in rising order.
 
-    Of all partial solutions, the two whose heaviest and lightest sets differ most are joined, the
-    heaviest set of one with the lightest of the other, until one is left. Sets that are still
-    empty are not written.
+    Each number begins as a partial solution of its own: one set of it, the others empty. The two
+    partial solutions whose heaviest and lightest sets differ most are joined, the heaviest set of
+    one with the lightest of the other and so on, until one is left. Empty sets are not stored.
     """
     # (spread between the heaviest and the lightest set, negated; a number; the sets) of each.
     heap: list[tuple[float, int, Sets]] = [

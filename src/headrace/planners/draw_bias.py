@@ -123,7 +123,7 @@ def _distance(
     """The mean distance of iterations from the epoch, half the summed differences of the buckets'
     shares of tokens, given the iteration, bucket and length of each sample [samples]."""
     shape = int(iteration_of.max()) + 1, int(bucket_of.max()) + 1
-    tokens = np.zeros(shape)
+    tokens = np.zeros(shape)  # [iterations, buckets]
     np.add.at(tokens, (iteration_of, bucket_of), lengths)
     shares = tokens / tokens.sum(axis=1, keepdims=True)
     epoch_shares = tokens.sum(axis=0) / tokens.sum()

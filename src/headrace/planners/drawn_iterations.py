@@ -228,8 +228,8 @@ class _Queue:
     Attributes:
         width: Ranks of a group.
         groups: Groups of the bucket in this iteration.
-        seconds: Seconds of the launches before each [launches + 1].
-        ends_s: Seconds until the first n launches have ended, for every n from one on [launches].
+        seconds: Sum of the seconds of the first n launches, for every n from 0 [launches + 1].
+        ends_s: Seconds until the first n launches have ended, for every n from 1 [launches].
     """
 
     width: int
@@ -242,9 +242,10 @@ class _Queue:
         """The queue of launches that take ``launch_s`` seconds each [launches]; launch n goes to
         group n modulo ``groups``."""
         rounds = ceil(len(launch_s) / groups)
-        by_round = np.zeros(rounds * groups)  # the last round is filled up with zeros
-        by_round[: len(launch_s)] = launch_s
-        ends = by_round.reshape(rounds, groups).cumsum(axis=0).reshape(-1)[: len(launch_s)]
+        padded_s = np.zeros(rounds * groups)  # the last round is filled up with zeros
+        padded_s[: len(launch_s)] = launch_s
+        # As [rounds, groups] each column has the launches of one group, one after the other.
+        ends = padded_s.reshape(rounds, groups).cumsum(axis=0).reshape(-1)[: len(launch_s)]
         return cls(
             width=setting.width,
             groups=groups,
@@ -260,9 +261,15 @@ class _Queue:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _EpochOrder:
-    """The random order of an epoch: for every bucket the order of its samples, as indices into the
-    bucket's arrays, and a random part of a group, 0 to 1, that decides when its first group is
-    due."""
+    """The random order of an epoch.
+
+    Attributes:
+        epoch: The pass over the samples.
+        samples: The order of each bucket's samples, as indices into the bucket's arrays [samples].
+        offsets: A random fraction of a group, 0 to 1, for each bucket. It is added to the bucket's
+            number of groups when the next bucket is picked, and so decides how early in an
+            iteration the bucket's first group comes.
+    """
 
     epoch: int
     samples: Sequence[Counts]
@@ -298,6 +305,7 @@ class IterationDrawer:
     def __init__(
         self, problem: Problem, lengths: Sequence[int] | Counts, options: DrawOptions
     ) -> None:
+        """Sort the samples into buckets, and choose what the groups of each bucket run."""
         self._devices, self._options = problem.devices, options
         self._lengths = np.asarray(lengths, dtype=np.int64)
         if not len(self._lengths) or self._lengths.min() < 1:
@@ -305,6 +313,7 @@ class IterationDrawer:
                 "lengths of the samples", got="none or below 1", wanted=">= 1 token each"
             )
         numbers = bucket_numbers(self._lengths, options.bucket_ratio)
+        # Numbers of the samples of each bucket, the shortest bucket first.
         members = [np.flatnonzero(numbers == number) for number in np.unique(numbers)]
         settings = _settings(problem, [self._lengths[samples] for samples in members], options)
         self._buckets = [
@@ -382,6 +391,7 @@ class IterationDrawer:
         if self._orders is None or self._orders.epoch != epoch:
             key = np.array([self._options.seed, epoch], dtype=np.uint64)
             philox = np.random.Philox(key=key)
+            # A random number for each sample; those of a bucket are sorted by it.
             sort_keys = philox.random_raw(len(self._lengths))
             orders = [
                 np.argsort(sort_keys[bucket.samples], kind="stable") for bucket in self._buckets
@@ -410,9 +420,9 @@ class IterationDrawer:
             longest_s = max(longest_s, self._buckets[i].setting.mean_s)
 
     def _due(self, position: DrawPosition, i: int, groups: float, longest_s: float) -> float:
-        """The share of bucket ``i`` that would be drawn after ``groups`` of its groups in this
-        iteration, where the longest launch takes ``longest_s`` seconds. The bucket with the least
-        share is next."""
+        """The fraction of bucket ``i`` that would be drawn by the end of this iteration if it had
+        ``groups`` groups (a fraction of one included) and the longest launch of the iteration took
+        ``longest_s`` seconds. The bucket with the least fraction gets the next group."""
         bucket, launches_each = self._buckets[i], 1.0
         if self._options.flow == "dcp":  # a group launches until G_max times the longest launch
             mean_s = bucket.setting.mean_s
@@ -463,13 +473,14 @@ class IterationDrawer:
     def _launches(
         self, position: DrawPosition, groups: Sequence[int], counts: Sequence[int]
     ) -> tuple[list[DrawnLaunch], Counts]:
-        """(launches in order, numbers of their samples [samples]), given the ``groups`` and
-        launches (``counts``) of each bucket. The first launch of every group comes before the
-        second of any; wide groups get the first ranks."""
-        widest = sorted(range(len(groups)), key=lambda i: -self._buckets[i].setting.width)
-        in_round, samples = list[tuple[int, DrawnLaunch]](), list[Counts]()
-        first_rank = samples_before = 0  # of the buckets so far
-        for i in widest:
+        """(launches in order, numbers of their samples [samples]), given how many ``groups`` and
+        how many launches (``counts``) each bucket has. The first launch of every group comes before
+        the second of any; wide groups get the first ranks."""
+        widest_first = sorted(range(len(groups)), key=lambda i: -self._buckets[i].setting.width)
+        in_round = list[tuple[int, DrawnLaunch]]()  # (round of its group, launch)
+        samples = list[Counts]()
+        first_rank = samples_before = 0  # ranks and samples of the buckets so far
+        for i in widest_first:
             bucket, batch = self._buckets[i], self._buckets[i].setting.batch
             width, start = bucket.setting.width, position.taken[i]
             order = self._order(position.epoch).samples[i][start : start + counts[i] * batch]
@@ -503,20 +514,24 @@ def _least_idle_s(queues: Sequence[_Queue], latest_s: float) -> float:
     shares the latest end is taken."""
     # Every group has a launch, so the end is not before the first launches have ended.
     soonest_s = max(float(queue.ends_s[queue.groups - 1]) for queue in queues)
+    # The idle share falls nowhere but where a launch ends, so only these times are tried.
     ends_s = np.unique(np.concatenate([queue.ends_s for queue in queues]))
     ends_s = ends_s[(ends_s >= soonest_s) & (ends_s <= max(latest_s, soonest_s))]
+    # Rank-seconds of the launches that have ended by each time [times].
     busy_s = sum(queue.width * queue.seconds[queue.by(ends_s)] for queue in queues)
-    busy_share = busy_s / ends_s  # up to the number of ranks, which is the same for all ends
-    return float(ends_s[np.flatnonzero(busy_share >= busy_share.max() * (1 - ROUNDING))[-1]])
+    busy_ranks = busy_s / ends_s  # on average until each time; the others are idle
+    best = np.flatnonzero(busy_ranks >= busy_ranks.max() * (1 - ROUNDING))
+    return float(ends_s[best[-1]])
 
 
 def _launch_s(frontier: Frontier, tokens: Counts, batch: int) -> Floats:
     """Seconds of each launch [launches] where ``tokens`` [samples] are cut, in this order, into
     launches of ``batch`` samples; each takes the quickest layer plan that holds it."""
     starts = np.arange(0, len(tokens), batch)
+    # Sums of lengths and of squared lengths of each launch [launches].
     sums = np.add.reduceat(tokens, starts).astype(np.float64)
     squares = np.add.reduceat(tokens.astype(np.float64) ** 2, starts)
-    a, b, c, _, caps = frontier.columns(0)
+    a, b, c, _, caps = frontier.columns(0)  # each [layer plans, 1]
     seconds = a * squares + b * sums + c  # [layer plans, launches]
     seconds[caps < sums] = np.inf
     quickest_s: Floats = seconds.min(axis=0)
@@ -525,7 +540,8 @@ def _launch_s(frontier: Frontier, tokens: Counts, batch: int) -> Floats:
 
 def _settings(problem: Problem, buckets: Sequence[Counts], options: DrawOptions) -> list[Setting]:
     """What the groups of each bucket run, given the tokens of each bucket's samples. Of the ways to
-    hold weights, the one that takes the fewest device-seconds for an epoch is chosen."""
+    hold weights (replicated, sharded), the one that takes the fewest device-seconds for an epoch is
+    chosen. Raises InfeasiblePlan where no group holds the longest sample."""
     choose = _throughput if options.flow == "dcp" else _one_width
     tried = [choose(problem, schemes, buckets, options) for schemes in _offers(problem)]
     candidates = [settings for settings in tried if settings]
@@ -586,6 +602,7 @@ def _throughput(
         longest, best = int(tokens.max()), (inf, 0, 0)  # (device-seconds a sample, scheme, batch)
         for k, scheme in enumerate(schemes):
             if scheme.devices <= problem.devices:
+                # The largest batch that each layer plan holds [layer plans].
                 batches = np.minimum(scheme.frontier.limits // longest, len(tokens))
                 seconds = _equal_s(scheme.frontier, longest, batches)
                 per_sample = np.where(batches > 0, seconds / np.maximum(batches, 1), inf)
@@ -624,6 +641,7 @@ def _one_width(
     for tokens in buckets:
         length, frontier = int(tokens.max()), scheme.frontier
         sample_s = (frontier.a * length + frontier.b) * length
+        # The most samples n with n sample_s + c <= longest_s, for each layer plan [layer plans].
         within_time = np.floor((longest_s - frontier.c) / sample_s * (1 + ROUNDING))
         batches = np.minimum(frontier.limits // length, within_time)
         settings.append(_setting(scheme, min(max(1, floor(batches.max())), len(tokens)), tokens))
@@ -640,6 +658,7 @@ def _setting(scheme: PricedScheme, batch: int, lengths: Counts) -> Setting:
     """The setting of groups of ``scheme`` that launch ``batch`` samples at a time of a bucket whose
     samples have ``lengths`` tokens."""
     values = lengths.astype(np.float64)
+    # The mean launch: as many samples, with the bucket's mean length and mean squared length.
     batch_tokens = floor(batch * float(values.mean()))
     quickest = scheme.frontier.best(batch * float((values**2).mean()), max(1, batch_tokens))
     assert quickest is not None, "it holds a batch of the longest samples"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from math import ceil, floor
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -46,11 +47,14 @@ def proposed(
     bins: int = _BINS,
     units: int = _UNITS,
 ) -> list[Counts]:
-    """The different strategies that the dynamic program finds on all devices, S[N][l], for every
-    range of the ``lengths`` of a data set, in rising order of l. Lengths are cut into ``bins``
-    ranges, and devices counted in at most ``units`` steps, if ``relaxed`` of at least a quarter of
-    a device. ``amortized`` spreads constants over the tokens of full micro-batches."""
-    program = _Program(table, lengths, relaxed, amortized, bins, units)
+    """The different strategies that the dynamic program finds on all devices: for each l, in rising
+    order, the best one for the sequences of at most l tokens.
+
+    ``lengths`` are those of a data set, which are cut into ``bins`` ranges; l are the ends of the
+    ranges. Devices are counted in at most ``units`` steps: of whole devices, or if ``relaxed`` of
+    at least a quarter of one. ``amortized`` spreads constants over the tokens of full
+    micro-batches. Returns the number of pipelines of each scheme, for each strategy."""
+    program = _Program(table, lengths, relaxed=relaxed, amortized=amortized, bins=bins, units=units)
     strategies: dict[Counts, None] = {}
     for edge in range(1, len(program.edges)):
         amounts = [0.0] * len(table)
@@ -61,7 +65,8 @@ def proposed(
 
 
 class _Program:
-    """The dynamic program over edges s of the ranges of lengths and steps u of devices.
+    """The dynamic program. ``edges`` are the ends of the ranges of lengths, in tokens, from 0 on;
+    devices are counted in ``units`` steps of ``step`` devices each.
 
     ``best[s][u]`` are the least seconds of all sequences up to edge s on u steps of devices;
     ``choice[s, u]`` is how they are reached: (edge before, steps of devices for the range in
@@ -71,12 +76,15 @@ class _Program:
         self,
         table: PriceTable,
         lengths: Sequence[int],
+        *,
         relaxed: bool,
         amortized: bool,
         bins: int,
         units: int,
     ) -> None:
-        self.table, self.relaxed, self.kinds = table, relaxed, roomiest_first(table)
+        """Solve the program for the ``lengths`` of a data set; arguments as for
+        :func:`proposed`."""
+        self.table, self.relaxed, self.fitting_schemes = table, relaxed, roomiest_first(table)
         values = np.sort(np.array(lengths, dtype=np.float64))
         longest = float(values[-1])
         edges = np.unique(np.ceil(np.linspace(0, longest, bins + 1)))
@@ -84,20 +92,16 @@ class _Program:
         filled = np.diff(np.searchsorted(values, edges, side="right")) > 0
         self.edges = np.concatenate([[0.0], edges[1:][filled]])
         sequences_below = np.searchsorted(values, self.edges, side="right")
-        # Work of scheme k, by its usual row, on everything up to an edge: [schemes, edges].
+        # Seconds of each scheme for all sequences up to each edge [schemes, edges]. A scheme counts
+        # with its usual row, one row of its frontier.
         rows = [
             scheme.frontier.rows[row] for scheme, row in zip(table.schemes, table.rows, strict=True)
         ]
-        self.work = np.stack(
-            [
-                np.concatenate([[0.0], np.cumsum((a * values + b) * values + constants)])[
-                    sequences_below
-                ]
-                for (a, b, _), constants in zip(
-                    rows, self._constants(values, amortized), strict=True
-                )
-            ]
-        )
+        work = list[Floats]()
+        for (a, b, _), constants in zip(rows, self._constants(values, amortized), strict=True):
+            sums = np.cumsum((a * values + b) * values + constants)
+            work.append(np.concatenate([[0.0], sums])[sequences_below])
+        self.work = np.stack(work)
         self.units = min(units, table.devices * (_FRACTIONS if relaxed else 1))
         self.step = table.devices / self.units
         self.widths = np.array(table.width, dtype=np.float64)
@@ -115,8 +119,9 @@ class _Program:
             yield share * values if amortized else np.full(len(values), c)
 
     def _row(self, s: int) -> None:
-        """Fill ``best[s]``: the range of lengths that ends at edge s begins at some edge before,
-        and some scheme serves it on some steps of devices."""
+        """Fill ``best[s]`` and ``choice[s, ...]``. The last range of lengths, which ends at edge s,
+        begins at some edge before, and some scheme serves it on some steps of devices: all such
+        ways are tried for every number of steps."""
         row = np.full(self.units + 1, np.inf)
         # (edge before, scheme, steps taken) of each number of steps.
         way_of = np.full((self.units + 1, 3), -1, dtype=np.int64)
@@ -125,11 +130,11 @@ class _Program:
             schemes, taken = self._ways(before, s)
             if not len(schemes):
                 continue
-            seconds = (self.work[schemes, s] - self.work[schemes, before]) / self._number(
-                schemes, taken
-            )
+            # Seconds of the range, shared by the pipelines of each way [ways].
+            range_work = self.work[schemes, s] - self.work[schemes, before]
+            seconds = range_work / self._number(schemes, taken)
             # For every way the row of the edge before, shifted by the steps that the way takes:
-            # [ways, units + 1].
+            # [ways, units + 1]. Infinite where the way takes more steps than there are.
             before_s = sliding_window_view(
                 np.concatenate([impossible, self.best[before]]), self.units + 1
             )
@@ -161,7 +166,7 @@ class _Program:
         """Ways to serve the range of lengths from edge ``before`` to edge ``s``: two arrays [ways],
         the scheme and the steps of devices that it takes."""
         table = self.table
-        fitting = [k for k in self.kinds if table.schemes[k].most_tokens >= self.edges[s]]
+        fitting = [k for k in self.fitting_schemes if table.schemes[k].most_tokens >= self.edges[s]]
         if not fitting:
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         if self.relaxed:  # the scheme of the fewest device-seconds is best on any steps
@@ -175,14 +180,15 @@ class _Program:
 
     def parts(self, s: int) -> list[Part]:
         """(scheme, number of pipelines) of every range of lengths up to edge s, if all devices
-        serve them; empty where they cannot."""
+        serve them: the choices traced back from the last range. Empty where they cannot."""
         parts, steps = list[Part](), self.units
         while s > 0:
-            # Where a row stops getting better the smaller number of steps is meant.
             if (s, steps) not in self.choice:
                 return []
             before, taken, part = self.choice[s, steps]
             parts.append(part)
+            # A choice was copied to all larger numbers of steps that are no better: it belongs to
+            # the smallest of these.
             while steps > taken and self.best[s, steps - 1] <= self.best[s, steps]:
                 steps -= 1
             s, steps = before, steps - taken
@@ -192,7 +198,8 @@ class _Program:
 def _rounded(table: PriceTable, amounts: Sequence[float]) -> Iterator[Counts]:
     """All strategies of whole pipelines that round the ``amounts`` of each scheme up or down, fit
     the devices and have at least one pipeline."""
-    roundings = [sorted({int(number + 1e-9), -int(-(number - 1e-9) // 1)}) for number in amounts]
+    # 1e-9 forgives rounding: what is nearly a whole number is rounded to it both ways.
+    roundings = [sorted({floor(amount + 1e-9), ceil(amount - 1e-9)}) for amount in amounts]
     for counts in product(*roundings):
         used = sum(number * width for number, width in zip(counts, table.width, strict=True))
         if any(counts) and used <= table.devices:

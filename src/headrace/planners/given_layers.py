@@ -78,19 +78,22 @@ def _bounded(table: PriceTable, problem: Problem) -> Iterator[tuple[float, Price
         tables = [groups_only(table)]
     else:
         tables = [PriceTable.like(table, schemes) for schemes in _uniform(table, problem)]
-    for each in tables:
-        if len(each) and np.isfinite(each.alone[:, 0]).any():
-            yield lower_bound(BoundRows.of(each), each.devices).seconds, each
+    for option_table in tables:
+        # Left out are options with which no group holds the longest sequence.
+        if len(option_table) and np.isfinite(option_table.alone[:, 0]).any():
+            bound = lower_bound(BoundRows.of(option_table), option_table.devices)
+            yield bound.seconds, option_table
 
 
 def _uniform(table: PriceTable, problem: Problem) -> Iterator[list[PricedScheme]]:
-    """For each label, methods and recompute level, the groups of all sizes on which all layers take
-    that option; a single rank, which spreads nothing, only has the recompute level in common."""
+    """For each pair of methods and a recompute level, the priced schemes of groups of all sizes on
+    which all layers take that option. A single rank, which spreads nothing, is listed with every
+    method of its recompute level."""
     sizes = [scheme.devices for scheme in table.schemes]
     weights = table.schemes[0].weights
     plans = {p: problem.uniform_layers(p) for p in sizes}
     labels = dict.fromkeys(_label(p, plan) for p in sizes for plan in plans[p] if p > 1)
-    if not labels:
+    if not labels:  # all groups are single ranks
         labels = dict.fromkeys(_label(p, plan) for p in sizes for plan in plans[p])
     for methods, level in labels:
         schemes = list[PricedScheme]()
@@ -123,7 +126,8 @@ def _groups(table: PriceTable, known: Known) -> Iterator[Draft | Assignment]:
         yield from Waves().drafts(table, known)
         return
     nested = Nested()
-    # With shards a rank holds those of one size alone; pipelines share no device.
+    # A rank of nested groups works in several sizes, which takes replicated weights: shards serve
+    # one size only.
     if table.schemes[0].weights == "replicated" and nested.role.covers(known.problem):
         for draft in nested.drafts(table, known):
             known = replace(known, best_s=min(known.best_s, draft.seconds), drafted=True)
@@ -132,14 +136,16 @@ def _groups(table: PriceTable, known: Known) -> Iterator[Draft | Assignment]:
 
 
 def _priced(problem: Problem, p: int, plan: LayerPlan, weights: Working) -> PricedScheme | None:
-    """Groups of ``p`` ranks whose layers are those of ``plan``, priced; None where they hold no
-    token."""
+    """The scheme of groups of ``p`` ranks that hold weights as ``weights`` says, with a frontier of
+    the single layer plan ``plan``; None where memory holds no token."""
     pricing, options = problem.pricing, tuple(option for option, _ in plan.counts)
     if problem.semantics == "lockstep":
         table = pricing.lockstep_table(p, options)
     else:
-        table = layer_table(pricing.costs, p, weights, (), options)
-    frontier = listed_frontier(table, [(option,) for option in plan.options])
+        # Other ``sizes`` take no memory: a rank works in groups of one size, or has all weights.
+        table = layer_table(costs=pricing.costs, p=p, working=weights, sizes=(), options=options)
+    # Each layer has one option to choose from, the plan's.
+    frontier = listed_frontier(table, slots=[(option,) for option in plan.options])
     if not frontier.most_tokens:
         return None
     return PricedScheme(scheme=Scheme(context=p), frontier=frontier, weights=weights)
@@ -160,11 +166,12 @@ class Paradyse:
         chooses."""
         problem = known.problem
         for k, p in enumerate(table.width):
-            # One slot for all layers: where the options of each layer are listed, nothing is free.
+            # The algorithm takes all layers to have the same options, which is a single slot; there
+            # are several where options are listed layer by layer.
             static = static_schedule(table, k) if len(problem.slots[p]) == 1 else None
-            made = None if static is None else _with_chosen_layers(static, problem, p)
-            if made is not None:
-                yield made
+            schedule = None if static is None else _with_chosen_layers(static, problem, p)
+            if schedule is not None:
+                yield schedule
 
 
 def _with_chosen_layers(static: Assignment, problem: Problem, p: int) -> Assignment | None:
@@ -176,7 +183,7 @@ def _with_chosen_layers(static: Assignment, problem: Problem, p: int) -> Assignm
     selector = StrategySelector(
         costs=problem.pricing.costs, p=p, working=weights, options=problem.options[p]
     )
-    priced: dict[LayerPlan, PricedScheme | None] = {}
+    priced: dict[LayerPlan, PricedScheme | None] = {}  # each layer plan is priced once
     launches_priced = list[tuple[PricedScheme, tuple[int, ...], list[int]]]()
     for (_, ranks, _), packed in zip(static.groups, static.packs, strict=True):
         for members in packed.bins:

@@ -46,22 +46,21 @@ def static(tables: Sequence[PriceTable]) -> BatchPlanner:
         holding = [fitting(table) for table in tables]
         k = max((k for k in holding if k is not None), default=None)
         if k is not None and None not in holding:
-            return _everywhere(k, static_schedule)
-    return _everywhere(_best(tables, static_schedule), static_schedule)
+            return _always_on(k, static_schedule)
+    return _always_on(_best(tables, static_schedule), static_schedule)
 
 
 def max_length(tables: Sequence[PriceTable]) -> BatchPlanner:
     """Plans all batches on the best scheme, with packs as long as the longest sequence of all
     batches dealt out evenly."""
-    context = max(table.tokens[0] for table in tables)
-
-    make = partial(by_length, context=context)
-    return _everywhere(_best(tables, make), make)
+    longest = max(table.tokens[0] for table in tables)
+    make = partial(by_length, context=longest)
+    return _always_on(_best(tables, make), make)
 
 
 def token_balance(tables: Sequence[PriceTable]) -> BatchPlanner:
     """Plans all batches on the best scheme, with about the same tokens for every pipeline."""
-    return _everywhere(_best(tables, by_tokens), by_tokens)
+    return _always_on(_best(tables, by_tokens), by_tokens)
 
 
 def by_length(table: PriceTable, k: int, context: int) -> Assignment | None:
@@ -70,12 +69,8 @@ def by_length(table: PriceTable, k: int, context: int) -> Assignment | None:
     if context > table.schemes[k].most_tokens:
         return None
     packs, count = as_they_come(table, table.tokens, context), table.devices // table.width[k]
-    ranks = [
-        pipeline_ranks for _, pipeline_ranks, _ in placed(table, [(k, []) for _ in range(count)])
-    ]
-    bins = [
-        (k, pipeline_ranks, packs[pipeline::count]) for pipeline, pipeline_ranks in enumerate(ranks)
-    ]
+    pipelines = placed(table, [(k, []) for _ in range(count)])  # empty ones, for their ranks
+    bins = [(k, ranks, packs[number::count]) for number, (_, ranks, _) in enumerate(pipelines)]
     return Assignment.of_bins(table, bins, "max-length")
 
 
@@ -93,14 +88,14 @@ def best_scheme(tables: Sequence[PriceTable], make: Make) -> tuple[float, int | 
     (infinity, None) where no scheme holds all batches."""
     best_s, best = inf, None
     for k in roomiest_first(tables[0]):
-        total = 0.0
+        total_s = 0.0
         for table in tables:
             schedule = make(table, k)
-            total += inf if schedule is None else schedule.seconds
-            if total >= best_s:
+            total_s += inf if schedule is None else schedule.seconds
+            if total_s >= best_s:
                 break
-        if total < best_s:
-            best_s, best = total, k
+        if total_s < best_s:
+            best_s, best = total_s, k
     return best_s, best
 
 
@@ -113,10 +108,11 @@ def _best(tables: Sequence[PriceTable], make: Make) -> int:
     return best
 
 
-def _everywhere(k: int, make: Make) -> BatchPlanner:
+def _always_on(k: int, make: Make) -> BatchPlanner:
     """A planner that calls ``make`` with scheme k, which holds all batches, for every batch."""
 
     def planned(_: int, table: PriceTable) -> Assignment:
+        """The schedule of one batch on scheme k."""
         schedule = make(table, k)
         assert schedule is not None, "it held every batch"
         return schedule

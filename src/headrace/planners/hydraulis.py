@@ -43,7 +43,8 @@ def hydraulis(tables: Sequence[PriceTable], seed: int) -> BatchPlanner:
     candidates = hydraulis_candidates(tables)
 
     def planned(number: int, table: PriceTable) -> Assignment:
-        best = _best(table, candidates, None, seed + number, tuned=False)
+        """The quickest schedule of one batch over all candidates."""
+        best = _best(table, candidates, best=None, seed=seed + number, tuned=False)
         assert best is not None, "the first candidate holds any sequence"
         return best
 
@@ -56,7 +57,9 @@ def hydraulis_tuned(tables: Sequence[PriceTable], seed: int) -> BatchPlanner:
     candidates = hydraulis_candidates(tables, tuned=True)
 
     def planned(number: int, table: PriceTable) -> Assignment:
-        best = _best(table, candidates, best_static(table), seed + number, tuned=True)
+        """The quickest schedule of one batch over all candidates and the best static schedule."""
+        static = best_static(table)
+        best = _best(table, candidates, best=static, seed=seed + number, tuned=True)
         assert best is not None, "the first candidate holds any sequence"
         return best
 
@@ -88,17 +91,17 @@ def _of_program(table: PriceTable, lengths: Sequence[int], *, amortized: bool) -
 
 
 def _filled(table: PriceTable, strategies: Sequence[Counts]) -> Iterator[Counts]:
-    """All ``strategies``, and after each one that leaves devices idle others with more pipelines of
-    its schemes: as many as there is room for of one of them, then of the others, the widest
-    first."""
+    """Each of ``strategies``, followed by variants in which more pipelines of its schemes fill the
+    idle devices: one variant for each scheme, which gets as many pipelines as there is room for
+    before the other schemes do, the widest of these first."""
     for counts in strategies:
         yield counts
-        used = [k for k, n in enumerate(counts) if n]
+        used = [k for k, count in enumerate(counts) if count]
         for first in used:
             filled = list(counts)
             for k in (first, *reversed(used)):
-                idle = table.devices - sum(n * w for n, w in zip(filled, table.width, strict=True))
-                filled[k] += idle // table.width[k]
+                busy = sum(count * width for count, width in zip(filled, table.width, strict=True))
+                filled[k] += (table.devices - busy) // table.width[k]
             yield tuple(filled)
 
 
@@ -129,13 +132,16 @@ def _best(
 
 
 def _least_s(table: PriceTable, counts: Counts) -> float:
-    """Seconds that no dispatch of a strategy beats: all its devices share all work on the cheapest
-    schemes, or the longest sequence takes longer."""
+    """Seconds that no dispatch of a strategy beats: either its devices share all work evenly, each
+    sequence on its cheapest scheme, or the longest sequence alone takes longer."""
     used = [k for k, count in enumerate(counts) if count]
     devices = sum(counts[k] * table.width[k] for k in used)
+    # Least device-seconds of a sequence of each run of equal ones, with its share of a constant.
     device_s = (table.ranks * table.spread)[used].min(axis=0)
+    # Alone, a sequence passes through all stages of its pipeline one after the other.
     longest_s = float((table.stages * table.alone)[used, 0].min())
-    return max(longest_s, float(device_s @ table.batch.counts) / devices) * (1 - 1e-9)
+    shared_s = float(device_s @ table.batch.counts) / devices
+    return max(longest_s, shared_s) * (1 - 1e-9)  # less what may be rounding
 
 
 def by_greedy(
@@ -143,7 +149,7 @@ def by_greedy(
 ) -> Assignment | None:
     """The schedule of one batch by one strategy with the greedy dispatch, plain or ``tuned``; None
     where the strategy cannot hold the batch."""
-    if not any(n and np.isfinite(table.alone[k, 0]) for k, n in enumerate(counts)):
+    if not any(count and np.isfinite(table.alone[k, 0]) for k, count in enumerate(counts)):
         return None
     name = "hydraulis-tuned" if tuned else "hydraulis"
     given = greedy(table, counts, seed=seed, tuned=tuned)
@@ -169,6 +175,7 @@ def greedy(
     """
     pipes = [k for k in roomiest_first(table) for _ in range(counts[k])]
     used, sequences = sorted(set(pipes)), len(table.tokens)
+    # The column of ``seconds`` of each pipeline's scheme.
     scheme_column = np.array([used.index(k) for k in pipes])
     seconds = np.array([table.seconds(k) for k in used]).T  # [sequences, used schemes]
     bubbles = np.array([table.depth[k] - 1 for k in pipes], dtype=np.float64)
@@ -191,7 +198,7 @@ def greedy(
             ends_s = work_s + own_s + bubbles_s
         # Seconds of the slowest pipeline if the sequence goes to each pipeline.
         slowest_after = np.maximum(ends_s, slowest_s)
-        if tuned:
+        if tuned:  # of pipelines that tie, the one that ends first; argmin takes the first of all
             slowest_after = np.where(
                 slowest_after == slowest_after.min(axis=1, keepdims=True), ends_s, np.inf
             )

@@ -25,7 +25,7 @@ from headrace.planning.schedule import Group
 
 __all__ = ["as_they_come", "dp_balanced", "hybrid"]
 
-_EVEN = 0.05
+_EVEN = 0.05  # loads that differ by at most this fraction of the largest count as even
 
 
 def as_they_come(table: PriceTable, room: list[int], cap: int) -> list[list[int]]:
@@ -60,13 +60,13 @@ def dp_balanced(table: PriceTable) -> list[Group]:
 
 
 @dataclass(slots=True)
-class _Lent:
-    """A group of a round, which may grow to larger sizes.
+class _RoundGroup:
+    """A group of ranks in one round of the hybrid scheduler; it may grow to larger sizes.
 
     Attributes:
-        k: Its scheme.
+        k: Its scheme, as a number in the table.
         held: Positions of its sequences.
-        load: Squared tokens of these over its ranks.
+        load: The sum of their squared tokens, over its ranks.
     """
 
     k: int
@@ -79,6 +79,7 @@ def hybrid(table: PriceTable) -> list[Group]:
     each; none where no group size holds the longest sequence."""
     if fitting(table) is None:
         return []
+    # For each position the first scheme that holds it, as schemes are sorted by devices.
     scheme_of = table.batch.each(np.isfinite(table.alone).argmax(axis=0)).tolist()
     launches, left = list[Group](), list(range(len(table.tokens)))
     while left:
@@ -91,21 +92,18 @@ def hybrid(table: PriceTable) -> list[Group]:
 
 def _round(
     table: PriceTable, scheme_of: list[int], waiting: list[int]
-) -> tuple[list[_Lent], list[int]]:
+) -> tuple[list[_RoundGroup], list[int]]:
     """The groups of one round, and the positions left for later rounds. ``scheme_of`` has the
     scheme of every sequence, ``waiting`` the positions to place, longest first."""
-    groups, not_placed, idle, first_scheme = (
-        list[_Lent](),
-        list[int](),
-        table.devices,
-        scheme_of[waiting[0]],
-    )
-    groups_of: dict[int, list[tuple[float, int]]] = {k: [] for k in scheme_of}  # (load, group)
+    groups, not_placed = list[_RoundGroup](), list[int]()
+    idle, first_scheme = table.devices, scheme_of[waiting[0]]
+    # By scheme, a heap of (load, index in ``groups``) of its groups.
+    groups_of: dict[int, list[tuple[float, int]]] = {k: [] for k in scheme_of}
     for number, i in enumerate(waiting):
         width, by_load = table.width[scheme_of[i]], groups_of[scheme_of[i]]
-        if idle >= width:
+        if idle >= width:  # a new group has no load, so it takes the sequence
             heappush(by_load, (0.0, len(groups)))
-            groups.append(_Lent(scheme_of[i]))
+            groups.append(_RoundGroup(scheme_of[i]))
             idle -= width
         if not by_load:
             not_placed.append(i)
@@ -121,13 +119,13 @@ def _round(
     return groups, not_placed
 
 
-def _grown(table: PriceTable, groups: list[_Lent]) -> list[_Lent]:
+def _grown(table: PriceTable, groups: list[_RoundGroup]) -> list[_RoundGroup]:
     """The groups of a round after the smallest ones have grown to the next size, one after the
     other, as long as idle ranks suffice."""
     idle = table.devices - sum(table.width[group.k] for group in groups)
     while True:
         group = min(groups, key=lambda group: group.k)
-        if group.k + 1 == len(table):
+        if group.k + 1 == len(table):  # there is no next size
             return groups
         extra_ranks = table.width[group.k + 1] - table.width[group.k]
         if extra_ranks > idle:
@@ -136,7 +134,7 @@ def _grown(table: PriceTable, groups: list[_Lent]) -> list[_Lent]:
         idle -= extra_ranks
 
 
-def _placed(table: PriceTable, groups: list[_Lent]) -> Iterator[tuple[int, _Lent]]:
+def _placed(table: PriceTable, groups: list[_RoundGroup]) -> Iterator[tuple[int, _RoundGroup]]:
     """(first rank, group) of each group, larger groups first."""
     start = 0
     for group in sorted(groups, key=lambda group: -group.k):

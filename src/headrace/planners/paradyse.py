@@ -77,10 +77,12 @@ class StrategySelector:
     working: Working = "replicated"
     gamma: float = 0.0
     memory: MemoryRule = "sum"
+    # The cache: what was selected for each (sum(l^2), sum(l)).
     _selected: dict[tuple[int, int], Selection] = field(default_factory=dict, init=False)
-    _before: LayerPlan | None = field(default=None, init=False)
+    _before: LayerPlan | None = field(default=None, init=False)  # the layers of the call before
 
     def __post_init__(self) -> None:
+        """Raise SpecError for another memory rule and for a negative gamma."""
         if self.memory not in get_args(MemoryRule):
             raise SpecError("memory rule", got=repr(self.memory), wanted="sum or peak")
         if self.gamma < 0:
@@ -94,7 +96,7 @@ class StrategySelector:
         if key not in self._selected:
             self._selected[key] = self._searched(pack)
             selection = self._smoothed(pack, self._selected[key])
-        else:
+        else:  # not smoothed, as printed
             selection = self._selected[key]
         self._before = selection.layers
         return selection
@@ -104,7 +106,7 @@ class StrategySelector:
         fastest first."""
         pack = tuple(lengths)
         tokens = sum(pack)
-        rated = []
+        rated = []  # (seconds, bytes, option)
         for text, cost in self.costs.options[self.p].items():
             option = LayerOption.parse(text)
             if self.options is not None and option not in self.options:
@@ -140,7 +142,8 @@ class StrategySelector:
                 yield list(strategies)
                 continue
             for other in sorted_strategies[i + 1 :]:
-                # Replace the layers one by one; the list is not set back for the next option.
+                # Layers are replaced one by one. The next option goes on from where this one ends:
+                # as printed, the list is not set back to ``first``.
                 for _ in range(self._layers):
                     strategies.pop(0)
                     strategies.append(other)

@@ -2,7 +2,12 @@
 prices that generators draft from.
 
 Sequences of equal length are alike to every scheme: a *run*. Prices are of runs, of which a large
-batch has far fewer than sequences.
+batch has far fewer than sequences. A sequence goes by its *position*: its place in the batch,
+longest first.
+
+A scheme (how the devices of a pipeline share the work) is priced by a *frontier* of rows (a, b, c,
+cap): on each stage a micro-batch takes a sum(l^2) + b sum(l) + c seconds, c being its *constant*,
+and it holds at most cap tokens.
 
 Of a sequence of l tokens in a micro-batch, over all rows (a, b, c, cap) of a scheme's frontier that
 hold it, in seconds of one stage:
@@ -59,11 +64,12 @@ the end of computing until its gradients are sent."""
 
 
 class Chains:
-    """Which pipelines wait for which, given the ranks of each in their order.
+    """Which pipelines wait for which, given the ranks of each in the order in which they run: a
+    pipeline starts when the pipeline before it on each of its ranks has ended.
 
     Attributes:
         before: ``before[g]`` are the pipelines that pipeline g waits for.
-        last_of: The last pipeline of every rank that has one.
+        last_of: For every rank that has pipelines, the number of its last one.
         last: The pipelines in ``last_of``, each once.
     """
 
@@ -111,7 +117,7 @@ class Packed:
         rows: The row of the scheme's frontier, by its number, of each micro-batch.
         times: Seconds of each micro-batch on one stage, forward and backward.
         longest_s: Seconds of the longest micro-batch on one stage.
-        next_s: Seconds of the second longest; ``longest_s`` where there is one.
+        next_s: Seconds of the second longest; ``longest_s`` where there is only one.
     """
 
     seconds: float
@@ -139,7 +145,8 @@ class Packed:
 
 
 def longest_two(times: Sequence[float]) -> tuple[float, float]:
-    """The longest and the second longest of some seconds; the only one twice where there is one."""
+    """The longest and the second longest of some seconds; where there is only one, it is
+    both."""
     if len(times) == 1:
         return times[0], times[0]
     rising = sorted(times)
@@ -152,17 +159,18 @@ def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> list[li
     ``cap`` stands alone. Returns the positions of each bin."""
     bins: list[list[int]] = []
     unit = 1 << len(members).bit_length()  # above every index of a bin
-    # For each bin one number, rising: its free tokens times ``unit``, plus the bin's index.
+    # For each bin one number, rising: its free tokens times ``unit``, plus the bin's index. So one
+    # sorted list of numbers finds the fullest bin with room and says which one it is.
     rooms: list[int] = []
     for i in members:
-        length = tokens[i] * unit
-        at = bisect_left(rooms, length)
+        need = tokens[i] * unit
+        at = bisect_left(rooms, need)
         if at < len(rooms):
             room = rooms.pop(at)
             bins[room % unit].append(i)
-            insort(rooms, room - length)
+            insort(rooms, room - need)
         else:
-            insort(rooms, cap * unit - length + len(bins))
+            insort(rooms, cap * unit - need + len(bins))
             bins.append([i])
     return bins
 
@@ -237,13 +245,14 @@ class SortedBatch:
         return np.array(self.run_tokens, dtype=np.float64)
 
     def turns(self, order: Sequence[int] | None) -> list[tuple[int, int, int]]:
-        """What is placed one after the other, as (run, first position, number of positions): whole
-        runs where ``order`` is None, else single positions in that order."""
+        """The blocks of equal sequences that a filling places one after the other, each as (number
+        of the run, first position, number of positions). Where ``order`` is None a block is a whole
+        run, longest first; else it is a single position, in that order."""
         return self._runs if order is None else [(self._run_of[i], i, 1) for i in order]
 
     @cached_property
     def _runs(self) -> list[tuple[int, int, int]]:
-        """(run, first position, number of positions) of every run."""
+        """For every run, longest first: (its number, its first position, how many positions)."""
         starts, counts = np.cumsum(self.counts) - self.counts, self.counts.tolist()
         return list(zip(range(len(counts)), starts.tolist(), counts, strict=True))
 
@@ -255,14 +264,14 @@ class SortedBatch:
     def each(self, of_runs: NDArray[Any]) -> NDArray[Any]:
         """Spread values of runs [..., runs] over positions [..., sequences]: every position gets
         its run's value."""
-        if of_runs.shape[-1] == len(self.tokens):
+        if of_runs.shape[-1] == len(self.tokens):  # no two sequences are equal
             return of_runs
         return np.repeat(of_runs, self.counts, axis=-1)
 
     def listed(self, of_runs: list[Value]) -> list[Value]:
         """Spread a list of values of runs over positions: every position gets its run's value, as
         the same object, so that a value takes no more memory however long its run."""
-        if len(of_runs) == len(self.tokens):
+        if len(of_runs) == len(self.tokens):  # no two sequences are equal
             return of_runs
         each: list[Value] = []
         each.extend(chain.from_iterable(map(repeat, of_runs, self.counts.tolist())))
@@ -306,12 +315,13 @@ class PriceTable:
             dearer if it holds a little more.
         staged: Whether each scheme has several stages.
         exchange: Seconds in which weights arrive and gradients leave if no computation hides them.
-        unhidden: The share of both that is never hidden.
-        moved: The share of both that moves for plans of each scheme alone.
+        unhidden: The share of these seconds that no computation ever hides.
+        moved: By scheme, the share of these seconds that a plan of this scheme alone takes; below 1
+            where one group of all devices shards the weights.
         packs: Cache of packed pipelines, by scheme and members.
-        needs: Cache of the devices that sequences take, by step of the time
-            (:mod:`headrace.planning.filling`).
-        rankings: Cache of the order of schemes by these, likewise.
+        needs: Cache of :mod:`headrace.planning.filling`: the devices that a sequence of each run
+            needs of each scheme, by step of the time in which it must end.
+        rankings: Cache of the schemes ordered by these devices, by the same step.
     """
 
     def __init__(
@@ -407,7 +417,9 @@ class PriceTable:
 
     @cached_property
     def lines(self) -> list[Line]:
-        """Each scheme's pipeline with the constant and capacity of its usual row."""
+        """For each scheme a :class:`Line`, which says how much work one of its pipelines can do
+        within a time if all micro-batches pay the constant of the scheme's usual row and hold its
+        tokens."""
         usual_rows = zip(self.depth, self.c, self.cap, self.util, strict=True)
         return [Line(stages=stages, c=c, cap=cap, util=util) for stages, c, cap, util in usual_rows]
 
@@ -417,7 +429,7 @@ class PriceTable:
         frontier, (squares, tokens) = scheme.frontier, self.batch.sums
         if len(frontier.caps) == 1:
             return 0
-        share = min(1.0, scheme.devices / self.devices)
+        share = min(1.0, scheme.devices / self.devices)  # of the batch that a pipeline gets
         micro_batches = np.maximum(1.0, tokens * share / frontier.limits)
         seconds = (frontier.a * squares + frontier.b * tokens) * share + frontier.c * micro_batches
         return int(seconds.argmin())
@@ -474,7 +486,7 @@ class PriceTable:
 
     def added_s(self, k: int, room: list[int], tokens: int) -> float:
         """Seconds of constants that ``tokens`` more cost a pipeline of scheme k without stages.
-        ``room`` are the tokens left in each of its micro-batches, rising. On a fluid scheme only
+        ``room`` has the tokens left in each of its micro-batches, rising. On a fluid scheme only
         the first micro-batch pays a whole constant, and each token beyond it a share; else every
         new micro-batch pays one."""
         if self.fluid[k]:
@@ -489,24 +501,25 @@ class PriceTable:
         exchange = self.exchange
         if not exchange.push_s:
             return 0.0, 0.0
+        all_pull_s, all_push_s = exchange.pull_s * self.moved[k], exchange.push_s * self.moved[k]
         # A rank moves the weights of its own stage only.
-        moved_s = exchange.pull_s * self.moved[k], exchange.push_s * self.moved[k]
-        pull_s, push_s = moved_s[0] / self.depth[k], moved_s[1] / self.depth[k]
+        pull_s, push_s = all_pull_s / self.depth[k], all_push_s / self.depth[k]
         pull_wait_s = pull_s - first_s * _FORWARD
         push_wait_s = push_s - last_s * (1 - _FORWARD)
         # Embedding and first layer lie whole on one stage, so what nothing hides stays as large.
-        pull_wait_s = max(pull_wait_s, self.unhidden * moved_s[0])
-        return pull_wait_s, max(push_wait_s, self.unhidden * moved_s[1])
+        pull_wait_s = max(pull_wait_s, self.unhidden * all_pull_s)
+        return pull_wait_s, max(push_wait_s, self.unhidden * all_push_s)
 
     def times(self, k: int, packed: Packed) -> Times:
         """Estimated seconds (wait for weights, computing, sending of gradients) of a pipeline of
-        scheme k with its micro-batches, the second longest first and the longest last."""
+        scheme k with the micro-batches ``packed``. The second longest runs first and the longest
+        last, as these hide the most of the waits."""
         pull_wait_s, push_wait_s = self.exposed_s(k, packed.next_s, packed.longest_s)
         return pull_wait_s, packed.seconds, push_wait_s
 
     def chained(self, ranks: Iterable[tuple[int, ...]]) -> Chains:
-        """The waiting order of pipelines on ``ranks``, those of each pipeline in the order in which
-        they run; kept, as schedules often share it."""
+        """Which pipelines wait for which (:class:`Chains`), given the ranks of each pipeline in the
+        order in which pipelines run; cached, as many schedules have the same ranks."""
         key = tuple(ranks)
         if key not in self._chains:
             self._chains[key] = Chains(key)
@@ -534,7 +547,7 @@ def prices(frontier: Frontier, lengths: Floats) -> Floats:
     sequences of ``lengths`` tokens [sequences], longest first, over the rows of a frontier;
     infinite where no row holds a sequence."""
     out, first_short = np.empty((3, len(lengths))), 0
-    if lengths[0] > frontier.caps[0]:
+    if lengths[0] > frontier.caps[0]:  # the longest does not fit the smallest row
         # [:first_held] no row holds, [first_held:first_short] only some rows, the others all rows.
         first_held, first_short = np.searchsorted(
             -lengths, (-frontier.limits[-1], -frontier.limits[0])
@@ -550,7 +563,8 @@ def _longer(frontier: Frontier, lengths: Floats, out: Floats) -> None:
     longest first, that do not fit the row of the smallest capacity but fit a later one."""
     if not len(lengths):
         return
-    first = np.searchsorted(frontier.limits, lengths)  # first row that holds each, falling
+    # The first row that holds each length; rows go by rising capacity, so these numbers fall.
+    first = np.searchsorted(frontier.limits, lengths)
     if len(frontier.caps) * len(lengths) <= _FEW_PRICES:
         _least(frontier.columns(int(first[-1])), lengths, out, held=True)
         return

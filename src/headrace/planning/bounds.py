@@ -96,7 +96,8 @@ __all__ = ["Bound", "BoundRows", "allows", "lower_bound", "step_bound_s"]
 
 Floats = NDArray[np.float64]
 
-_COLUMNS = ("ranks", "stages", "opening", "shared", "over", "alone", "work", "spread")
+# The fields of BoundRows that have one row for each scheme.
+_COLUMNS = ("ranks", "stages", "least_c", "shared", "over", "alone", "work", "spread")
 _CLOSE = 1e-5  # relative distance up to which the bound is narrowed
 
 
@@ -106,7 +107,8 @@ class Bound:
 
     Attributes:
         seconds: The bound.
-        longest_s: The quickest run of the longest sequence.
+        longest_s: Least seconds of the sequence that takes the longest, alone on the scheme on
+            which it is quickest.
         by_wave: Whether the reason is what the longest wave leaves to the others
             (:mod:`headrace.planning.wave_bounds`).
         exact: Whether it is the time of the best plan, which a dynamic program has found
@@ -134,10 +136,11 @@ class BoundRows:
     Attributes:
         ranks: Ranks of a pipeline of each scheme [schemes, 1].
         stages: Stages of a pipeline of each scheme [schemes, 1].
-        opening: Least seconds of a micro-batch's constant [schemes, 1].
-        shared: Seconds for each second of work that two sequences of one pipeline take at least
-            [schemes, 1].
-        over: Seconds of a pipeline by which the sum of ``spread`` may be too high [schemes, 1].
+        least_c: Least seconds of a micro-batch's constant [schemes, 1].
+        shared: Least seconds of a pipeline of two sequences for each second of their work, by part
+            3 of the claim [schemes, 1].
+        over: Seconds by which the sum of ``spread`` over the sequences of one pipeline may exceed
+            what it really takes; above 0 only for rows of whole models [schemes, 1].
         alone: Least seconds of a micro-batch of its own, as in :mod:`headrace.planning.batch`
             [schemes, runs].
         work: Least seconds without any constant [schemes, runs].
@@ -147,7 +150,7 @@ class BoundRows:
 
     ranks: Floats
     stages: Floats
-    opening: Floats
+    least_c: Floats
     shared: Floats
     over: Floats
     alone: Floats
@@ -157,11 +160,11 @@ class BoundRows:
 
     @classmethod
     def of(cls, table: PriceTable) -> BoundRows:
-        """Rows for the schemes of a table."""
+        """The rows of all schemes of a table, in its order."""
         return cls(
             ranks=table.ranks,
             stages=table.stages,
-            opening=table.least_c,
+            least_c=table.least_c,
             shared=(table.stages + 1) / 2,
             over=0 * table.ranks,
             alone=table.alone,
@@ -172,11 +175,14 @@ class BoundRows:
 
     @classmethod
     def of_models(cls, batch: SortedBatch, models: Sequence[Least]) -> BoundRows:
-        """Rows for whole models cut into stages, as ``Least`` has them: a micro-batch keeps the
-        ranks of a width busy for its seconds on all stages together."""
+        """One row for each of ``models``, pipelines whose stages may differ, as the module's
+        docstring explains after part 4: a micro-batch keeps the ranks of one stage busy for its
+        seconds on all stages together, so each counts as a pipeline of one stage."""
         counts = batch.counts.astype(np.float64)
         rows, over = list[tuple[Floats, ...]](), list[float]()
         for model in models:
+            # Seconds with a share of the constant, by each way to count it. The rows ``dealt`` have
+            # that share in b and no constant, so it is their ``work``.
             charged = [batch.row(dealt)[1] for dealt in model.dealt]
             totals = [
                 float(seconds[np.isfinite(seconds)] @ counts[np.isfinite(seconds)])
@@ -190,7 +196,7 @@ class BoundRows:
         return cls(
             ranks=np.array([[float(model.width)] for model in models]),
             stages=ones,
-            opening=0 * ones,
+            least_c=0 * ones,
             shared=np.array([[1 / model.depth] for model in models]),
             over=np.array(over)[:, None],
             alone=alone,
@@ -222,9 +228,9 @@ class BoundRows:
         return self.stages * self.alone
 
     @cached_property
-    def _from(self) -> tuple[Floats, Floats]:
-        """Two arrays [schemes, runs + 1]: the seconds of ``spread``, and of ``work``, of all
-        sequences of a run and of all shorter ones together; 0 in the last column."""
+    def _sums_from(self) -> tuple[Floats, Floats]:
+        """Two arrays [schemes, runs + 1], of ``spread`` and of ``work``: column r has the seconds
+        of all sequences of run r and of all shorter runs together; the last column is 0."""
         spread, work = np.zeros((2, len(self.ranks), len(self.counts) + 1))
         for sums, per_sequence in ((spread, self.spread), (work, self.work)):
             np.cumsum((per_sequence * self.counts)[:, ::-1], axis=1, out=sums[:, -2::-1])
@@ -235,15 +241,15 @@ class BoundRows:
         [schemes, runs], infinite where the scheme is not open to it: by part 2a of the claim or by
         2b, whichever sums to more."""
         bubbles, closed = self.stages - 1, self.elapsed > tau
-        # Of the sequences to which each scheme is open: all but the longest, which are closed.
-        spread, work = (
-            np.take_along_axis(sums, closed.sum(axis=1, keepdims=True), axis=1)
-            for sums in self._from
-        )
+        # Seconds of all sequences to which each scheme is open [schemes, 1]. A scheme is closed to
+        # the longest ones, so the number of closed runs is the first run that is open.
+        first_open = closed.sum(axis=1, keepdims=True)
+        spread, work = (np.take_along_axis(sums, first_open, axis=1) for sums in self._sums_from)
         with np.errstate(divide="ignore", invalid="ignore"):
             # Part 2b: the most work within ``tau``, with stages and without.
-            root = np.maximum(sqrt(tau) - np.sqrt(bubbles * self.opening), 0.0)
-            usable = np.where(bubbles > 0, root**2, np.maximum(tau - self.opening, 0.0))
+            root = np.maximum(sqrt(tau) - np.sqrt(bubbles * self.least_c), 0.0)
+            usable = np.where(bubbles > 0, root**2, np.maximum(tau - self.least_c, 0.0))
+            # Devices for each second of ``spread`` by 2a, and of ``work`` by 2b.
             per_spread_s, per_work_s = self.ranks / (tau + self.over), self.ranks / usable
             by_spread = (bubbles == 0) & (spread * per_spread_s >= work * per_work_s)
             shares = np.where(by_spread, self.spread, self.work) * np.where(
@@ -293,7 +299,8 @@ def lower_bound(
     apart: bool = False,
     known_s: float = 0.0,
 ) -> Bound:
-    """The bound of a batch in seconds, without the costs' scale.
+    """The bound of a batch in seconds, without the costs' scale: the least time that satisfies the
+    claim.
 
     Args:
         rows: The schemes; some holds each sequence.
@@ -316,25 +323,26 @@ def lower_bound(
 
 
 def allows(rows: BoundRows, devices: int, tau: float) -> bool:
-    """Whether the lower bound of a batch on ``devices`` is at most ``tau`` seconds; quicker than to
-    work out the bound."""
+    """Whether the lower bound of a batch on ``devices`` is at most ``tau`` seconds, which is
+    answered without working out the bound."""
     return _longest_s(rows) <= tau and _Crowding(rows, devices)(tau) <= 1
 
 
 def _longest_s(rows: BoundRows) -> float:
-    """The most seconds that any sequence takes at least, through all stages of the scheme on which
-    it is quickest."""
+    """The seconds of the slowest sequence if each runs alone, through all stages of the scheme on
+    which it is quickest (part 1 of the claim)."""
     return float(rows.elapsed.min(axis=0).max())
 
 
 class _Crowding:
-    """The ratio of needed devices to those there are, as a function of the time: the largest of
-    parts 2, 3 and, for pipelines that are ``apart``, 4 of the claim."""
+    """A function of the time tau in seconds: the least devices that sequences need within tau, over
+    the devices there are. Above 1 no plan ends within tau. The needs are the largest of parts 2, 3
+    and, for pipelines that share no device (``apart``), 4 of the claim."""
 
     def __init__(self, rows: BoundRows, devices: int, apart: bool = False) -> None:
         self.rows, self.devices, self.apart = rows, devices, apart
         # Least seconds of two sequences of a run in one pipeline [runs].
-        self.pair_s = 2 * (rows.shared * rows.work).min(axis=0) + float(rows.opening.min())
+        self.pair_s = 2 * (rows.shared * rows.work).min(axis=0) + float(rows.least_c.min())
 
     def __call__(self, tau: float) -> float:
         rows, shares = self.rows, self.rows.shares(tau)
@@ -353,11 +361,11 @@ class _Crowding:
 def _least_tau(
     crowding: Callable[[float], float], low_s: float, low_need: float, close: float
 ) -> float:
-    """The least time in seconds in which ``crowding`` is at most 1, from below and to the share
-    ``close``. It is ``low_need`` at ``low_s`` seconds. Needs are about inverse to the time less a
-    constant, so the next guess is where a hyperbola through both ends of the interval crosses 1.
-    Where that has not halved the interval, one end is near: then the guess is where the need would
-    be 1 if it were inverse to the time, and after that the middle."""
+    """A time in seconds, at most the share ``close`` below the least one in which ``crowding`` is
+    at most 1. It is ``low_need``, above 1, at ``low_s`` seconds. Needs are about inverse to the
+    time less a constant, so the next guess is where a hyperbola through both ends of the interval
+    crosses 1. Where that has not halved the interval, one end is near: then the guess is where the
+    need would be 1 if it were inverse to the time, and after that the middle."""
     high_s = low_s * min(low_need, 4.0) * (1 + CLOSE)
     high_need = crowding(high_s)
     while high_need > 1:
@@ -366,6 +374,7 @@ def _least_tau(
         high_need = crowding(high_s)
     stuck = 0  # guesses in a row that have not halved the interval
     while (width_s := high_s - low_s) > close * low_s:
+        # Where in the interval to guess, as a share of its width: by default in the middle.
         margin, step = close * low_s / (2 * width_s), 0.5
         if stuck == 0 and 0 < high_need < low_need:
             # 1 / need is linear in time there; a little off, so that both ends close in
@@ -385,12 +394,13 @@ def _least_tau(
 
 
 def step_bound_s(costs: CostModel, bound: Bound) -> float:
-    """The lower bound of a whole step in scaled seconds, weights and gradients moved, given that of
-    its computations."""
+    """The lower bound of a whole step in scaled seconds, with the moving of weights and gradients,
+    given the ``bound`` of its computations (parts 5 and 6 of the claim)."""
     exchange = costs.exchange_s
     exposed, moved_s = exposed_s(costs), exchange.pull_s + exchange.push_s
 
     def with_share(compute_s: float, share: float) -> float:
+        """The bound without update if computing takes ``compute_s`` and this share is moved."""
         return max(compute_s + share * exposed * (1 - ROUNDING), share * moved_s * (1 - ROUNDING))
 
     least_s = with_share(bound.seconds, 1.0)

@@ -59,7 +59,7 @@ def _seconds(plan: Plan, number: int, schemes: Mapping[Scheme, PricedScheme]) ->
     scheme = plan.pipelines[micro.pipeline].scheme
     if scheme not in schemes:
         raise CostError(f"costs of {scheme}", got="none", wanted=", ".join(map(str, schemes)))
-    ((a, b, c),) = schemes[scheme].frontier.rows
+    ((a, b, c),) = schemes[scheme].frontier.rows  # published costs have one row for each scheme
     return sum((a * n + b) * n for n in plan.tokens_of(micro)) + c
 
 
@@ -78,6 +78,7 @@ def _free_starts(plan: Plan, times: list[float]) -> list[float]:
 def _lockstep_starts(plan: Plan, times: list[float]) -> list[float]:
     """When each micro-batch starts, in seconds, if the i-th micro-batches of all ranks start
     together as a wave; ``times`` are the seconds of each micro-batch."""
+    # Waves that each rank has done, seconds of each wave, and the wave of each micro-batch.
     waves_done, wave_s, wave_of = [0] * plan.devices, list[float](), list[int]()
     for micro, taken_s in zip(plan.micro_batches, times, strict=True):
         ranks = plan.pipelines[micro.pipeline].ranks

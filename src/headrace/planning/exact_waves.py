@@ -68,7 +68,7 @@ def exact_waves(
             )
     # The shortest wave that holds each subset, then the best way to cut it into waves.
     fits = ranks_needed <= table.devices
-    least_time = fits.argmax(axis=1)
+    least_time = fits.argmax(axis=1)  # number of the first, so the shortest, time that suffices
     wave_s = np.where(fits.any(axis=1), launches.times_s[least_time], inf).tolist()
     total_s, chosen = [0.0] * count, [0] * count
     for subset in range(1, count):
@@ -88,8 +88,9 @@ def exact_waves(
 def rejoined(
     table: PriceTable, kinds: Sequence[int], waves: Sequence[Pipelines], bound_s: float
 ) -> list[Pipelines]:
-    """Improve the waves of a plan: groups of up to three waves that have few sequences together are
-    solved exactly and replaced, as long as that gains and the plan is above ``bound_s``.
+    """Improve the waves of a plan: up to three waves that have few sequences together are replaced
+    by the best waves for the same sequences, as long as that gains and the plan is above
+    ``bound_s``.
 
     Args:
         table: The prices.
@@ -100,8 +101,9 @@ def rejoined(
     Returns:
         Waves that take no longer.
     """
-    timed_waves, programs_left = [(_wave_s(table, wave), list(wave)) for wave in waves], _TIMES
-    tried = set[frozenset[int]]()
+    timed_waves = [(_wave_s(table, wave), list(wave)) for wave in waves]  # (seconds, launches)
+    programs_left = _TIMES  # dynamic programs that may still be solved
+    tried = set[frozenset[int]]()  # sets of sequences that were solved
     gained = True
     while gained:
         gained = False
@@ -160,8 +162,9 @@ def _parts(subset: int) -> Iterator[int]:
 
 
 class _Launches:
-    """Seconds and ranks of every subset of a few sequences as one launch. Subset n has those
-    sequences whose bits are set in n.
+    """Seconds and ranks of every subset of a few sequences as one launch, which is one micro-batch
+    on a group of some scheme (``kinds``, by number). Subset n has those sequences whose bits are
+    set in n.
 
     Attributes:
         seconds: Seconds of a launch of each subset on each kind of group [kinds, subsets],
@@ -194,20 +197,23 @@ class _Launches:
     def split(
         self, wave: int, ranks_needed: np.ndarray, time: int
     ) -> Iterator[tuple[int, list[int]]]:
-        """The launches, as (scheme, positions), of a ``wave``, which is a subset, if it lasts
-        ``times_s[time]``. ``ranks_needed`` has the ranks that each subset needs in a wave of each
-        time [subsets, times]."""
+        """The launches, as (scheme, positions), that need the fewest ranks for a ``wave``, which is
+        a subset, if it lasts ``times_s[time]`` seconds. ``ranks_needed`` has the ranks that each
+        subset needs in a wave of each time [subsets, times]."""
         while wave:
+            # The launch with the first sequence that attains the minimum n(S, D).
             part = min(
                 _parts(wave),
                 key=lambda part: float(
                     self.least_ranks[part, time] + ranks_needed[wave ^ part, time]
                 ),
             )
+            # Of the groups that are quick enough the fewest ranks, then the least seconds.
             kinds_in_time = [
                 (self.table.width[k], float(self.seconds[row, part]), k)
                 for row, k in enumerate(self.kinds)
                 if self.seconds[row, part] <= self.times_s[time]
             ]
-            yield min(kinds_in_time)[2], self.positions(part)
+            _, _, kind = min(kinds_in_time)
+            yield kind, self.positions(part)
             wave ^= part

@@ -56,7 +56,8 @@ def reasons(
         tried: The candidates that were timed, the quickest first: that of the plan.
         plan: The plan.
         static: The best static candidate.
-        flat: The bound of plans without stages and tensor blocks, where it is known apart.
+        flat: The bound of only those plans that have neither stages nor tensor blocks; None where
+            it is not known.
 
     Returns:
         Sentences: what binds and how far the plan is above bounds, which pipeline is busiest, what
@@ -64,6 +65,7 @@ def reasons(
         idle ranks, and what of the exchange no computation hides (Hydraulis, appendix B.2).
     """
     best = tried[0]
+    # Only such steps are simulated, with their exchange; others are timed by formula.
     simulated = not problem.is_published and problem.semantics == "free"
     texts = [_binding(problem, bound, best, plan) if simulated else _gap(problem, bound, best)]
     if flat is not None:
@@ -133,6 +135,7 @@ def _binding(problem: Problem, bound: Bound, best: Candidate, plan: Plan) -> str
         seconds = _text(problem, exchange.total_s)
         return f"bound by pull, push and update: {seconds} of every step"
     if bound.by_longest:
+        # Position 0 is the longest sequence.
         scheme = next(k for k, _, members in best.schedule.groups if 0 in members)
         return (
             f"bound by the longest sequence: {batch.tokens[0]:,} tokens take "
@@ -152,8 +155,9 @@ def _binding(problem: Problem, bound: Bound, best: Candidate, plan: Plan) -> str
 
 
 def _flat(problem: Problem, bound: Bound, flat: Bound, best: Candidate) -> str | None:
-    """A clause on the gap to ``flat``, the bound of plans without stages and tensor blocks; None
-    where that gap is not much smaller than the gap to ``bound``."""
+    """A clause on how far the plan is above ``flat``, the bound of plans without stages and tensor
+    blocks; None where that gap is not clearly smaller than the gap to ``bound``, that of all plans,
+    or the plan itself is below ``flat``."""
     unscaled = problem.model.replace(scale=1.0)
     gap, flat_gap = (
         _ratio(best.seconds, step_bound_s(unscaled, each)) - 1 for each in (bound, flat)
@@ -213,7 +217,8 @@ def _used(plan: Plan) -> dict[tuple[int, int], tuple[LayerPlan, int]]:
 
 
 def _recomputing(plan: Plan) -> Counter[str]:
-    """For each recompute level other than ``none``, how many micro-batches have layers of it."""
+    """For each recompute level other than ``none``, how many micro-batches have layers that
+    recompute at that level."""
     counts = Counter[str]()
     for layers, number in _used(plan).values():
         for level in {option.recompute for option, _ in layers.counts} - {"none"}:
@@ -253,10 +258,11 @@ def require_fit(problem: Problem, longest: int, index: int) -> None:
     """Raise InfeasiblePlan when sequence ``index``, the ``longest``, fits no pipeline."""
     _require_positions(problem, longest, index)
     pricing = problem.pricing
-    if problem.planner == "static":
+    if problem.planner == "static":  # it has no other schemes than groups
         sizes = problem.group_sizes if problem.static_size is None else (problem.static_size,)
         _require(problem, [Scheme(context=p) for p in sizes], longest, index)
         return
+    # The usual case first: pricing all other schemes takes longer.
     for weights in problem.holding:
         if any(priced.most_tokens >= longest for priced in pricing.groups(weights)):
             return
@@ -354,7 +360,8 @@ def _least_bytes(
     problem: Problem, schemes: Iterable[Scheme], tokens: int
 ) -> tuple[int, str, Scheme]:
     """The fewest bytes of a rank's memory with which any of ``schemes`` holds a micro-batch of
-    ``tokens`` tokens. Returns (bytes; scheme, layers and weights in words; scheme)."""
+    ``tokens`` tokens, over all layer plans and ways to hold weights. Returns (these bytes, the way
+    in words, its scheme)."""
     ways = list[tuple[int, Scheme, str]]()
     capacity = problem.model.capacity_bytes
     for scheme in schemes:
@@ -373,7 +380,8 @@ def _least_bytes(
                 for number, plan in enumerate(plans):
                     layers = str(plan.options[0]) if len(plan.counts) == 1 else str(plan)
                     how = f"{scheme} with {layers} and {working} weights"
-                    ways.append((capacity + stage_costs.needs(number, tokens), scheme, how))
+                    lacking = stage_costs.needs(number, tokens)  # below 0 where bytes are left
+                    ways.append((capacity + lacking, scheme, how))
     needed, scheme, how = min(ways)
     return needed, how, scheme
 

@@ -13,6 +13,11 @@ like lengths come together by the order. Best fit decreasing needs at most 22 % 
 optimum where bins are alike (MULTIFIT), and hardly ever more than 1 % with many sequences.
 
 Afterwards short sequences are dealt out again, each where it ends first, which levels the ends.
+
+Terms of :mod:`headrace.planning.batch`: a sequence goes by its *position*, its place in the batch,
+longest first; a *run* has the sequences of equal length; the *usual row* of a scheme has the
+seconds ``c`` of each micro-batch's constant and the ``cap`` tokens that it holds. A scheme is
+*fluid* where it has several rows: then constants are charged to tokens, ``share`` seconds each.
 """
 
 from __future__ import annotations
@@ -36,7 +41,8 @@ __all__ = ["Filler", "Pipelines", "deal", "joined", "refilled"]
 Floats = NDArray[np.float64]
 
 Pipelines = list[tuple[int, list[int]]]
-"""(number of the scheme, positions longest first) of each pipeline."""
+"""(number of the scheme in the table, positions of its sequences, longest first) of each
+pipeline."""
 
 _STEP = 0.04  # schemes are ranked anew when the time has changed by this share
 _LOOKS = 16  # pipelines tried for a sequence before it takes any with seconds to spare
@@ -44,13 +50,13 @@ _RANKED = 4  # schemes tried for a sequence, the cheapest first
 
 
 class Filler:
-    """Fills pipelines of a table's schemes.
+    """Fills pipelines of a table's schemes with all sequences of its batch, within a time.
 
     Args:
         table: The prices.
         most: The most pipelines of each scheme; as many as there is room for when left out.
-        bias: How many times its devices each scheme is taken to need; infinite where it is not to
-            be used.
+        bias: For each scheme the factor by which the devices that it needs are multiplied when
+            schemes are compared; infinite where it is not to be used.
     """
 
     def __init__(
@@ -80,12 +86,12 @@ class Filler:
         log_step = round(log(max(tau, float_info.min)) / _STEP)
         if log_step not in self._cheapest:
             if self.most is None or (self.weights != 1).any():
-                self._cheapest[log_step] = self._first_of(_needs(self.table, log_step))
+                self._cheapest[log_step] = self._cheapest_biased(_needs(self.table, log_step))
             else:
-                self._cheapest[log_step] = self._some_of(_ranking(self.table, log_step))
+                self._cheapest[log_step] = self._cheapest_ranked(_ranking(self.table, log_step))
         return self._cheapest[log_step]
 
-    def _first_of(self, needs: Floats) -> list[list[int]]:
+    def _cheapest_biased(self, needs: Floats) -> list[list[int]]:
         """:meth:`cheapest` with the schemes' biases: for every run its ``_RANKED`` cheapest
         schemes, given the devices that a sequence of each run ``needs`` of every scheme [schemes,
         runs]."""
@@ -104,10 +110,10 @@ class Filler:
             ]
         return schemes_of_run
 
-    def _some_of(self, ranking: Sequence[tuple[list[int], int]]) -> list[list[int]]:
-        """:meth:`cheapest` without biases, from a ``ranking`` of all schemes of the table that
-        serves many strategies: for consecutive runs of like ranking (schemes, the cheapest first;
-        number of runs)."""
+    def _cheapest_ranked(self, ranking: Sequence[tuple[list[int], int]]) -> list[list[int]]:
+        """:meth:`cheapest` without biases. ``ranking`` is that of :func:`_ranking`, computed once
+        for all schemes of the table: (schemes, the cheapest first; number of runs) for each stretch
+        of runs with the same order."""
         used = set(self.used.tolist())
         schemes_of_runs = [
             ([k for k in schemes if k in used][:_RANKED], count) for schemes, count in ranking
@@ -156,13 +162,16 @@ class Filler:
         cheapest = self.cheapest(tau)
         c, share, unlimited = table.c, table.share, float("inf")
         dealt = table.dealt
+        # An innermost loop, so it calls little. Schemes are k, pipelines g, runs r, positions i.
         # The pipelines of each scheme that may have room, as (seconds left, pipeline), rising.
         open_of: list[list[tuple[float, int]]] = [[] for _ in widths]
         pipelines: Pipelines = []
         token_rooms = list[list[int]]()  # by pipeline: tokens left in its micro-batches, rising
         longest_s = list[float]()  # by pipeline: the most seconds that a sequence of it may take
         opened = [-1]  # after this mark the schemes of which there is a pipeline
-        free, left_of = table.devices, list(self.most) if self.most is not None else None
+        free_devices = table.devices
+        # Pipelines of each scheme that may still be opened; None where only devices limit them.
+        may_open = list(self.most) if self.most is not None else None
         full_schemes = set[int]()  # schemes without room for the run that is being placed
         least_of, least_s = self._least()
         # Device-seconds that nothing needs: what pipelines waste comes off, and below zero the
@@ -170,16 +179,18 @@ class Filler:
         spare_s = self.devices * tau - least_s
         given_up_s = -inf if measured else -ROUNDING * self.devices * tau
         # What the last sequence went into: scheme, pipeline, its seconds and tokens left, and all
-        # pipelines of that scheme.
+        # pipelines of that scheme with room.
         k, g, left_s, token_room, open_k = 0, 0, 0.0, list[int](), open_of[0]
-        turns, n = table.batch.turns(order), 0
-        while n < len(turns):
+        blocks, n = table.batch.turns(order), 0  # of equal sequences
+        while n < len(blocks):
             if spare_s < given_up_s:
                 return 0.0
-            r, i, count = turns[n]
+            r, i, count = blocks[n]  # run, first position, how many
             n, is_run = n + 1, count > 1
             full_schemes.clear()
-            while count:
+            while count:  # sequences of this block without a place, the first of them i
+                # Look for the fullest pipeline with room, of the cheapest schemes and, where none
+                # of these can be opened, of all others that have a pipeline.
                 to_open = -1
                 for k in chain(cheapest[r], opened):
                     if k < 0:  # nothing can be opened: any pipeline will do
@@ -191,12 +202,14 @@ class Filler:
                     at = len(open_k) if full else bisect_left(open_k, (need_s, -1))
                     looks = at + _LOOKS
                     while at < len(open_k):
-                        if at == looks:  # those before have no tokens left: pay for a micro-batch
+                        # So many had the seconds but no tokens left: go on with those that can pay
+                        # for another micro-batch.
+                        if at == looks:
                             at, looks = max(at, bisect_left(open_k, (need_s + c[k], -1))), -1
                             continue
-                        spare, g = open_k[at]
+                        had_s, g = open_k[at]
                         if need_s <= longest_s[g]:
-                            left_s, token_room = spare - need_s, token_rooms[g]
+                            left_s, token_room = had_s - need_s, token_rooms[g]
                             if tokens > token_room[-1]:
                                 left_s -= (tokens - token_room[0]) * share[k] if dealt[k] else c[k]
                             if left_s >= 0:
@@ -208,14 +221,14 @@ class Filler:
                                 else:
                                     table.put(k, token_room, tokens)
                                 if count == 1:
-                                    spare_s -= (spare - left_s) * widths[k] - least_of[r]
+                                    spare_s -= (had_s - left_s) * widths[k] - least_of[r]
                                     pipelines[g][1].append(i)
                                     count = 0
                                     break
                                 joining, left_s = joined(
                                     table, k, left_s, token_room, need_s, tokens, count - 1
                                 )
-                                spare_s -= (spare - left_s) * widths[k] - least_of[r] * (
+                                spare_s -= (had_s - left_s) * widths[k] - least_of[r] * (
                                     1 + joining
                                 )
                                 pipelines[g][1].extend(range(i, i + 1 + joining))
@@ -225,12 +238,16 @@ class Filler:
                                     break
                                 insort(open_k, (left_s, g))
                         at += 1  # the one that is full now stands no later
-                    else:
+                    else:  # no pipeline of scheme k has room: may one be opened?
                         if is_run:
                             full_schemes.add(k)
                         if (
                             to_open < 0
-                            and (left_of[k] > 0 if left_of is not None else widths[k] <= free)
+                            and (
+                                may_open[k] > 0
+                                if may_open is not None
+                                else widths[k] <= free_devices
+                            )
                             and need_s <= lines[k].usable_s(tau, need_s)
                         ):
                             to_open = k
@@ -241,14 +258,15 @@ class Filler:
                 if not count:
                     break
                 if to_open < 0:
-                    return self._rest(i)  # no pipeline has room, and none can be opened
+                    return self._work_share_from(i)  # no room, and nothing can be opened
+                # Open a pipeline, and put as many of the block into it as it takes.
                 k, g, open_k = to_open, len(pipelines), open_of[to_open]
                 need_s, tokens = seconds_of[k][r], tokens_of[k][r]
-                free -= widths[k]
+                free_devices -= widths[k]
                 if not open_k:
                     opened.append(k)
-                if left_of is not None:
-                    left_of[k] -= 1
+                if may_open is not None:
+                    may_open[k] -= 1
                 usable_s, held_tokens = lines[k].usable(tau, need_s)
                 # With stages: the tokens of all the micro-batches that it pays constants for.
                 token_room = [max(0, held_tokens - tokens) if staged[k] else caps[k] - tokens]
@@ -270,8 +288,8 @@ class Filler:
             # and no other is fuller and holds them.
             members, most_s, at = pipelines[g][1], longest_s[g], bisect_left(open_k, (left_s, g))
             fuller_s = open_k[at - 1][0] if at else -1.0
-            while n < len(turns):
-                r, i, count = turns[n]
+            while n < len(blocks):
+                r, i, count = blocks[n]
                 need_s, schemes = seconds_of[k][r], cheapest[r]
                 if (
                     count > 1
@@ -300,14 +318,14 @@ class Filler:
         return pipelines
 
     def _least(self) -> tuple[list[float], float]:
-        """Two values: least device-seconds of a sequence of each run by the usual rows [runs], and
-        their sum over all sequences."""
+        """(least device-seconds of a sequence of each run by the usual rows of the schemes in use
+        [runs], their sum over all sequences)."""
         if self._least_s is None:
             least = self.table.usual[self.used].min(axis=0, initial=np.inf)
             self._least_s = least.tolist(), float(least @ self.table.batch.counts)
         return self._least_s
 
-    def _rest(self, position: int) -> float:
+    def _work_share_from(self, position: int) -> float:
         """The share of all work, in device-seconds, that the sequence at ``position`` and all
         later, shorter ones have; 0 where some sequence fits no scheme, so that the share is
         unknown."""
@@ -330,11 +348,11 @@ class Filler:
             limit_s: Sequences that take up to so many seconds are dealt out.
 
         Returns:
-            Seconds until the last pipeline without stages ends, and all pipelines; 0 and none where
+            (seconds until the last pipeline without stages ends, all pipelines); (0, none) where
             nothing is to be dealt out.
         """
         table = self.table
-        dealt, to_deal = Pipelines(), list[int]()
+        dealt, to_deal = Pipelines(), list[int]()  # pipelines with what stays, what goes
         for k, members in found:
             seconds = table.seconds(k)
             if table.depth[k] > 1 or seconds[members[-1]] > limit_s:
@@ -358,23 +376,23 @@ class Filler:
             used = Counter(k for k, _ in found)
             for k, most in enumerate(self.most):
                 yield from [k] * (most - used[k] if table.depth[k] == 1 else 0)
-        elif table.depth[0] == 1:
+        elif table.depth[0] == 1:  # scheme 0 has the fewest devices
             left = table.devices - sum(table.width[k] for k, _ in found)
             yield from [0] * (left // table.width[0])
 
 
 def _needs(table: PriceTable, step: int) -> Floats:
-    """Devices that a sequence of each run needs [schemes, runs] to end within the time whose
-    logarithm has the number ``step``, computed once for each step."""
+    """:func:`_needed` for the time ``exp((step + 1) * _STEP)`` seconds, the end of a step of the
+    time's logarithm; computed once for each step [schemes, runs]."""
     if step not in table.needs:
         table.needs[step] = _needed(table, float(np.exp((step + 1) * _STEP)))
     return table.needs[step]
 
 
 def _ranking(table: PriceTable, step: int) -> list[tuple[list[int], int]]:
-    """(schemes, number of runs) for each stretch of consecutive runs that rank schemes alike. The
-    schemes are those on which such a sequence may end within the time of ``step`` (a step of the
-    time's logarithm), ordered by the devices that it needs, the fewest first."""
+    """(schemes, number of runs) for each stretch of consecutive runs that have the same order of
+    schemes. The schemes are those on which such a sequence can end within the time of ``step``, as
+    :func:`_needs` counts steps, ordered by the devices that it needs, the fewest first."""
     if step not in table.rankings:
         needed = _needs(table, step)
         order = needed.argsort(axis=0, kind="stable")
@@ -389,9 +407,10 @@ def _ranking(table: PriceTable, step: int) -> list[tuple[list[int], int]]:
 
 def _needed(table: PriceTable, tau: float) -> Floats:
     """Devices of each scheme that a sequence of each run occupies if everything ends within ``tau``
-    seconds [schemes, runs], taken as the longest of its pipeline; infinite where it does not end in
-    time."""
-    devices = table.ranks * table.spread / tau  # its device-seconds over the time
+    seconds [schemes, runs]: its device-seconds over the seconds that its pipeline can work. With
+    stages that is known if it is the longest of its pipeline, as is assumed. Infinite where the
+    sequence does not end in time."""
+    devices = table.ranks * table.spread / tau
     devices[table.stages * table.alone > tau] = np.inf
     for k, line in enumerate(table.lines):
         if line.stages > 1:
@@ -403,9 +422,9 @@ def _needed(table: PriceTable, tau: float) -> Floats:
 
 
 def _usable_s(line: Line, limit_s: float, longest_s: Floats) -> Floats:
-    """Seconds of work that a pipeline with stages can do on each stage within ``limit_s`` seconds,
-    if its longest sequence takes ``longest_s`` [runs]: :meth:`Line.usable_s`, which has the
-    formula, for many sequences at once."""
+    """:meth:`Line.usable_s`, which explains the formula, for many longest sequences at once:
+    seconds of work [runs] that a pipeline with stages can do on each stage within ``limit_s``
+    seconds, if its longest sequence takes ``longest_s`` [runs]."""
     bubbles = line.stages - 1
     rest_s = limit_s - bubbles * line.c
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -457,6 +476,7 @@ def _joined_counted(
         at = bisect_left(room, tokens)
         is_new = at == len(room)
         left_tokens, usable_s = (cap, spare_s - c) if is_new else (room[at], spare_s)
+        # As many as are left, as the micro-batch has tokens for, and as there are seconds for.
         joining = min(count - taken, left_tokens // tokens, _whole_times(usable_s, need_s, count))
         if joining < 1:
             break
@@ -472,7 +492,8 @@ def _joined_dealt(
     share: float, spare_s: float, room: list[int], need_s: float, tokens: int, count: int
 ) -> tuple[int, float]:
     """:func:`joined` where each token bears the ``share`` of a constant, in seconds: first come
-    sequences for which ``room`` has paid tokens left, then those that pay for their own."""
+    sequences that fit the tokens left in ``room``, whose constant is paid already, then those that
+    pay for their own tokens."""
     free_count = min(count, room[0] // tokens, _whole_times(spare_s, need_s, count))
     spare_s -= free_count * need_s
     left_tokens = room[0] - free_count * tokens
@@ -502,7 +523,9 @@ def refilled(table: PriceTable, k: int, room: list[int], tokens: int, count: int
     """Put ``count`` sequences of ``tokens`` each into the micro-batches of scheme k, whatever the
     seconds. ``room`` are the tokens left in each, rising; it is changed in place and grows by new
     micro-batches. The scheme is one whose micro-batches each pay a constant."""
-    _joined_counted(0.0, table.cap[k], 0.0, room, 0.0, tokens, count)
+    _joined_counted(
+        c=0.0, cap=table.cap[k], spare_s=0.0, room=room, need_s=0.0, tokens=tokens, count=count
+    )
 
 
 def deal(table: PriceTable, kept: Pipelines, loose: Sequence[int]) -> float:
@@ -527,11 +550,13 @@ def deal(table: PriceTable, kept: Pipelines, loose: Sequence[int]) -> float:
     for heap in heaps.values():
         heapify(heap)
     fluid, share, c, cap = table.fluid, table.share, table.c, table.cap
-    left_of = [s[0] if s else table.cap[k] for s, (k, _) in zip(rooms, kept, strict=True)]
+    # On fluid schemes one number of tokens for each pipeline, as constants are charged to tokens.
+    left_of = [room[0] if room else cap[k] for room, (k, _) in zip(rooms, kept, strict=True)]
     # For each scheme: its pipelines, seconds and tokens of every position there, its number.
     by_scheme = [(heap, table.seconds(k), table.room(k), k) for k, heap in heaps.items()]
     first_scheme, other_schemes = by_scheme[0], by_scheme[1:]
     for i in loose:
+        # The scheme whose pipeline that is free first would end first with this sequence.
         heap, seconds, tokens, k = first_scheme
         if other_schemes:
             least_s = heap[0][0] + seconds[i]

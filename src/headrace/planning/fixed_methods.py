@@ -1,12 +1,13 @@
 """Layer plans where every layer's methods are given: only what is recomputed is open.
 
-The layers stand as the list has them, so the peak is that of the list's order, and layers of the
-same methods differ in their place. Among them the levels with the larger transient come first,
-where the least is kept yet. Counts of levels are chosen for every kind of layer apart, all of
-them while that makes no more than six thousand plans, in coarser steps beyond. With so many
-kinds that not even the plans of one level for each are that few, levels change along the list
-instead: the first layers take one, the next another, whatever their kind. Plans in which all
-layers take the same level are always among them.
+A layer keeps bytes for its backward and, while it runs, needs *transient* bytes besides. The layers
+stand as the list has them, so the peak is that of the list's order, and layers of the same methods
+differ in their place. Among them the levels with the larger transient come first, where the least
+is kept yet. Counts of levels are chosen for every kind of layer apart, all of them while that makes
+no more than six thousand plans, in coarser steps beyond. With so many kinds that not even the plans
+of one level for each are that few, levels change along the list instead: the first layers take one,
+the next another, whatever their kind. Plans in which all layers take the same level are always
+among them.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def listed_frontier(table: Table, slots: Sequence[tuple[LayerOption, ...]]) -> F
         layers = _by_kind(kinds, distinct)
     else:
         layers = _along(table, kinds)
+    # Seconds add up over the layers and the model's ends, the table's last row.
     seconds = table.seconds[layers].sum(axis=1) + table.seconds[-1]
     caps = _caps(table, layers)
     kept = worth_keeping(seconds, caps)
@@ -69,7 +71,9 @@ def _by_kind(kinds: Sequence[Kind], distinct: Sequence[Kind]) -> Counts:
     among its options in all ways; in coarser steps where that makes too many plans. ``kinds`` has
     the kind of each layer, ``distinct`` each kind once."""
     layer_counts = [kinds.count(kind) for kind in distinct]
-    steps = max(layer_counts)  # into so many steps a kind's layers are split
+    # A kind's layers are split in so many equal steps: the most that make few enough plans. There
+    # are comb(steps + options - 1, options - 1) ways to split steps among options.
+    steps = max(layer_counts)
     while (
         prod(
             comb(min(steps, count) + len(options) - 1, len(options) - 1)
@@ -79,6 +83,7 @@ def _by_kind(kinds: Sequence[Kind], distinct: Sequence[Kind]) -> Counts:
         and steps > 1
     ):
         steps -= 1
+    # For each kind the options of its layers in all these ways [ways, layers of the kind].
     fillings = [
         np.array(
             [np.repeat(kind, counts) for counts in _counts(count, len(kind), min(steps, count))]
@@ -88,6 +93,7 @@ def _by_kind(kinds: Sequence[Kind], distinct: Sequence[Kind]) -> Counts:
     layers_of = [
         [i for i, layer_kind in enumerate(kinds) if layer_kind == kind] for kind in distinct
     ]
+    # Every way of every kind with every way of the others [plans, kinds].
     choices = np.array(
         list(product(*(range(len(filling)) for filling in fillings))), dtype=np.int64
     )
@@ -98,8 +104,8 @@ def _by_kind(kinds: Sequence[Kind], distinct: Sequence[Kind]) -> Counts:
 
 
 def _counts(total: int, parts: int, steps: int) -> list[tuple[int, ...]]:
-    """All rows of ``parts`` counts >= 0 that sum to ``total`` and are multiples of about ``total /
-    steps``, as the differences of rising marks."""
+    """All rows of ``parts`` counts >= 0 that sum to ``total``, each about a multiple of ``total /
+    steps``: the distances between rising borders that are drawn at ``steps`` + 1 even marks."""
     marks = [round(total * step / steps) for step in range(steps + 1)]
     cuts = product(marks, repeat=parts - 1)
     borders = [
@@ -121,6 +127,7 @@ def _along(table: Table, kinds: Sequence[Kind]) -> Counts:
         ],
         dtype=np.int64,
     )
+    # The level of each layer, as a row of ``by_level``.
     rows = [
         np.repeat(range(len(RECOMPUTE)), counts)
         for counts in _counts(len(kinds), len(RECOMPUTE), len(kinds))

@@ -25,10 +25,11 @@ from headrace.spec import LayerPlan, MicroBatch, Pipeline, Plan, Scheme
 __all__ = ["FormulaSource", "bounded", "formula_table", "plan_of"]
 
 _LOOSE = 0.02
-"""From this share above the bound on, the closer bound of waves is asked for."""
+"""The closer bound of waves is worked out where the best schedule is above the plain bound by more
+than this share."""
 
 _LOOSE_EACH = 4
-"""And only where there are so many sequences for each device that prices tell something."""
+"""And only with at least so many sequences for each device: with fewer it is hardly closer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class FormulaSource:
         problem: What is planned for.
         batch: The batch, longest sequences first.
         simulates: False, as a schedule is timed when it is packed.
-        flat: None, as no bound of fewer schemes is known.
+        flat: None: no bound is known of only those plans that have no stages and tensor blocks.
         table: The prices.
     """
 
@@ -84,6 +85,7 @@ class FormulaSource:
         if problem.semantics != "lockstep" or any(table.staged) or not found:
             return bound
         if problem.planner == "adaptive" and len(table.tokens) <= MOST_SEQUENCES:
+            # Waves of so few sequences come from a dynamic program, so the quickest is the best.
             by_program = any(schedule.source == "waves" for schedule in found)
             return replace(bound, seconds=found[0].seconds, exact=True) if by_program else bound
         many = len(table.tokens) >= _LOOSE_EACH * table.devices
@@ -136,6 +138,7 @@ def plan_of(schedule: Assignment, bound: Bound) -> Plan:
     """The plan of a schedule, timed by the formula. Groups of the same scheme and ranks are one
     pipeline."""
     table, batch = schedule.table, schedule.table.batch
+    # The number of each pipeline in the plan, by its scheme and ranks.
     numbers: dict[tuple[Scheme, tuple[int, ...]], int] = {}
     micro_batches = list[MicroBatch]()
     for (k, ranks, _), packed in zip(schedule.groups, schedule.packs, strict=True):
@@ -162,11 +165,10 @@ def plan_of(schedule: Assignment, bound: Bound) -> Plan:
 def _with_model(plan: Plan, costs: CostModel, schedule: Assignment) -> Plan:
     """The plan with what a model's costs know besides: layers and token order of each micro-batch,
     the seconds of the update, and the costs' scale."""
-    schemes, rows = (
-        schedule.table.schemes,
-        [row for packed in schedule.packs for row in packed.rows],
-    )
-    scheme_of_row = [
+    schemes = schedule.table.schemes
+    # By micro-batch: the row of the frontier by which it is priced, and the number of its scheme.
+    rows = [row for packed in schedule.packs for row in packed.rows]
+    scheme_numbers = [
         k
         for (k, _, _), packed in zip(schedule.groups, schedule.packs, strict=True)
         for _ in packed.rows
@@ -177,7 +179,7 @@ def _with_model(plan: Plan, costs: CostModel, schedule: Assignment) -> Plan:
             layers=schemes[k].layer_plan(row) or LayerPlan(),
             order=schemes[k].order_of(row, costs),
         )
-        for micro, k, row in zip(plan.micro_batches, scheme_of_row, rows, strict=True)
+        for micro, k, row in zip(plan.micro_batches, scheme_numbers, rows, strict=True)
     )
     update_s = costs.exchange_s.update_s
     return plan.replace(

@@ -1,8 +1,10 @@
 """What a search asks for schedules: the protocol of generators, and what all of them share.
 
 A :class:`Generator` says for which problems and for which tables of prices it is, and drafts
-schedules of one such table. A :class:`Draft` is timed by the usual rows of its schemes; the search
-packs the best drafts exactly. A generator may also give schedules that are packed already.
+schedules of one such table. A :class:`Draft` has the sequences of each pipeline but not yet its
+micro-batches, so it is timed by estimate: by one row of each scheme's prices, the *usual* one
+(:mod:`headrace.planning.batch`). The search packs the best drafts into micro-batches and times
+these exactly. A generator may also give schedules that are packed already.
 
 Most generators are dual approximations. A *filling* answers whether everything ends within a
 guessed time and, if not, about which share of the work found no place. :func:`least_time` searches
@@ -127,14 +129,16 @@ class Known:
         problem: What is planned for.
         bound_s: Seconds of computing that no schedule beats.
         best_s: Least seconds of computing of all drafts and schedules so far, infinite without any.
-        packed_s: The same of schedules only, whose micro-batches are exact.
-        drafted: Whether pipelines were drafted before.
-        unstaged: Whether schemes of one stage were drafted side by side before.
+        packed_s: Least seconds of computing of packed schedules alone, infinite without any.
+        drafted: Whether the search has had any draft before.
+        unstaged: Whether schemes of one stage were drafted side by side before, from tables of the
+            kind ``groups``.
         most: The most pipelines of each scheme of the table; None where only the devices limit
             them.
         seed: Seed of drawn orders.
-        latest_s: Seconds of computing from which on no step beats that of a schedule, nor the
-            steps timed before; None where the step takes what computing takes.
+        latest_s: A function from a schedule, or None, to the seconds of computing from which on no
+            other schedule can have a quicker step than this one or any timed before; None where a
+            step takes what computing takes.
     """
 
     problem: Problem
@@ -184,11 +188,11 @@ class Draft:
     Attributes:
         table: The prices.
         seconds: Expected seconds of computing.
-        expected_s: Expected seconds until gradients are sent.
+        expected_s: Expected seconds until all gradients are sent.
         groups: Its pipelines with their sequences, larger ones first.
         source: What drafted it, by name.
-        ends: Pipelines that are the last of some rank, those expected to end last first where that
-            is known.
+        ends: Numbers of the pipelines that are the last of some rank, the one that is expected to
+            end last first; empty where gradients take no time.
     """
 
     table: PriceTable
@@ -254,13 +258,14 @@ class Effort:
     """How hard :func:`least_time` searches.
 
     Attributes:
-        least: Least share by which a time grows that failed.
-        growth: Growth of a time over the share of the work that found no place in it.
+        least: After a failure the time grows by at least this share.
+        growth: After a failure the time grows by this factor times the share of the work that found
+            no place.
         steps: Fillings until one succeeds, at most.
         halvings: Fillings after that, at most.
         close: Halving ends when the least time is known to this share.
-        probe: Whether :data:`ENOUGH` of the best known time must be gained at once for a search to
-            begin.
+        probe: Whether to search only if a filling succeeds in a time shorter than the best known
+            one by the share :data:`ENOUGH`.
     """
 
     least: float = 2e-3
@@ -273,7 +278,8 @@ class Effort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched(Generic[Result]):
-    """What a filling gave, and the time in seconds in which it succeeded."""
+    """A filling that succeeded: what it placed (``result``) and the time in seconds that it was
+    given (``seconds``)."""
 
     seconds: float
     result: Result
@@ -309,13 +315,14 @@ def least_time(
         if isinstance(result, float):
             return None
         best, high_s = Searched(seconds=tau, result=result), tau
-    # From below, the time grows by the share of the work that found no place.
+    # From below, the time grows with the shortfall: the share of the work that found no place. An
+    # unmeasured filling is quicker, so every second one is; its shortfall is guessed from the last.
     tau, shortfall = low_s * (1 + ROUNDING), 0.0
     for step in range(effort.steps):
         tau = min(tau, high_s)
         if best is not None and tau >= high_s:
             break
-        result = fill(tau, measured=step % 2 == 0)  # unmeasured probes are quicker
+        result = fill(tau, measured=step % 2 == 0)
         if not isinstance(result, float):
             best, high_s = Searched(seconds=tau, result=result), tau
             break
@@ -323,9 +330,10 @@ def least_time(
             return None
         low_s = tau
         shortfall = shortfall * _SHORTFALL_LEFT if step % 2 else result
-        at_top = tau * (1 + shortfall) >= high_s  # even high_s may fail
+        at_top = tau * (1 + shortfall) >= high_s  # then ask at once whether high_s succeeds
         tau = high_s if at_top else tau * (1 + max(effort.least, effort.growth * shortfall))
-    for _ in range(effort.steps if best is None else 0):  # none of the steps succeeded
+    # Where none of the steps succeeded, double the time until one does.
+    for _ in range(effort.steps if best is None else 0):
         tau = min(high_s, 2 * low_s)
         result = fill(tau, measured=False)
         if not isinstance(result, float):

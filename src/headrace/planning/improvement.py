@@ -57,6 +57,7 @@ class Improvement:
             All packed schedules, the quickest first.
         """
         schedules, drafts = list(found), sorted(drafts, key=lambda draft: draft.expected_s)
+        # Whether only some of the drafts are packed, as packing all would take too long.
         selects = bool(drafts) and not _are_few(drafts)
         for draft in self._various(drafts) if selects else drafts:
             known_s = min((schedule.expected_s for schedule in schedules), default=inf)
@@ -99,8 +100,8 @@ class Improvement:
 
 
 def _are_few(drafts: Sequence[Draft]) -> bool:
-    """Whether the drafts have so few sequences, on schemes of one row each, that packing all drafts
-    is quick."""
+    """Whether packing all drafts is quick: they have few sequences, and all their schemes have one
+    row, so that packing has no rows to choose from."""
     fluid = any(any(draft.table.fluid) for draft in drafts)
     return len(drafts[0].table.tokens) <= FEW and not fluid
 
@@ -143,9 +144,10 @@ class _Search:
         packs: The micro-batches of each pipeline.
         chains: Which pipelines wait for which.
         nested: Whether any pipeline waits for another.
-        after: Where pipelines are nested, the last pipelines of each one's ranks.
-        only: The same where it is a single one, else -1.
-        times: Seconds of each pipeline, waits included.
+        after: Where pipelines are nested, for each one the last pipelines that its ranks run; else
+            empty.
+        only: For each entry of ``after`` its pipeline where it is a single one, else -1.
+        times: (wait for weights, computing, sending of gradients) of each pipeline, in seconds.
         ends: Seconds until the last rank of each pipeline has sent its gradients.
     """
 
@@ -162,16 +164,16 @@ class _Search:
         self.only = [min(after) if len(after) == 1 else -1 for after in self.after]
         self.times: list[Times] = [(0.0, 0.0, 0.0)] * len(self.kinds)
         self.ends = [0.0] * len(self.kinds)
-        self._timed(range(len(self.kinds)))
+        self._time(range(len(self.kinds)))
 
     @property
     def seconds(self) -> float:
         """Seconds until the last rank has sent its gradients."""
         return max(self.ends)
 
-    def _timed(self, changed: Iterable[int]) -> None:
-        """Work out the times and ends of the ``changed`` pipelines anew, and the ends of all
-        pipelines whose ranks wait for them."""
+    def _time(self, changed: Iterable[int]) -> None:
+        """Work out ``times`` and ``ends`` of the ``changed`` pipelines anew; where pipelines are
+        nested, ``ends`` of all."""
         for g in changed:
             self.times[g] = self.table.times(self.kinds[g], self.packs[g])
             self.ends[g] = sum(self.times[g])
@@ -216,15 +218,19 @@ class _Search:
         return targets
 
     def _changes(self, source: int, target: int, last_s: float, best: list[_Change]) -> None:
-        """Add to ``best``, which holds the ``_PACKED`` best changes, those by which the pipelines
-        ``source`` and ``target`` both end earliest, at most one for each sequence that leaves
-        ``source``; ``source`` ends at ``last_s`` now."""
+        """Add changes to ``best``, which keeps the ``_PACKED`` changes whose later end of both
+        pipelines is earliest: moves of a sequence from ``source``, which ends at ``last_s`` seconds
+        now, to ``target``, and exchanges for a shorter one, at most one change for each sequence
+        that leaves ``source``. Ends are estimated by the usual rows."""
+        # A change is of use if both pipelines end before the limit.
         table, limit_s = self.table, last_s * (1 - GAIN)
         k, j = self.kinds[source], self.kinds[target]
         source_s, source_tokens, source_c = table.seconds(k), table.room(k), self._constant(k)
         target_s, target_tokens, target_c = table.seconds(j), table.room(j), self._constant(j)
-        surplus = self._spare(source) if source_c else 0
-        free_tokens = table.cap[j] - self._spare(target) if target_c else 0
+        # Where each micro-batch pays a constant: the tokens that the source must lose to need one
+        # micro-batch less, and those that the target can take without one more.
+        surplus = self._surplus(source) if source_c else 0
+        free_tokens = table.cap[j] - self._surplus(target) if target_c else 0
         end_s, target_members, index = self.ends[target], self.members[target], 0
         half_gap_s = (last_s - end_s) / 2
         if len(best) == _PACKED:
@@ -232,10 +238,10 @@ class _Search:
         for i in self.members[source]:
             leaving_s, target_end_s = source_s[i], end_s + target_s[i]
             source_end_s = last_s - leaving_s
-            if source_end_s - source_c >= limit_s:  # those after it are shorter
+            if source_end_s - source_c >= limit_s:  # it is too short, and those after it, too
                 break
             back = -2  # no change so far; -1 once moving the sequence alone helps
-            if target_end_s < limit_s:
+            if target_end_s < limit_s:  # move it alone, with one micro-batch less or more
                 source_after_s = (
                     source_end_s - source_c
                     if source_c and source_tokens[i] >= surplus
@@ -267,7 +273,7 @@ class _Search:
                     )
                     if later_end_s < limit_s:
                         limit_s, back = later_end_s, other
-            if back > -2:
+            if back > -2:  # a change with this sequence: keep it among the best
                 insort(best, (limit_s, source, target, i, back))
                 del best[_PACKED:]
                 limit_s = best[-1][0] if len(best) == _PACKED else last_s * (1 - GAIN)
@@ -277,7 +283,7 @@ class _Search:
         charged by tokens and not by micro-batch."""
         return 0.0 if self.table.depth[k] > 1 or self.table.fluid[k] else self.table.c[k]
 
-    def _spare(self, g: int) -> int:
+    def _surplus(self, g: int) -> int:
         """Tokens that pipeline g has to lose so that it needs one micro-batch less."""
         k = self.kinds[g]
         room = self.table.room(k)
@@ -293,11 +299,11 @@ class _Search:
         target_members = [i for i in before[1] if i != back] + [given]
         self._put(source, sorted(source_members))
         self._put(target, sorted(target_members))
-        self._timed((source, target))
+        self._time((source, target))
         if max(self.ends[source], self.ends[target]) < last_s * (1 - GAIN):
             return True
         self.members[source], self.members[target], self.packs[source], self.packs[target] = before
-        self._timed((source, target))
+        self._time((source, target))
         return False
 
     def _put(self, g: int, members: list[int]) -> None:

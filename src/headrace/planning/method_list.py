@@ -14,11 +14,12 @@ __all__ = ["ListedLayer", "parse_layers"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedLayer:
-    """What is given of one layer.
+    """The methods that a user gives for one layer, with a recompute level or with any.
 
     Attributes:
-        option: Its methods and its recompute level.
-        levelled: Whether the recompute level is given too, else any level is allowed.
+        option: The methods and the recompute level.
+        levelled: Whether the user gave the recompute level; else any level is allowed, and that of
+            ``option`` says nothing.
     """
 
     option: LayerOption
@@ -35,7 +36,7 @@ class ListedLayer:
         return p == 1 or same
 
     def __str__(self) -> str:
-        text = str(self.option)
+        text = str(self.option)  # which leaves out the level ``none``
         return f"{text}+none" if self.levelled and self.option.recompute == "none" else text
 
 

@@ -43,9 +43,10 @@ class Table:
         options: The options.
         seconds: Coefficients (a, b, c) of the seconds of one layer's forward and backward
             [options + 1, 3].
-        kept: Slope and constant of the bytes that a layer keeps for its backward
+        kept: Slope and constant of the bytes that a layer keeps for its backward, as lines in the
+            tokens of a micro-batch [options + 1, 2].
+        passing: Slope and constant of the transient bytes that it needs while it runs
             [options + 1, 2].
-        passing: Slope and constant of the bytes that it needs in passing [options + 1, 2].
         room: Bytes of a rank that are left for activations.
     """
 
@@ -81,8 +82,8 @@ class Table:
         bytes; of equal options the first stays. They are sorted by transient bytes, the largest
         first."""
         costs = np.hstack([self.seconds, self.kept, self.passing])[:-1]  # without the ends
-        no_worse = (costs[:, None] <= costs[None, :]).all(axis=2)
-        number = np.arange(len(costs))
+        no_worse = (costs[:, None] <= costs[None, :]).all(axis=2)  # the first than the second
+        number = np.arange(len(costs))  # of equal options the earlier beats the later
         beats = no_worse & (~no_worse.T | (number[:, None] < number[None, :]))
         unbeaten = np.flatnonzero(~beats.any(axis=0))
         unbeaten = unbeaten[np.lexsort((-self.passing[unbeaten, 1], -self.passing[unbeaten, 0]))]
@@ -131,9 +132,11 @@ def mixed_frontier(table: Table, layers: int) -> Frontier:
     for size in range(1, min(3, options, layers) + 1):
         # Ways to split the layers into ``size`` counts of at least one.
         splits, candidates = comb(layers - 1, size - 1), range(options)
+        # Too many triples: only of options of which pairs are worth keeping.
         if size > 2 and comb(options, size) * splits > MOST_TRIED:
             candidates = np.unique(_worth_keeping(tried)).tolist()
         subsets = _subsets(candidates, size)
+        # Still too many: with some counts first, then the subsets that do well with all counts.
         if size > 1 and len(subsets) * splits > MOST_TRIED:
             coarse = _all_mixtures(table, subsets, _coarse(layers, size, len(subsets)))
             subsets = _promising([*tried, coarse], layers)
@@ -165,7 +168,7 @@ def _subsets(options: Iterable[int], size: int) -> Counts:
 
 def _compositions(total: int, parts: int) -> Counts:
     """All ways to write ``total`` as an ordered sum of ``parts`` counts >= 1 [ways, parts]."""
-    heads = list(product(range(1, total + 1), repeat=parts - 1))
+    heads = list(product(range(1, total + 1), repeat=parts - 1))  # all counts but the last
     counts = np.array(heads, dtype=np.int64).reshape(len(heads), parts - 1)
     last = total - counts.sum(axis=1)  # what the other counts leave; dropped below 1
     return np.column_stack([counts, last])[last >= 1]

@@ -1,8 +1,8 @@
 """What a search needs of a model's costs: tables of prices, bounds, and the simulated step.
 
-A table is made for each way to hold weights. Tables are offered only while their bound is below
-the best so far. A schedule becomes a plan here: its micro-batches get their layers and their order,
-and the simulator says when the step ends.
+A table is made for each way to hold weights: replicated or sharded. Tables are offered only while
+their bound is below the best so far. A schedule becomes a plan here: its micro-batches get their
+layers and their order, and the simulator says when the step ends.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class ModelSource:
         asked: The kinds of tables that were asked for.
         bounds_s: Bounds in seconds of the tables that were offered.
         laid: Schedules whose plans were simulated, with these plans.
-        flat: The bound of plans without stages and tensor blocks; None where no such plan holds
-            the batch, or strategies are given.
+        flat: The bound of only those plans that have neither stages nor tensor blocks (flat ones);
+            None where no such plan holds the batch, or strategies are given.
     """
 
     problem: Problem
@@ -52,9 +52,9 @@ class ModelSource:
     asked: set[TableKind] = field(default_factory=set)
     bounds_s: list[float] = field(default_factory=list)
     laid: list[tuple[Candidate, Plan]] = field(default_factory=list)
-    _tables: dict[Hashable, PriceTable] = field(default_factory=dict)
-    _groups: list[PriceTable] = field(default_factory=list)
-    _given: list[tuple[Offer, Bound]] = field(default_factory=list)
+    _tables: dict[Hashable, PriceTable] = field(default_factory=dict)  # cache of :meth:`_table`
+    _groups: list[PriceTable] = field(default_factory=list)  # of groups without stages
+    _given: list[tuple[Offer, Bound]] = field(default_factory=list)  # of the listed strategies
     flat: Bound | None = None
 
     def __post_init__(self) -> None:
@@ -92,16 +92,17 @@ class ModelSource:
         if self.problem.strategies:
             yield from (offer for offer, _ in self._given if kind == "groups")
         elif kind == "one size":
-            yield from (Offer(table=table, bound_s=self._low_s) for table in self._groups)
+            yield from (Offer(table=table, bound_s=self._flat_s) for table in self._groups)
         elif kind == "groups":
             for table in self._groups:
                 if self._promises(rows := BoundRows.of(table), best_s):
+                    # With a single table its bound is that of all flat plans, known already.
                     alone = len(self._groups) == 1
-                    self.bounds_s.append(self._low_s if alone else self._about_s(rows))
-                    yield Offer(table=table, bound_s=self._low_s)
+                    self.bounds_s.append(self._flat_s if alone else self._about_s(rows))
+                    yield Offer(table=table, bound_s=self._flat_s)
         elif kind == "nested":
             for table in self._nested(best_s):
-                yield Offer(table=table, bound_s=self._low_s)
+                yield Offer(table=table, bound_s=self._flat_s)
         elif kind == "any scheme":
             yield from self._deeper(best_s)
         else:
@@ -118,8 +119,8 @@ class ModelSource:
 
     @cached_property
     def _sharded_s(self) -> float:
-        """Seconds of computing that no plan beats whose one group of all devices shards the
-        weights, and so moves fewer of them; infinite where there is no such plan."""
+        """The lower bound in seconds of computing of plans in which one group of all devices shards
+        the weights, and which so move fewer of them; infinite where there is no such plan."""
         problem, pricing = self.problem, self.problem.pricing
         if problem.strategies:
             schemes = [scheme for offer, _ in self._given for scheme in offer.table.schemes]
@@ -160,17 +161,23 @@ class ModelSource:
 
     def latest_s(self, best: Assignment | None) -> float:
         """Seconds of computing from which on no schedule can have a quicker step than ``best`` has,
-        which is simulated here, or any that was simulated before."""
+        which is simulated here, or any that was simulated before. A step takes at least what it
+        computes, the update, and the moving of weights that nothing hides."""
         costs = self.problem.model
         if best is not None:
             self.timed(best)
         least_s = min((candidate.seconds for candidate, _ in self.laid), default=inf)
         least_s -= costs.exchange_s.update_s
-        shared_s = exposed_s(costs) * costs.exchange_s.sharded_share
-        return least_s - (shared_s if self._sharded_s + shared_s < least_s else exposed_s(costs))
+        # Plans of one group of all devices move fewer weights. They count only where their bound
+        # says that one of them may be quicker.
+        sharded_exposed_s = exposed_s(costs) * costs.exchange_s.sharded_share
+        if self._sharded_s + sharded_exposed_s < least_s:
+            return least_s - sharded_exposed_s
+        return least_s - exposed_s(costs)
 
     def least_s(self, schedule: Assignment) -> float:
         """Seconds that the step of a schedule takes at least, without the costs' scale."""
+        # The share of all weights and gradients that moves.
         moved = max(schedule.table.moved[k] for k, _, _ in schedule.groups)
         return schedule.seconds + exposed_s(self._costs) * moved
 
@@ -210,7 +217,7 @@ class ModelSource:
         return lower_bound(BoundRows.of_models(self.batch, whole), problem.devices)
 
     @property
-    def _low_s(self) -> float:
+    def _flat_s(self) -> float:
         """Seconds of computing that no plan of groups without stages and tensor blocks beats."""
         return self._ideal.seconds if self.flat is None else self.flat.seconds
 
@@ -228,6 +235,7 @@ class ModelSource:
                 schemes,
                 self.problem.devices,
                 exchange=costs.exchange_s,
+                # The embedding's and the first layer's weights: no computation comes before them.
                 unhidden=sum(costs.shape.bucket_shares[:2]),
             )
         return self._tables[key]
@@ -289,8 +297,8 @@ class ModelSource:
                 yield Offer(table=table, bound_s=self.bounds_s[-1])
 
     def _least(self, rows: list[BoundRows], schemes: Sequence[PricedScheme]) -> BoundRows:
-        """``rows`` of a bound joined with those of more ``schemes``; a scheme with stages has the
-        rows of what all its stages take together."""
+        """``rows`` of a bound joined with those of more ``schemes``. A scheme with stages has the
+        rows ``StageCosts.least``, what all its stages take together, as its stages may differ."""
         single = [scheme for scheme in schemes if scheme.stages is None]
         deep = [scheme.stages for scheme in schemes if scheme.stages is not None]
         staged = [least for stages in deep for least in stages.least]
@@ -318,9 +326,9 @@ class ModelSource:
 
 def _larger_last(schedule: Assignment) -> bool:
     """Whether some ranks work in several groups, one after the other, and gradients would be sent
-    sooner if the larger groups ran last."""
-    seats = sum(len(ranks) for _, ranks, _ in schedule.groups)
-    if seats == len({rank for _, ranks, _ in schedule.groups for rank in ranks}):
+    sooner if the larger groups, which a schedule has first, ran last."""
+    places = sum(len(ranks) for _, ranks, _ in schedule.groups)
+    if places == len({rank for _, ranks, _ in schedule.groups for rank in ranks}):
         return False
     turned_s = expected_s(schedule.table, schedule.groups[::-1], schedule.packs[::-1])
     return turned_s < schedule.expected_s
@@ -365,7 +373,7 @@ class _Setup:
     Attributes:
         pipeline: The pipeline.
         bins: Positions of the sequences of each micro-batch.
-        rows: The row of its scheme's frontier of each.
+        rows: For each micro-batch the number of the row of its scheme's frontier.
     """
 
     pipeline: Pipeline
@@ -424,7 +432,7 @@ def micro_batches_of(
     Args:
         priced: The pipeline's scheme.
         bins: Positions of the sequences of each micro-batch.
-        rows: The row of the scheme's frontier of each.
+        rows: For each micro-batch the number of the row of the scheme's frontier.
         pipeline: The pipeline's number in the plan.
         batch: The batch.
         costs: The model's costs.
@@ -529,7 +537,8 @@ def _timed_order(
 def _alone(priced: PricedScheme, setup: _Setup, batch: SortedBatch, costs: CostModel) -> Plan:
     """A plan of one pipeline alone, for its own sequences, to be timed."""
     positions = sorted(i for members in setup.bins for i in members)
-    # Positions of the whole batch, indices of the new lengths, positions of the new batch.
+    # Positions of the whole batch become indices of the new lengths, and these positions of the
+    # new batch, which is sorted again.
     index_of = {i: index for index, i in enumerate(positions)}
     lengths = Lengths(tokens=tuple(batch.tokens[i] for i in positions))
     own_batch = SortedBatch.of(lengths)
@@ -556,6 +565,7 @@ def _quickened(
     squares = [float(sum([batch.tokens[i] ** 2 for i in members])) for members in bins]
     seconds = stages.seconds(np.array(squares), np.array(tokens, dtype=np.float64))
     chosen = list(rows)
+    # How much slower each row is than the chosen one [micro-batches, rows of the frontier].
     slower_s = seconds - seconds[np.arange(len(rows)), chosen][:, None]
     gains = sorted(
         (float(slower_s[number, row]), number, row)

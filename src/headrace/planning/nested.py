@@ -10,6 +10,11 @@ ranks are cut into groups in the order in which they are free; where sizes divid
 group lies in one of the size before, and no rank waits for another. Longest first, a sequence goes
 to the group that it fills best. Where one finds no room, it or the longest of its size is given the
 next larger size, and the sizes from there on are filled again.
+
+Terms of :mod:`headrace.planning.batch`: a sequence goes by its *position*, its place in the batch,
+longest first; a *run* has the sequences of equal length; the *usual row* of a scheme has the
+seconds ``c`` of each micro-batch's constant and the ``cap`` tokens that it holds. On *fluid*
+schemes, which have several rows, each token pays a ``share`` of the constant instead.
 """
 
 from __future__ import annotations
@@ -41,6 +46,11 @@ class Nesting:
         table: The prices.
         rows: The numbers of the schemes to use. Sizes go by *levels*, the smallest first: level i
             is the i-th of these schemes.
+
+    Attributes:
+        alone: Least seconds of a sequence in a micro-batch of its own [levels, runs], infinite
+            where the size does not hold it.
+        area: Device-seconds of a sequence with its share of the constant [levels, runs].
     """
 
     def __init__(self, table: PriceTable, rows: Sequence[int]) -> None:
@@ -69,12 +79,14 @@ class Nesting:
             The groups, larger ones first; else, as a float, about the share of the work that finds
             no place, 0 where it is unknown.
         """
+        # Device-seconds on each size that ends the sequence in time [levels, sequences].
         device_s = self.table.batch.each(np.where(self.alone > tau, np.inf, self.area))
         total_s = float(device_s.min(axis=0).sum())
-        if not total_s <= self.table.devices * tau:
+        if not total_s <= self.table.devices * tau:  # the share of the work that is too much
             return max(0.0, min(1.0, total_s / (self.table.devices * tau) - 1)) if tau else 1.0
+        # Each sequence starts with the size of the fewest device-seconds.
         level_of = device_s.argmin(axis=0)
-        levels = [np.flatnonzero(level_of == level).tolist() for level in range(len(self.rows))]
+        given = [np.flatnonzero(level_of == level).tolist() for level in range(len(self.rows))]
         segments: list[Segment] = [(0.0, tuple(range(self.table.devices)))]
         free_before: dict[int, list[Segment]] = {}  # when ranks are free before a level is filled
         done: dict[int, list[Group]] = {}
@@ -82,18 +94,18 @@ class Nesting:
         while level >= 0:
             free_before[level] = segments
             done.pop(level, None)
-            if levels[level]:
-                filled = self._level(level, levels[level], segments, tau)
+            if given[level]:
+                filled = self._level(level, given[level], segments, tau)
                 if isinstance(filled, int):  # the position of a sequence without room
                     promotions -= 1
-                    filled = levels[level][0] if longest else filled
-                    larger = self._larger(device_s, level, filled)
+                    promoted = given[level][0] if longest else filled
+                    larger = self._larger(device_s, level, promoted)
                     if promotions < 0 or larger is None:
                         return 0.0
                     # Give the sequence the larger size, and fill again from that size on.
-                    levels[level].remove(filled)
-                    levels[larger].append(filled)
-                    levels[larger].sort()
+                    given[level].remove(promoted)
+                    given[larger].append(promoted)
+                    given[larger].sort()
                     level, segments = larger, free_before[larger]
                     continue
                 segments, done[level] = filled
@@ -107,23 +119,28 @@ class Nesting:
         as :meth:`fill` does; 0.0 where a sequence finds no place."""
         table = self.table
         device_s = table.batch.each(np.where(self.alone > tau, np.inf, self.area))
+        # For each sequence the levels by rising device-seconds, and how many of them end in time.
         order = device_s.argsort(axis=0, kind="stable").T.tolist()
         within = np.isfinite(device_s).sum(axis=0).tolist()
         widths = [table.width[k] for k in self.rows]
-        free_s = [np.zeros(table.devices // p) for p in widths]  # of each group's last rank
+        # By level, an entry for each group of neighbouring ranks. When its last rank is free:
+        free_s = [np.zeros(table.devices // p) for p in widths]
         # Where the next sequence of a group starts: with the constant of its first micro-batch.
         ready_s = [
             np.full(table.devices // p, table.c[k]) for p, k in zip(widths, self.rows, strict=True)
         ]
         seconds, tokens = ([of(k) for k in self.rows] for of in (table.seconds, table.room))
+        # By (level, group): the tokens left in its micro-batches, rising; its sequences.
         token_rooms: dict[tuple[int, int], list[int]] = {}
         members: dict[tuple[int, int], list[int]] = {}
+        # Device-seconds that are not used yet, and those that the sequences from each on need.
         spare_s, left_s = table.devices * tau * (1 + ROUNDING), self._rest_s
         for i, (levels, count) in enumerate(zip(order, within, strict=True)):
             if left_s[i] > spare_s:
                 return 0.0
             for level in levels[:count]:
                 starts, need_s = ready_s[level], seconds[level][i]
+                # The latest group that still ends in time; any one where there is none.
                 g = int(np.where(starts <= tau - need_s, starts, -1.0).argmax())
                 end = float(starts[g]) + need_s
                 if end > tau:
@@ -137,9 +154,10 @@ class Nesting:
                 return 0.0
             table.put(self.rows[level], room, tokens[level][i])
             members.setdefault((level, g), []).append(i)
+            # The group's first rank, and by how much later its ranks are free now.
             first, grown_s = g * widths[level], end - float(free_s[level][g])
             spare_s -= grown_s * widths[level]
-            if len(members[level, g]) == 1:
+            if len(members[level, g]) == 1:  # its first micro-batch is paid now
                 ready_s[level][g] -= table.c[self.rows[level]]
             # Smaller groups inside this one start later by as much; larger ones around it start
             # when it ends, at the earliest.
@@ -178,10 +196,12 @@ class Nesting:
             below_s: Seconds that the groups must stay below.
 
         Returns:
-            Seconds, the scheme chosen for each run, and the groups, larger ones first; infinite
-            seconds and no groups for a known choice, and where they cannot stay below ``below_s``.
+            (seconds until all ranks are free, the scheme chosen for each run, the groups with the
+            larger ones first); infinite seconds and no groups for a known choice, and where the
+            groups cannot stay below ``below_s``.
         """
         alone_s, device_s = self.alone[levels], self.area[levels]
+        # The number in ``levels`` of the size of each run.
         in_time_s = np.where(alone_s > target_s, np.inf, device_s)
         too_slow = ~np.isfinite(in_time_s).any(axis=0)
         chosen = np.where(too_slow, alone_s.argmin(axis=0), in_time_s.argmin(axis=0))
@@ -189,6 +209,7 @@ class Nesting:
         if key in known or not np.isfinite(alone_s.min(axis=0)).all():
             return float("inf"), key, []
         batch, devices = self.table.batch, self.table.devices
+        # Device-seconds of all sequences on the sizes chosen: shared evenly, are they too many?
         least = np.take_along_axis(device_s, chosen[None], axis=0) @ batch.counts
         if float(least[0]) >= below_s * devices:
             return float("inf"), key, []
@@ -209,9 +230,9 @@ class Nesting:
         self, k: int, given: Sequence[int], segments: Sequence[Segment], below_s: float
     ) -> tuple[list[Segment], list[Group]] | None:
         """Deal the positions ``given``, longest first, out to groups of scheme k on ranks that are
-        free as ``segments`` say, each to the group that is free first (Graham's rule). Returns when
-        which ranks are free afterwards, and the groups; None as soon as a group would take
-        ``below_s`` seconds or more."""
+        free as ``segments`` say, each to the group that is free first (Graham's rule). Returns
+        (segments of all ranks afterwards, the groups with sequences); None as soon as a group would
+        end at ``below_s`` seconds or later."""
         table = self.table
         seconds, tokens = table.seconds(k), table.room(k)
         groups, loose_ranks = _cut(segments, table.width[k])
@@ -232,7 +253,7 @@ class Nesting:
                     return None
                 members[g].append(i)
                 heapreplace(loads, (load_s, g))
-            given = ()
+            given = ()  # nothing is left for the loop below
         rooms = [list[int]() for _ in groups]
         for i in given:
             load_s, g = loads[0]
@@ -267,8 +288,8 @@ class Nesting:
     ) -> tuple[list[Segment], list[Group]] | int:
         """Fill the groups of one size, on ranks that are free as ``segments`` say, with the
         positions ``given``, longest first: each goes to the group that it fills best within ``tau``
-        seconds. Returns when which ranks are free afterwards, and the groups; or the position of a
-        sequence that finds no room."""
+        seconds. Returns (segments of all ranks afterwards, the groups with sequences); or the
+        position of a sequence that finds no room."""
         table, k = self.table, self.rows[level]
         seconds, tokens, c = table.seconds(k), table.room(k), table.c[k]
         groups, loose_ranks = _cut(segments, table.width[k])
@@ -372,8 +393,9 @@ class Nested:
 
 
 _TARGETS, _DEALT = (1.0, 1.02, 1.05), 4
-"""Times for which sequences are dealt out, over the bound, and drafts that are kept: with one time
-and two drafts steps of an 8B on 8 to 256 devices are 0.01 % longer in the mean, 0.4 % at most."""
+"""Times for which sequences are dealt out, as multiples of the bound, and the number of drafts that
+are kept: with one time and two drafts steps of an 8B on 8 to 256 devices are 0.01 % longer in the
+mean, 0.4 % at most."""
 
 
 class _Dealing:
@@ -386,7 +408,8 @@ class _Dealing:
 
     def __init__(self, nesting: Nesting, high_s: float) -> None:
         self.nesting, self.high_s = nesting, high_s
-        self.dealt, self.tried = list[tuple[float, list[Group]]](), set[tuple[int, ...]]()
+        self.dealt = list[tuple[float, list[Group]]]()  # (seconds, groups) of each draft
+        self.tried = set[tuple[int, ...]]()  # choices of a scheme for each run
 
     def drafts(self, bound_s: float) -> list[Draft]:
         """The best few drafts. The target is the bound, ``bound_s`` seconds, and then a little

@@ -69,11 +69,14 @@ def _packed(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
         return Packed.of(bins, (0,) * len(bins), [sum([seconds[i] for i in b]) + c for b in bins])
     lengths = [tokens[i] for i in members]
     total, squares = sum(lengths), sum([n * n for n in lengths])
+    # Everything fits one micro-batch by the first row, and no other row is quicker.
     if total <= frontier.caps[0] and frontier.rules[0]:
         a, b, c = frontier.rows[0]
         return Packed.of([members], (0,), [a * squares + b * total + c])
     best: tuple[float, Bins, list[int], list[float]] | None = None
     a, b, c = frontier.least
+    # Without constants, and waiting for weights and gradients as if the first and the last
+    # micro-batch were so long that they hide all that can be hidden.
     least_s = a * squares + b * total + sum(table.exposed_s(k, inf, inf))
     for count, pack_so in _tries(tokens, members, total, squares, frontier):
         # Not even the least a, b and c of all rows together would make it quicker.
@@ -147,6 +150,7 @@ def _counts(
     micro-batches as the quickest row needs, which holds ``quick`` tokens, and one more."""
     least = -(-total // frontier.most_tokens)
     most = min(sequences, max(least, -(-total // quick)) + 1)
+    # A geometric series from the fewest to the most.
     step = (most / least) ** (1 / _COUNTS_RANKED)
     counts = {round(least * step**power) for power in range(_COUNTS_RANKED + 1)} | {least + 1}
     ranked = []
@@ -163,7 +167,8 @@ def _fill(tokens: Sequence[int], members: Sequence[int], count: int, cap: int) -
     tokens; None when one overflows."""
     bins: Bins = [[] for _ in range(count)]
     unit = 1 << count.bit_length()
-    fullness = list(range(count))  # of each bin: its tokens times ``unit``, plus its number
+    # Of each bin its tokens times ``unit``, plus its number: one heap finds the emptiest bin.
+    fullness = list(range(count))
     full = (cap + 1) * unit
     for i in members:
         filled = fullness[0] + tokens[i] * unit

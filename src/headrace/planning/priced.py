@@ -3,7 +3,7 @@
 A scheme, how its weights are held, and a frontier: rows of seconds ``a sum(l^2) + b sum(l) + c`` of
 a micro-batch on one stage, each with the tokens that it holds and, where the source knows one, its
 layer plan. A published scheme has one row; a measured one has a row for every layer plan worth
-keeping.
+keeping. The constant c is what a micro-batch costs whatever it has.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Share:
     """The rows of a frontier when a sequence is charged for the constant in one of three ways.
 
     Attributes:
-        b: Seconds per token of each row, the constant's share included [rows].
-        c: Seconds of the constant that a sequence bears whole [rows].
-        rules: Whether each row is as quick as every later one for any sequence [rows].
+        b: Seconds per token of each row, with the part of the constant that tokens bear [rows].
+        c: Seconds of the constant that one sequence bears [rows].
+        rules: Whether each row is at least as quick as every later one for any sequence [rows].
         quickest: Numbers of the rows that are the quickest for some length if memory is no matter.
     """
 
@@ -82,14 +82,16 @@ class Share:
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
     """Layer plans of one scheme, smallest capacity first; published costs have rows without plans.
+    Each plan is a row (a, b, c, cap): a micro-batch of it takes ``a sum(l^2) + b sum(l) + c``
+    seconds on one stage and holds at most cap tokens.
 
     Attributes:
-        options: Layer options of the plans.
+        options: Layer options of the plans, each once.
         a: Seconds per squared token of each plan, forward and backward [plans].
         b: Seconds per token of each plan [plans].
         c: Seconds per micro-batch of each plan [plans].
         caps: Tokens that a micro-batch of each plan holds.
-        layers: The option of every layer by its number [plans, layers].
+        layers: The number of every layer's option in ``options`` [plans, layers].
     """
 
     options: tuple[LayerOption, ...]
@@ -130,8 +132,8 @@ class Frontier:
         )
 
     def columns(self, first: int) -> Columns:
-        """Columns a, b, c, c / cap and cap of the rows from ``first`` on, each [rows, 1] to meet
-        the lengths of sequences."""
+        """Columns a, b, c, c / cap and cap of the rows from ``first`` on, each [rows, 1], so that
+        they broadcast with the lengths of sequences [sequences]."""
         a, b, c, c_per_token, caps = self._columns
         return a[first:], b[first:], c[first:], c_per_token[first:], caps[first:]
 
@@ -200,8 +202,8 @@ class Frontier:
 
     @cached_property
     def quickest(self) -> Counts:
-        """Numbers of the plans, rising, that are the quickest for sequences of some length if
-        memory is no matter, in any of the three :attr:`shares` of the constant."""
+        """Numbers of the plans, rising, among which is the quickest for a sequence of any length if
+        memory is no matter, by any of the three :attr:`shares` of the constant."""
         return np.unique(np.concatenate([share.quickest for share in self.shares]))
 
     def best(self, squares: float, tokens: int) -> tuple[float, int] | None:
@@ -210,7 +212,7 @@ class Frontier:
         row = bisect_left(self.caps, tokens)  # the first plan that holds so many tokens
         if row == len(self.caps):
             return None
-        if not self.rules[row]:  # else no roomier plan is quicker
+        if not self.rules[row]:  # a roomier plan may be quicker
             row += int(self._table[row:].dot(np.array((squares, tokens, 1.0))).argmin())
         a, b, c = self.rows[row]
         return a * squares + b * tokens + c, row
@@ -222,6 +224,7 @@ class Frontier:
         if first == len(self.caps):
             return None
         if not self.rules[first]:
+            # One answer for each cell of a logarithmic grid of mean lengths and tokens.
             key = int(log(squares / tokens) * _LIKE), int(log(tokens) * _LIKE), first
             row = self._nearly.get(key)
             if row is None:
@@ -263,9 +266,9 @@ def worth_keeping(seconds: Floats, caps: Floats) -> Counts:
 
 
 def _alike(mean_step: int, token_step: int) -> Floats:
-    """(sum of squared lengths, tokens, 1) of a typical micro-batch of a cell of the grid by which
-    :meth:`Frontier.nearly_best` caches, given the cell's steps of log mean length and of log
-    tokens."""
+    """The factors (sum of squared lengths, tokens, 1) of (a, b, c) for the micro-batch in the
+    middle of a cell of the grid by which :meth:`Frontier.nearly_best` caches. The cell is given by
+    its steps of log mean length, weighted by tokens, and of log tokens."""
     mean_length, tokens = exp((mean_step + 0.5) / _LIKE), exp((token_step + 0.5) / _LIKE)
     return np.array((mean_length * tokens, tokens, 1.0))
 
@@ -292,12 +295,13 @@ def _unbeaten(seconds: Floats, caps: Floats) -> Counts:
 
 
 def _quickest(rows: Floats) -> Counts:
-    """Numbers, rising, of the rows [rows, columns] that no other row beats in every column; of
-    equal rows the first. This is quick where few such rows exist."""
+    """Numbers, rising, of the rows [rows, 3] that no other row is at most as large as in every
+    column; of equal rows the first. This is quick where few such rows exist."""
     unbeaten, kept = np.argsort(rows.sum(axis=1), kind="stable"), list[int]()
     while len(unbeaten):
         best = int(unbeaten[0])  # no row beats the one with the least sum
         kept.append(best)
+        # Only rows that are less than it in some column are left.
         unbeaten = unbeaten[(rows[unbeaten] < rows[best]).any(axis=1)]
     return np.array(sorted(kept), dtype=np.int64)
 
@@ -307,6 +311,7 @@ def _thinned(seconds: Floats, caps: Floats) -> Counts:
     ``_PACKS``, the plans that are quicker than every roomier one, one of them for each step of
     seconds."""
     by_cap = np.argsort(-caps, kind="stable")  # the roomiest first
+    # Seconds of each micro-batch over its tokens: a length + b + c / tokens [packs, plans].
     packs = np.array([(length, 1.0, 1.0 / tokens) for length, tokens in _PACKS])
     per_token = packs @ seconds[by_cap].T
     least_so_far = np.minimum.accumulate(per_token, axis=1)
@@ -342,7 +347,7 @@ class LayerTable:
     Attributes:
         plans: The layer plans.
         options: The layer options in them.
-        layers: The option of every layer by its number [plans, layers].
+        layers: The number of every layer's option in ``options`` [plans, layers].
         seconds: Coefficients (a, b, c) of the seconds of one layer's forward and backward
             [options, 3].
         kept: Slope and constant of the bytes that a layer keeps for its backward [options, 2].
@@ -361,15 +366,13 @@ class LayerTable:
         cls, costs: CostModel, scheme: Scheme, working: Working, plans: Sequence[LayerPlan]
     ) -> LayerTable:
         """The table of ``plans`` on a scheme whose ranks hold weights as ``working`` says."""
-        numbers: dict[LayerOption, int] = {}
-        layers = [
-            [
-                number
-                for o, count in plan.counts
-                for number in [numbers.setdefault(o, len(numbers))] * count
-            ]
-            for plan in plans
-        ]
+        numbers: dict[LayerOption, int] = {}  # of each option, in the order in which they occur
+        layers = list[list[int]]()
+        for plan in plans:
+            plan_layers = list[int]()
+            for option, count in plan.counts:
+                plan_layers += [numbers.setdefault(option, len(numbers))] * count
+            layers.append(plan_layers)
         listed = [costs.option(scheme.width, option) for option in numbers]
         seconds = list[Row]()
         for option, cost in zip(numbers, listed, strict=True):
@@ -396,15 +399,17 @@ class LayerTable:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Least:
-    """The least that micro-batches take on stages of a width, in seconds of all stages together.
+    """Lower bounds of what micro-batches take in pipelines of one width and depth, as frontiers in
+    seconds of all stages together (:mod:`headrace.planning.bounds` proves them).
 
     Attributes:
         width: Ranks of a stage.
         depth: Number of stages.
         alone: Rows for a sequence in a micro-batch of its own.
-        dealt: Rows for a sequence that bears its share of the constants, one way or another to
-            count it: what a batch takes by any of them is a bound.
-        over_s: Seconds by which the constants of each of ``dealt`` may be too high in one pipeline.
+        dealt: Rows for a sequence that bears its share of the constants, for each way to count
+            this share one frontier: what a batch takes by any of them is a bound.
+        over_s: For each frontier of ``dealt``, the seconds by which these shares may sum to more
+            than the constants that one pipeline really pays.
     """
 
     width: int
@@ -421,7 +426,7 @@ class StageCosts:
     Attributes:
         costs: The model's costs, without their scale.
         scheme: The degrees of the pipeline.
-        shares: Layers of each stage.
+        shares: Number of layers of each stage.
         working: How its ranks hold weights.
         table: The layer plans.
     """
@@ -455,7 +460,7 @@ class StageCosts:
         """Coefficients (a, b, c) of the seconds of a micro-batch of each plan on each stage,
         messages included [plans, stages, 3]."""
         width, table = self.scheme.width, self.table
-        starts = [stage.start for stage in self.stages]
+        starts = [stage.start for stage in self.stages]  # the first layer of each
         # Sums of the coefficients of each stage's layers.
         rows: Floats = np.add.reduceat(table.seconds[table.layers], starts, axis=1)
         ends = self.costs.ends[width]
@@ -468,9 +473,9 @@ class StageCosts:
 
     @cached_property
     def bytes(self) -> list[tuple[Floats, Floats]]:
-        """For each stage what its activations take, as slope and constant of a micro-batch's
-        tokens: bytes kept of a micro-batch [plans, 2], and bytes at each moment that may be the
-        peak [plans, moments, 2]."""
+        """For each stage the bytes of a micro-batch's activations, as slope and constant of its
+        tokens: (bytes kept until its backward [plans, 2], bytes at each moment that may be the peak
+        [plans, moments, 2])."""
         return [self._moments(stage) for stage in self.stages]
 
     @cached_property
@@ -491,7 +496,8 @@ class StageCosts:
         return self.caps_at(len(self.stages))
 
     def variants(self) -> Iterator[StageCosts]:
-        """These costs, and the same with one layer more or one less in the last stage."""
+        """These costs, and the same for each split with one layer more or one less in the last
+        stage."""
         yield self
         layers, last = self.costs.shape.layers, self.shares[-1]
         for shares in shares_of(layers, self.scheme.pipeline):
@@ -503,15 +509,17 @@ class StageCosts:
         """Rows (a, b, c) that no pipeline of this scheme beats, whatever its split of the layers
         and order of micro-batches, in seconds of all stages together without messages. Either the
         last stage has many layers or another one has: there is one entry for each case. Its rows
-        count all stages, or ``depth`` times that one stage, as if the others took as long."""
+        count all stages, or ``depth`` times that one stage, which is busy for no longer than the
+        pipeline takes. The proof is in :mod:`headrace.planning.bounds`."""
         caps = np.array([variant.caps_at(1) for variant in self.variants()]).max(axis=0)
         fill_tokens = np.array([variant.in_flight for variant in self.variants()]).max(axis=0)
         fill_tokens = np.maximum(fill_tokens, 1.0)  # of what fits nowhere nothing is claimed
         table, ends, depth = self.table, self.costs.ends[self.scheme.width], self.scheme.pipeline
         both = ends.forward + ends.backward
         end = np.array([both.a, both.b, both.c])
-        total = table.seconds[table.layers].sum(axis=1) + end
-        # For one stage alone each option of a plan stands in turn: it may have the quickest only.
+        total = table.seconds[table.layers].sum(axis=1) + end  # of the whole model [plans, 3]
+        # The layers of the one stage may all have the plan's quickest option. Which one that is
+        # depends on the length, so there is a row for each pair of a plan and an option in it.
         plan_layers = [
             (row, number)
             for row, plan_options in enumerate(table.layers)
@@ -542,9 +550,10 @@ class StageCosts:
         return tuple(found)
 
     def _fullest(self, end: Floats) -> tuple[int, int]:
-        """(x, y) such that in any split the last stage has at least x layers, or another stage at
-        least y. Of all such pairs it is the one whose shorter case takes short sequences longest.
-        ``end`` are the coefficients (a, b, c) of the head and embedding in the last stage."""
+        """Numbers of layers (x, y) such that in any split the last stage has at least x layers, or
+        another stage at least y. Of all such pairs it is the one that gives the highest bound for
+        short sequences: whose quicker case takes longest. ``end`` has the coefficients (a, b, c) of
+        the head and embedding in the last stage."""
         layer_count, others = self.costs.shape.layers, self.scheme.pipeline - 1
         # The head's seconds per token, in layers of the quickest option.
         head_layers = float(end[1] / self.table.seconds[:, 1].min())
@@ -557,10 +566,11 @@ class StageCosts:
 
     @property
     def in_flight(self) -> Floats:
-        """For each plan the tokens of a micro-batch of which as many as there are stages just fill
-        the first stage's memory, if nothing else were there [plans]."""
+        """For each plan [plans] the tokens of a micro-batch such that P of them, P being the number
+        of stages, just fill the first stage's memory for activations with what they keep for their
+        backwards."""
         held, _ = self._moments(self.stages[0])
-        slope = len(self.stages) * held[:, 0]
+        slope = len(self.stages) * held[:, 0]  # bytes for each token
         fill_tokens = np.full(len(slope), float(MOST_TOKENS))
         return np.divide(max(0, self.rooms[0]), slope, out=fill_tokens, where=slope > 0)
 
@@ -656,10 +666,13 @@ def _least_rows(rows: Floats, caps: Counts) -> Frontier:
 def _dealt_rows(
     rows: Floats, caps: Counts, fill_tokens: Floats, depth: int
 ) -> tuple[Frontier, float]:
-    """The frontier of rows [rows, 3] whose constant is charged to tokens instead. With ``depth``
-    micro-batches of ``fill_tokens`` tokens at once, each token is charged its share of what they
-    take at least if the others have the least constant of all rows. Also the seconds of one
-    pipeline by which these charges may exceed the constants that are really paid."""
+    """(frontier of ``rows`` [rows, 3] whose constants are charged to tokens instead, seconds of one
+    pipeline by which these charges may exceed the constants that are really paid).
+
+    A token is charged g_j = (c_j + (P - 1) c) / (P cap_j), as :mod:`headrace.planning.bounds`
+    explains, with P the ``depth``, c the least constant of all rows and cap_j the ``fill_tokens``
+    of each row. ``caps`` are the tokens that a micro-batch of each row holds.
+    """
     least_c = float(rows[:, 2].min())
     charged = rows.copy()
     charged[:, 1] += (rows[:, 2] + (depth - 1) * least_c) / depth / fill_tokens
@@ -705,7 +718,8 @@ class Line:
 
         One stage: the fewest that hold the tokens. More: with V alike micro-batches a pipeline
         takes work + c V + (P - 1) max(longest, work / V), least at V = sqrt(work (P - 1) / c), or
-        where the longest sequence fills a micro-batch alone. No more than keep the devices busy.
+        where the longest sequence fills a micro-batch alone. There are no more than have ``util``
+        tokens each, as smaller ones do not keep the devices busy.
         """
         fewest = max(1, ceil(tokens / self.cap))
         if self.stages == 1 or work_s <= 0:
@@ -730,13 +744,15 @@ class Line:
         return self.usable(limit_s, longest_s)[0]
 
     def usable(self, limit_s: float, longest_s: float) -> tuple[float, int]:
-        """Seconds of work that a pipeline can do on each stage within ``limit_s`` seconds, if its
-        longest sequence takes ``longest_s``, and the tokens that the V micro-batches hold whose
-        constants are paid for it.
+        """(seconds of work that a pipeline can do on each stage within ``limit_s`` seconds, if its
+        longest sequence takes ``longest_s``; tokens that the V micro-batches hold whose constants
+        are paid for it).
 
-        With V micro-batches, work + c V + (P - 1) (max(longest, work / V) + c) <= limit. More of
-        them help until the longest sequence fills one, or their constants cost more than the
-        bubbles.
+        With V micro-batches, work + c V + (P - 1) (max(longest, work / V) + c) <= limit. Solved for
+        the work, with R = limit - (P - 1) c, that is the smaller of (R - c V) V / (V + P - 1) and
+        R - c V - (P - 1) longest. More micro-batches help until the longest sequence fills one,
+        where both are equal, or their constants cost more than the bubbles, where the first is
+        largest: at V = sqrt(limit (P - 1) / c) - (P - 1).
         """
         if self.stages == 1:
             return limit_s - self.c, self.cap
@@ -744,11 +760,12 @@ class Line:
         rest_s = limit_s - bubbles * self.c
         if rest_s <= 0 or longest_s == inf:  # no micro-batch holds such a sequence
             return 0.0, 0
-        # V at which an even micro-batch takes as long as the longest sequence.
+        # V at which an even micro-batch takes as long as the longest sequence; any large number
+        # where that takes no time.
         count = (rest_s - bubbles * longest_s) / (longest_s + self.c) if longest_s else rest_s
         if self.c > 0:  # V of the most work by ``by_count``
             count = min(count, sqrt(limit_s * bubbles / self.c) - bubbles)
-        number = max(int(count + 0.5), 1)
+        number = max(int(count + 0.5), 1)  # V, a whole number
         by_count = (rest_s - self.c * number) * number / (number + bubbles)
         return min(by_count, rest_s - self.c * number - bubbles * longest_s), number * self.cap
 

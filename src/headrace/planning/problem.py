@@ -50,8 +50,8 @@ _MOST_TENSOR = 8
 """Largest tensor degree that is proposed, the ranks of a usual machine."""
 
 _PAYS = 2e-3
-"""Share of device-seconds by which groups must beat a scheme with stages or tensor blocks for it to
-be left out; of like ones it stays."""
+"""A scheme with stages or tensor blocks is left out where groups take fewer device-seconds by at
+least this share."""
 
 _LENGTHS = 40
 """Number of lengths for which schemes are compared, up to the longest that one holds."""
@@ -68,6 +68,7 @@ class Pricing:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.costs: CostModel = problem.model.replace(scale=1.0)
+        # Caches of the methods below, by their arguments.
         self._priced: dict[tuple[Scheme, Working], PricedScheme | None] = {}
         self._kinds: dict[tuple[str, Working], tuple[PricedScheme, ...]] = {}
         self._lockstep: dict[str, tuple[PricedScheme, ...]] = {}
@@ -95,8 +96,8 @@ class Pricing:
         """Groups of every size for steps in lockstep. Each rank holds one shard of the weights, cut
         over the whole world, and gathers every layer from all ranks, which costs seconds."""
         if "lockstep" not in self._lockstep:
-            found = (self._in_lockstep(p) for p in self.problem.group_sizes)
-            self._lockstep["lockstep"] = tuple(priced for priced in found if priced.most_tokens)
+            groups = (self._in_lockstep(p) for p in self.problem.group_sizes)
+            self._lockstep["lockstep"] = tuple(group for group in groups if group.most_tokens)
         return self._lockstep["lockstep"]
 
     def _in_lockstep(self, p: int) -> PricedScheme:
@@ -123,8 +124,8 @@ class Pricing:
 
     def nested(self, weights: Working, sizes: Sequence[int]) -> tuple[PricedScheme, ...]:
         """Groups of each of ``sizes``, priced for ranks that work in groups of all these sizes
-        within one step, and so hold the weight shards of every size; none where the problem does
-        not allow weights to be held this way."""
+        within one step, and so hold the weight shards of every size. Sizes on which no token fits
+        into memory are left out; there are none where the problem does not allow ``weights``."""
         key = (weights, tuple(sizes))
         if key not in self._nested:
             schemes = list[PricedScheme]()
@@ -182,11 +183,12 @@ class Pricing:
 
     def price(self, scheme: Scheme, weights: Working) -> PricedScheme | None:
         """A scheme with weights held one way; None when no token fits it."""
-        one_rank = scheme.context == 1  # nothing to shard over: both ways to hold weights are one
+        # Without ranks to shard weights over, both ways to hold them are the same.
+        one_rank = scheme.context == 1
         key: tuple[Scheme, Working] = (scheme, "replicated" if one_rank else weights)
         if key not in self._priced:
             held_so = weights in self.problem.holding or one_rank
-            priced = self._made(*key) if held_so and self.slots(scheme) else None
+            priced = self._price_uncached(*key) if held_so and self.slots(scheme) else None
             self._priced[key] = priced if priced is not None and priced.most_tokens else None
         return self._priced[key]
 
@@ -233,8 +235,8 @@ class Pricing:
         )
 
     def layer_plans(self, scheme: Scheme) -> list[LayerPlan]:
-        """Layer plans in which all layers take one option; where methods are given layer by layer,
-        plans in which all layers take one recompute level."""
+        """Layer plans in which all layers take one option, one plan for each option; where methods
+        are given layer by layer, plans in which all layers take one recompute level."""
         slots = self.slots(scheme)
         if len(slots) == 1:
             return [LayerPlan.uniform(o, self.costs.shape.layers) for o in slots[0]]
@@ -244,7 +246,7 @@ class Pricing:
             if slots and all(o in slot for o, slot in zip(plan.options, slots, strict=True))
         ]
 
-    def _made(self, scheme: Scheme, weights: Working) -> PricedScheme | None:
+    def _price_uncached(self, scheme: Scheme, weights: Working) -> PricedScheme | None:
         """:meth:`price` without the cache and without the checks whether the scheme is
         supported."""
         if scheme.pipeline > 1:
@@ -258,7 +260,7 @@ class Pricing:
         if scheme.tensor == 1:
             return self.problem.frontier(width, weights)
         pipeline = Pipeline(scheme=scheme, ranks=tuple(range(scheme.devices)))
-        (held,) = held_bytes(self.costs, pipeline, weights)
+        (held,) = held_bytes(self.costs, pipeline, weights)  # by weights on a rank of its one stage
         # Gathers are charged only where all ranks of the stage cut the weights among them: the
         # options that a narrower tensor block allows work on its shards and gather nothing.
         gathered_as: Working = "replicated"
@@ -354,6 +356,7 @@ _OTHERS = (
 """Planners of others, by their names in ``headrace.planners.PLANNERS``."""
 
 _PLANNERS = ("adaptive", "static", "strategies", *_OTHERS)
+# Caches that another problem may share, and the fields on which what they hold depends.
 _KEPT = ("_frontiers", "_ideals", "_pricings")
 _PRICED_BY = ("costs", "sizes", "methods", "layers", "recompute", "holding", "stages")
 
@@ -420,6 +423,8 @@ class Problem:
     )
 
     def __post_init__(self) -> None:
+        """Fill in the devices that a model's costs are for, and raise SpecError for choices that do
+        not exist or exclude each other."""
         self._check_words()
         if not isinstance(self.costs, CostModel):
             if (
@@ -450,9 +455,9 @@ class Problem:
         if self.methods is not None and self.layers is not None:
             raise SpecError("methods and layers", got="both", wanted="one of them")
         for method in self.methods or ():
-            if method not in self._known:
-                known = f"known are {', '.join(sorted(self._known))}"
-                hint = did_you_mean(method, self._known) or known
+            if method not in self._known_methods:
+                known = f"known are {', '.join(sorted(self._known_methods))}"
+                hint = did_you_mean(method, self._known_methods) or known
                 raise SpecError("method", got=repr(method), wanted="one with costs", hint=hint)
         if not self.group_sizes:
             raise SpecError(
@@ -507,8 +512,8 @@ class Problem:
 
     @property
     def parameters(self) -> int | None:
-        """The model's parameters, 12 h^2 a layer, if published costs say how many layers of what
-        width."""
+        """The model's parameters if published costs say how many layers of what width h it has,
+        else None. A layer has 12 h^2: 4 h^2 in attention and 8 h^2 in the feed-forward."""
         facts = getattr(self.published, "facts", {}).get("architecture")
         if not isinstance(facts, Mapping):
             return None
@@ -543,7 +548,8 @@ class Problem:
 
     @property
     def ideals(self) -> dict[int, Least]:
-        """Cache, by group width, of the least that a whole model takes whatever the memory."""
+        """Cache, by group width, of the least that a whole model takes if memory is unlimited;
+        :mod:`headrace.planning.model_source` fills it."""
         return self._ideals
 
     @property
@@ -558,11 +564,11 @@ class Problem:
         texts = []
         for p, slots in self.slots.items() if self.layers else ():
             layer = next(i for i, slot in enumerate(slots) if not slot)
-            texts.append(f"layer {layer} cannot run {self._listed[layer]} on cp{p}")
+            texts.append(f"layer {layer} cannot run {self._listed_layers[layer]} on cp{p}")
         return ", ".join(texts[:4])
 
     @cached_property
-    def _known(self) -> set[str]:
+    def _known_methods(self) -> set[str]:
         """Names of all methods with costs on some group size."""
         names = set(self.model.feed_forwards)
         for p in self.model.group_sizes:
@@ -571,9 +577,9 @@ class Problem:
         return names
 
     @cached_property
-    def _listed(self) -> tuple[ListedLayer, ...]:
+    def _listed_layers(self) -> tuple[ListedLayer, ...]:
         """The methods and recompute level that ``layers`` gives for each layer of the model."""
-        return parse_layers(self.layers or (), self.model.shape.layers, self._known)
+        return parse_layers(self.layers or (), self.model.shape.layers, self._known_methods)
 
     @cached_property
     def group_sizes(self) -> tuple[int, ...]:
@@ -596,14 +602,14 @@ class Problem:
         """By group size, the options of each layer, or one tuple for all layers where they are
         free."""
         sizes = [p for p in sorted(set(self.sizes or self.model.group_sizes)) if p <= self.devices]
-        return {p: self._slots(p, self._allowed_levels(p)) for p in sizes}
+        return {p: self._slots_of(p, self._allowed_options(p)) for p in sizes}
 
-    def _allowed_levels(self, p: int) -> tuple[LayerOption, ...]:
+    def _allowed_options(self, p: int) -> tuple[LayerOption, ...]:
         """All options with costs on ``p`` ranks whose recompute level the problem allows."""
         options = map(LayerOption.parse, self.model.options[p])
         return tuple(option for option in options if option.recompute in self.recompute)
 
-    def _slots(
+    def _slots_of(
         self, p: int, options: tuple[LayerOption, ...]
     ) -> tuple[tuple[LayerOption, ...], ...]:
         """For each layer, those of ``options`` that it may take on ``p`` ranks; one tuple for all
@@ -611,12 +617,13 @@ class Problem:
         if self.layers is not None:
             slots = tuple(
                 tuple(o for o in options if listed.allows(o, self.model, p))
-                for listed in self._listed
+                for listed in self._listed_layers
             )
+            # Where all layers have the same choice one tuple stands for all.
             return slots[:1] if len(set(slots)) == 1 else slots
         if self.methods is None:
             return (options,)
-        # Methods without a feed-forward of their own count as the method whose they use.
+        # A method without a feed-forward of its own uses that of another, its owner.
         owners = self.model.feed_forwards
         owned = {owners.get(method, method) for method in self.methods}
         return (
@@ -687,13 +694,14 @@ class Problem:
         Raises:
             SpecError: For published costs.
         """
+        # Other sizes matter only by the bytes of weights that they make ranks hold.
         held = self.model.held_bytes({p, *sizes}, working)
         key = (p, working, held)
         if key not in self._frontiers:
-            self._frontiers[key] = self._frontier(p, working, sizes)
+            self._frontiers[key] = self._frontier_uncached(p, working, sizes)
         return self._frontiers[key]
 
-    def _frontier(self, p: int, working: Working, sizes: Collection[int]) -> Frontier:
+    def _frontier_uncached(self, p: int, working: Working, sizes: Collection[int]) -> Frontier:
         """:meth:`frontier` without the cache."""
         unscaled, options = self.model.replace(scale=1.0), self.options[p]
         if len(self.slots[p]) == 1:

@@ -35,11 +35,12 @@ __all__ = [
 ]
 
 Group = tuple[int, tuple[int, ...], list[int]]
-"""A pipeline: (number of its scheme in the table, its ranks, positions of its sequences)."""
+"""A pipeline: (number of its scheme in the table, its ranks, positions of its sequences). The
+position of a sequence is its place in the batch, longest first."""
 
 _Bins = tuple[int, tuple[int, ...], list[list[int]]]
-"""A pipeline whose sequences are in micro-batches already: (number of its scheme, its ranks,
-positions of each micro-batch)."""
+"""A pipeline whose sequences are in micro-batches already: (number of its scheme in the table, its
+ranks, positions of the sequences of each micro-batch)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,6 +164,7 @@ def _joined(pipelines: Iterable[_Bins]) -> list[_Bins]:
     them; for groups that start when they are free the clock is the same."""
     joined, last_of_rank = list[_Bins](), dict[int, int]()
     for k, ranks, bins in pipelines:
+        # The pipelines that its ranks ran last: to be joined to it there must be a single one.
         previous = {last_of_rank.get(rank) for rank in ranks}
         pipeline = previous.pop()
         if pipeline is not None and not previous and joined[pipeline][:2] == (k, ranks):
@@ -276,6 +278,7 @@ def launched(schedule: Assignment) -> Assignment:
     """A schedule in lockstep, made of one of pipelines side by side without stages: micro-batches
     are issued one by one, the longest of every pipeline before the second longest of any."""
     table = schedule.table
+    # (number of the micro-batch in its pipeline, ranks, launch), to be sorted by the first two.
     launches = list[tuple[int, tuple[int, ...], Group]]()
     for (k, ranks, _), packed in zip(schedule.groups, schedule.packs, strict=True):
         seconds = table.seconds(k)

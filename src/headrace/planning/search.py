@@ -57,9 +57,9 @@ GENERATORS: Mapping[str, tuple[Generator, ...]] = {
 
 
 _UNSURE, _CLOCKED = 0.05, 3
-"""Schedules with stages that seem to take up to so much longer than the best are timed, too, at
-most so many: of 70B models on 64 devices steps are 0.35 % quicker for it in the mean, 2.8 % at
-most."""
+"""Schedules with stages that seem to take longer than the best by up to the first share are timed,
+too, but no more than the second number of them: of 70B models on 64 devices steps are 0.35 %
+quicker for it in the mean, 2.8 % at most."""
 
 
 class CostSource(Protocol):
@@ -67,7 +67,8 @@ class CostSource(Protocol):
 
     Attributes:
         simulates: Whether timing a schedule takes a simulation, so that only the best are timed.
-        flat: The bound of plans without stages and tensor blocks, where it is known apart.
+        flat: The bound of only those plans that have neither stages nor tensor blocks; None where
+            it is not known.
     """
 
     simulates: bool
@@ -88,7 +89,7 @@ class CostSource(Protocol):
         ...
 
     def latest_s(self, best: Assignment | None) -> float:
-        """Seconds of computing from which on no step beats that of a schedule."""
+        """Seconds of computing from which on no schedule can have a quicker step than ``best``."""
         ...
 
     def least_s(self, schedule: Assignment) -> float:
@@ -186,7 +187,7 @@ class _Search:
         improvement: How much drafts are packed and improved.
         found: Schedules that are packed, the quickest first after :meth:`_pack`.
         drafts: Drafts that are not packed yet.
-        drafted: Whether pipelines were drafted before.
+        drafted: Whether there was any draft before.
         unstaged: Whether schemes of one stage were drafted side by side.
         packed: Whether drafts were packed, and schedules improved, before.
     """
@@ -268,10 +269,11 @@ class _Search:
                 else:
                     self.found.append(made)
             self.drafted = self.drafted or bool(self.drafts)
+            # Drafts of pipelines with stages promise too much, and those of schemes of one row are
+            # quick to pack: packed at once, their real seconds are what the next table has to beat.
             few = len(offer.table.tokens) <= FEW
-            # Drafts of pipelines with stages promise too much, which the next table had to beat.
-            sure = any(offer.table.staged) or not any(offer.table.fluid)
-            if self.drafts and sure and not few:
+            at_once = any(offer.table.staged) or not any(offer.table.fluid)
+            if self.drafts and at_once and not few:
                 self._pack(bound_s)
         self.unstaged = self.unstaged or generator.role.tables == "groups"
 
@@ -311,7 +313,8 @@ class _Search:
         timed = list[Candidate]()
         for schedule in promising:
             least_s = min((candidate.seconds for candidate in timed), default=inf)
-            # One static schedule is timed in any case, to compare with.
+            # One static schedule is timed in any case, to compare with. Those with stages are, too,
+            # as their least seconds are only estimated.
             needless = schedule.source != "static" or any(map(_is_static, timed))
             too_slow = self.source.simulates and self.source.least_s(schedule) > least_s
             if not (needless and too_slow) or _is_staged(schedule):

@@ -53,9 +53,11 @@ class SideBySide:
 
     Attributes:
         role: For which problems it is, and when it is asked.
-        levels: Shares of the time; sequences that take up to each are dealt out again.
-        biases: How many times their devices schemes with stages are taken to need.
-        exchanged: Fillings of exchanged pipelines.
+        levels: For each of these shares of a filling's seconds a draft is made in which sequences
+            that take up to this share are dealt out again.
+        biases: Factors on the devices that schemes with stages are taken to need when a filling
+            compares schemes; each is tried.
+        exchanged: Fillings in the search for better strategies, at most.
     """
 
     role: Role = GROUPS
@@ -82,10 +84,11 @@ class SideBySide:
         then the best filling after exchanges of pipelines."""
         few, fluid = len(table.tokens) <= FEW, any(table.fluid)
         bound_s, enough_s = known.bound_s, known.bound_s * (1 + self.role.beyond)
+        # With few sequences and one row for each scheme other drafts may prove slower when packed.
         high_s = known.packed_s if few and not fluid else known.best_s
         exchanges = fluid or few or not known.drafted
         strategies, fillers = list[Counts](), list[Filler]()
-        for bias in self._biases(table, deeper=known.unstaged):
+        for bias in self._scheme_biases(table, deeper=known.unstaged):
             filler = Filler(table, most=known.most, bias=bias)
             # While nothing was found, a filler like the last one would fail as well.
             if not strategies and any(filler.is_like(other, high_s) for other in fillers[-1:]):
@@ -110,18 +113,20 @@ class SideBySide:
         if climbs:
             yield from _dealt(*climbs[-1], self.levels)
 
-    def _biases(self, table: PriceTable, *, deeper: bool) -> Iterator[list[float]]:
+    def _scheme_biases(self, table: PriceTable, *, deeper: bool) -> Iterator[list[float]]:
         """For each family of schemes to fill with, how many times its devices each of the table's
-        schemes is taken to need; infinite for schemes outside the family. ``deeper`` leaves out the
-        families without stages."""
+        schemes is taken to need [schemes]; infinite for schemes outside the family. Schemes whose
+        devices are a power of two come first, then all of the family. ``deeper`` leaves out the
+        family without stages."""
         single_stage = [depth == 1 for depth in table.depth]
         is_power_of_two = [width & (width - 1) == 0 for width in table.width]
+        # (whether each scheme is in the family, factor for those of its schemes with stages)
         families = list[tuple[list[bool], float]]()
         if any(single_stage) and not deeper:
             families.append((single_stage, 1.0))
         if not all(single_stage):
             families += [([True] * len(table), bias) for bias in self.biases]
-            # Schemes that share no sequence among ranks.
+            # Schemes in which no sequence is split among ranks.
             unshared = [scheme.scheme.context == 1 for scheme in table.schemes]
             if any(unshared) and not all(unshared):
                 families += [(unshared, bias) for bias in self.biases]
@@ -138,8 +143,8 @@ class SideBySide:
 
 
 def _usual_plans(table: PriceTable) -> PriceTable | None:
-    """The same schemes, those with stages with their usual plan alone; None where that is the same
-    table.
+    """The table in which each scheme with stages has only one row, that of its usual layer plan;
+    None where that is the same table.
 
     All micro-batches of such a pipeline run by one plan, as they move through its stages together.
     Where every sequence is priced by the plan that is best for it, a filling promises more than
@@ -195,9 +200,11 @@ def counts_of(table: PriceTable, pipelines: Pipelines) -> Counts:
 def worthwhile(table: PriceTable, tau: float) -> list[int]:
     """The schemes that take part in exchanges, at most eight: those on which sequences need the
     fewest devices within ``tau`` seconds, or nearly so."""
-    shares = BoundRows.of(table).shares(tau)
+    shares = BoundRows.of(table).shares(tau)  # devices of a sequence [schemes, runs]
     least, chosen = shares.min(axis=0), shares.argmin(axis=0)
     finite = np.where(np.isfinite(least), least, 0.0) * table.batch.counts
+    # Devices of all sequences for which a scheme is the cheapest, and how many sequences there are
+    # for which it is the cheapest or up to a tenth dearer [schemes].
     devices = np.bincount(chosen, weights=finite, minlength=len(table))
     close_count = (shares <= least * 1.1) @ table.batch.counts
     order = sorted(range(len(table)), key=lambda k: (-devices[k], -int(close_count[k]), k))
@@ -235,12 +242,14 @@ def climbed(
             if work <= 0:
                 return
             seen.add(strategy)
-            # Once a time succeeds, try gains twice as large, and after a failure the least gain.
             gain, tau, found = CLOSE, best_s * (1 - CLOSE), None
             used = tuple(k for k, count in enumerate(strategy) if count)
+            # Its devices are too few, however sequences are placed.
             if needs.devices(tau, used) > sum(strategy[k] * table.width[k] for k in used):
                 continue
             filler = Filler(table, most=strategy)
+            # The least time: after each success try a gain twice as large, after a failure the
+            # least gain, and end where that fails.
             while True:
                 filled = filler.fill(tau, measured=False)
                 work -= 1
@@ -256,7 +265,7 @@ def climbed(
             if found is not None:
                 best_s = found.seconds
                 yield filler, found
-                waiting.insert(0, strategy)
+                waiting.insert(0, strategy)  # go on from the better strategy
                 break
 
 
@@ -284,8 +293,8 @@ class _Needs:
 
 def _neighbours(table: PriceTable, counts: Counts, kinds: Sequence[int]) -> Iterator[Counts]:
     """Strategies that differ from ``counts`` by one exchange: 1, 2, 4, ... pipelines of one of the
-    schemes ``kinds`` take the place of as many of another scheme as they need devices. Devices that
-    are left over get pipelines of ``kinds``, the largest first."""
+    schemes ``kinds`` take the devices of as few pipelines of another scheme as suffice, and idle
+    ones. Devices that are left over get pipelines of ``kinds``, the largest first."""
     widths = table.width
     idle = table.devices - sum([count * width for count, width in zip(counts, widths, strict=True)])
     held = [k for k in range(len(counts)) if counts[k]]

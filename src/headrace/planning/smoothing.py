@@ -19,13 +19,13 @@ __all__ = ["smoothed"]
 
 
 def smoothed(problem: Problem, plan: Plan, before: Plan) -> Plan:
-    """``plan``, timed anew, whose micro-batches take layers of the plan ``before`` where these are
-    slower by at most the share of the problem's smoothing. Pipelines with tensor blocks or stages
-    keep their layers."""
+    """``plan``, timed anew, whose micro-batches take layer plans of the plan ``before`` where these
+    are slower than their own by at most the share ``problem.smoothing``. Micro-batches of pipelines
+    with tensor blocks or stages stay as they are."""
     sizes, micro_batches = _sizes(plan), list[MicroBatch]()
     for micro in plan.micro_batches:
         scheme = plan.pipelines[micro.pipeline].scheme
-        if scheme.context < scheme.devices:  # tensor blocks or stages
+        if scheme.context < scheme.devices:  # it has tensor blocks or stages
             micro_batches.append(micro)
             continue
         layers = _kept(problem, plan, micro, sizes[micro.pipeline], before)
@@ -60,6 +60,7 @@ def _kept(
     p = len(plan.pipelines[micro.pipeline].ranks)
     own_s = sum(costs.micro_batch_s(tokens, p, micro.layers, plan.working))
     best, best_s = micro.layers, own_s * (1 + problem.smoothing)
+    # Of equal seconds layers of the plan before win over the micro-batch's own.
     from_before = False
     for layers in _used(before, p):
         if not problem.allows(p, layers):

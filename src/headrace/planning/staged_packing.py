@@ -5,7 +5,8 @@ of
 
     sum T + c V + (P - 1) (max(longest T, sum T / V, pigeons) + c),
 
-which no packing into V beats: the mean is no more than the largest, and of the m V + 1 longest
+which no packing into V beats, with T the seconds of the sequences, c the constant of a micro-batch
+and P stages: the mean is no more than the largest, and of the m V + 1 longest
 sequences some micro-batch has m + 1, together no less than the m + 1 shortest of them. It stops
 where that is no better than what is found. One V is filled longest first, into the micro-batch with
 the least seconds that has room, then improved by moves and swaps out of the largest.
@@ -57,6 +58,7 @@ def pack_stages(
     # (bound of the pipeline's seconds, count, bound of the longest micro-batch) of each count V.
     candidates = []
     for count in counts or [fewest]:
+        # Of the longest micro-batch without its constant.
         level_s = max(longest_s, work_s / count, _pigeons_s(prefix_s, count))
         candidates.append((work_s + line.c * count + bubbles * (level_s + line.c), count, level_s))
     candidates.sort()
@@ -85,7 +87,7 @@ def _pigeons_s(prefix_s: Sequence[float], count: int) -> float:
     if m < 1:
         return 0.0
     end = m * count + 1
-    # The largest m, and m = 1.
+    # For the largest m, and for m = 1: the m + 1 shortest of the m count + 1 longest.
     return max(prefix_s[end] - prefix_s[end - m - 1], prefix_s[count + 1] - prefix_s[count - 1])
 
 

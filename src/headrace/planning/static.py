@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from math import inf
+from operator import lt
 
 import numpy as np
 
@@ -75,7 +77,8 @@ def static_schedule(
         table: The prices.
         k: The scheme.
         below_s: Seconds that pipelines with stages must stay below.
-        late: Says whether pipelines without stages that take so many seconds are of no use.
+        late: A function that says whether a schedule is of no use if one of its pipelines, without
+            stages, takes the given seconds.
 
     Returns:
         The schedule; None when the scheme does not hold the longest sequence, or takes too long.
@@ -109,9 +112,10 @@ def best_statics(
 
     Args:
         table: The prices.
-        latest_s: Gives the seconds of computing from which on a schedule is of no use beside the
-            best so far; it is asked before there is one, and about whatever takes longer. Left
-            out, schedules that compute longer than the best are of no use.
+        latest_s: A function from the quickest schedule so far (None before there is one) to the
+            seconds of computing from which on no other schedule can have a quicker step. A step
+            also moves weights, of which schemes need not move the same, so a schedule that
+            computes longer may still be of use. Left out, a step takes what computing takes.
 
     Returns:
         The schedules, the quickest first.
@@ -129,7 +133,17 @@ def best_statics(
 
 
 class _Statics:
-    """The static schedules made so far, and which further ones may be of use."""
+    """The static schedules made so far, and which further ones may be of use.
+
+    Args:
+        latest_s: A function from the quickest schedule made so far, or None, to the seconds of
+            computing from which on no other schedule can have a quicker step; None where a step
+            takes what computing takes.
+
+    Attributes:
+        made: (seconds of computing, scheme, schedule) of each schedule made.
+        best_s: The least of these seconds, infinite without any.
+    """
 
     def __init__(self, latest_s: Callable[[Assignment | None], float] | None) -> None:
         self.latest_s = latest_s
@@ -148,7 +162,9 @@ class _Statics:
 
     def is_late(self, seconds: float) -> bool:
         """Whether a static schedule that computes for ``seconds`` is of no use beside those made so
-        far."""
+        far. What computes in less than all of them is always of use. Otherwise the limit is what
+        ``latest_s`` gives for the quickest one, or without ``latest_s`` its own seconds: one that
+        takes just as long is still of use, as it may need fewer devices."""
         if self.made and seconds < self.best_s:
             return False
         if self.latest_s is None:
@@ -161,11 +177,14 @@ def static_in_lockstep(table: PriceTable) -> Assignment | None:
     """The best static schedule in lockstep, where the i-th micro-batches of all ranks start
     together; None where no scheme holds the longest sequence."""
     best, best_s, bounds = None, inf, list(static_bounds(table))
+    # Bounds up to this count as equal. Of these the widest groups come first, as fewer launches
+    # wait for each other.
     equal_s = min((bound_s for bound_s, _ in bounds), default=0.0) * (1 + NEAR)
-    # Of equal bounds the widest groups come first: fewer launches wait for each other.
     for bound_s, k in sorted(bounds, key=lambda item: (max(item[0], equal_s), -item[1])):
         if bound_s <= best_s:
-            late = ((1 + NEAR) * best_s).__lt__  # launches may be priced by slower rows
+            # Whether seconds are above a limit, with a margin, as launches may be priced by slower
+            # rows.
+            late = partial(lt, (1 + NEAR) * best_s)
             schedule = _in_lockstep(table, static_schedule(table, k, late=late), late)
             if schedule is not None and schedule.seconds <= best_s:
                 best, best_s = schedule, schedule.seconds
@@ -187,16 +206,16 @@ def _in_lockstep(
 
 
 def static_bounds(table: PriceTable) -> Iterator[tuple[float, int]]:
-    """(seconds, scheme) for each scheme that holds the longest sequence and fits the devices: its
-    static schedule is not quicker than so many seconds."""
+    """(lower bound in seconds of its static schedule, scheme) for each scheme that holds the
+    longest sequence and fits the devices."""
     for k in range(len(table)):
         if table.width[k] <= table.devices and np.isfinite(table.alone[k, 0]):
             yield static_s(table, k), k
 
 
 def static_s(table: PriceTable, k: int) -> float:
-    """Seconds that the static schedule of scheme k cannot beat: each pipeline's even share of the
-    work, or the longest sequence through all stages."""
+    """Lower bound in seconds of the static schedule of scheme k: an even share of all work for each
+    pipeline, or the longest sequence alone through all stages, whichever is more."""
     count = table.devices // table.width[k]
     work_s = float(table.work[k] @ table.batch.counts) / count + float(table.least_c[k, 0])
     busy_s = max(float(table.spread[k] @ table.batch.counts) / count, work_s)

@@ -51,7 +51,7 @@ __all__ = ["wave_bound_s"]
 Floats = NDArray[np.float64]
 
 _INTERVALS = 12  # intervals of D at first, and new ones of each round of splits
-_AT_ONCE = 4  # Intervals split in a round at most, those with the least bounds.
+_AT_ONCE = 4  # Intervals that are split in a round, at most: those with the least bounds.
 _SAMPLES = 64  # Runs for which prices are sought.
 _SWEEPS = 2  # Passes over the schemes, whose parts a_k are improved one after the other.
 _PRICES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)  # Prices p tried at first.
@@ -132,12 +132,13 @@ def _bounded(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Sequences:
-    """What the claim needs to know of runs of equal sequences.
+    """What the claim needs to know of runs, each the sequences of equal length.
 
     Attributes:
-        devices: Ranks N.
-        rows: The rows of the plain bound.
-        room: Ranks whose memory a sequence takes [schemes, runs].
+        devices: Number N of ranks.
+        rows: Seconds of a sequence of every run on every scheme, as the bound of
+            :mod:`headrace.planning.bounds` takes them, and how many sequences each run has.
+        room: Ranks whose memory a sequence takes, room_k of the claim [schemes, runs].
     """
 
     devices: int
@@ -153,16 +154,17 @@ class _Sequences:
 
     @property
     def least_s(self) -> float:
-        """The most seconds that any sequence takes at least: of all quickest launches of one
-        sequence alone, the longest."""
+        """The seconds of the slowest sequence if each is launched alone on the scheme on which it
+        is quickest: the longest wave takes no less."""
         return float(self.rows.alone.min(axis=0).max())
 
     def sampled(self) -> _Sequences:
-        """About the same sequences by fewer runs: runs are merged to at most ``_SAMPLES`` samples
-        of equal work, and each is represented by its middle run."""
+        """About the same sequences in fewer runs: runs are merged to at most ``_SAMPLES`` samples
+        of about equal work, and the middle run of each stands for all its work."""
         rows = self.rows
         per_sequence = (rows.ranks * rows.spread).min(axis=0)
         work = per_sequence * rows.counts
+        # The number of each run's sample, by the share of all work up to it.
         share = np.cumsum(work) / max(float(work.sum()), 1e-300)
         number = np.minimum((share * _SAMPLES).astype(np.int64), _SAMPLES - 1)
         starts = np.flatnonzero(np.diff(number, prepend=-1))
@@ -197,6 +199,8 @@ def _best(sample: _Sequences, ends_s: Floats, prices: Floats) -> tuple[list[floa
     """For each interval between neighbours of ``ends_s``, the price of ``prices`` that gives the
     highest bound [intervals], and the schemes' parts a_k / p at it [intervals, schemes]. The parts
     are improved scheme by scheme, for all prices at once."""
+    # In the claim's words: times are time_k, rooms D room_k, price p, parts a_k / p, and paid what
+    # a sequence of the longest wave takes, a_k time_k + (p - a_k) D room_k.
     begins_s, schemes = ends_s[:-1], range(len(sample.room))
     times = np.stack([sample.times(end_s) for end_s in ends_s[1:]])  # [intervals, schemes, runs]
     rooms = np.where(times < NEVER, begins_s[:, None, None] * sample.room, NEVER)
@@ -206,6 +210,7 @@ def _best(sample: _Sequences, ends_s: Floats, prices: Floats) -> tuple[list[floa
     least = np.broadcast_to(times.min(axis=1), paid[0].shape)
     part = _PARTS[:, None, None, None]
     for k in [*schemes] * _SWEEPS:
+        # The part of scheme k that gives the highest bound while the other parts stay.
         others = np.minimum.reduce([least, *(paid_j for j, paid_j in enumerate(paid) if j != k)])
         tried = price * (part * times[:, k] + (1 - part) * rooms[:, k])
         totals = np.minimum(others, tried) @ sample.rows.counts  # [parts, prices, intervals]

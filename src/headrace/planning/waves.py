@@ -55,19 +55,21 @@ Wave = Pipelines
 
 
 class WaveFiller:
-    """Fills groups of waves. A *launch* is a group with its micro-batch.
+    """Fills groups of waves. A *launch* is a group with its micro-batch. A sequence goes by its
+    *position*, its place in the batch, longest first; a *kind* is the number of a scheme.
 
     Args:
         table: The prices.
         kinds: The schemes that groups may have, each of one stage.
 
     Attributes:
-        seconds: Seconds that each sequence adds to a launch, by kind.
+        seconds: Seconds that each sequence adds to a launch, by kind, without the constant that
+            every launch pays.
         room: Tokens that each sequence takes of a launch, by kind.
         cheapest: For each sequence the kinds that hold it, by rising device-seconds.
         alone: Seconds of a sequence in a launch of its own [kinds, sequences].
         bare: Device-seconds of a sequence without the constant [kinds, sequences].
-        opening: Seconds of the constant of a launch [kinds, 1].
+        constant_s: Seconds of the constant of a launch [kinds, 1].
         part: Ranks whose memory a sequence fills [kinds, sequences].
         needs: Least device-seconds of each sequence, without constants.
         least: Least device-seconds of each sequence with its share of a constant.
@@ -81,13 +83,14 @@ class WaveFiller:
         self.least = each(device_s.min(axis=0))
         rows = map(table.priced_arrays, self.kinds)
         seconds, room = (np.array(values) for values in zip(*rows, strict=True))
-        ranks, self.opening = table.ranks[self.kinds], np.array([[table.c[k]] for k in self.kinds])
+        ranks = table.ranks[self.kinds]
+        self.constant_s = np.array([[table.c[k]] for k in self.kinds])
         caps = np.array([[table.cap[k]] for k in self.kinds], dtype=np.float64)
         # The part of a launch's tokens that a sequence takes, times the launch's ranks.
         ranks_filled = ranks * room / caps
         ranks_filled[np.isinf(seconds)] = np.inf
         self.alone, self.bare, self.part = (
-            each(seconds + self.opening),
+            each(seconds + self.constant_s),
             each(ranks * seconds),
             each(ranks_filled),
         )
@@ -105,7 +108,8 @@ class WaveFiller:
         """For each position the tokens that it takes of a launch of scheme k; where k does not hold
         the sequence, more than a launch has, so that it never fits."""
         room, seconds, never_fits = self.table.room(k), self.seconds[k], self.table.cap[k] + 1
-        # Only a scheme of several rows has in its ``room`` at most a launch's tokens.
+        # On a scheme of one row ``room`` is the length, which is too long already. With several
+        # rows (``fluid``) it is at most a launch's tokens.
         if not self.table.fluid[k] or isfinite(seconds[0]):
             return room
         pairs = zip(room, seconds, strict=True)
@@ -155,7 +159,7 @@ class WaveFiller:
         kinds_range, widths, caps = range(len(table)), table.width, table.cap
         seconds_of = [self.seconds.get(k, []) for k in kinds_range]
         room_of = [self.room.get(k, []) for k in kinds_range]
-        room_s = [time_s - c for c in table.c]
+        room_s = [time_s - c for c in table.c]  # seconds that a new launch has for sequences
         # Groups of each kind with room, as (seconds left, group), rising.
         open_of: list[list[tuple[float, int]]] = [[] for _ in kinds_range]
         # Groups without the tokens for the sequence before, as (tokens left, negated; seconds left;
@@ -173,12 +177,14 @@ class WaveFiller:
                 return groups, [*order[n:]]
             i, kind, at = order[n], -1, -1
             n += 1
+            # Look for the kind, and the group of it (its index in ``open_of``), that the sequence
+            # goes to: the fullest open group with room of its cheapest kinds, else a new group.
             for k in cheapest[i]:
                 need_s, tokens = seconds_of[k][i], room_of[k][i]
                 open_k, parked_k = open_of[k], parked_of[k]
                 if need_s > room_s[k]:
                     continue
-                # Parked groups come back for shorter sequences.
+                # Parked groups that have the tokens for this shorter sequence are open again.
                 while parked_k and -parked_k[0][0] >= tokens:
                     _, rest_s, g = heappop(parked_k)
                     insort(open_k, (rest_s, g))
@@ -209,7 +215,7 @@ class WaveFiller:
             k, open_k = kind, open_of[kind]
             if 0 <= at < len(open_k):
                 rest_s, g = open_k.pop(at)
-            else:
+            else:  # open a group
                 rest_s, g, at = room_s[k], len(groups), len(open_k)
                 ranks -= widths[k]
                 spare_s -= table.c[k] * widths[k]
@@ -245,10 +251,12 @@ class WaveFiller:
         rooms: Sequence[list[tuple[float, int]]],
         parked: Sequence[list[tuple[int, float, int]]],
     ) -> int:
-        """The first position, of a shorter sequence, that may still find a place in a group. For
+        """The first position, so the longest sequence, that may still find a place in a group. For
         each kind ``rooms`` has the groups as (seconds left, group), rising, and ``parked`` those
         that lacked tokens for the sequence before, as (tokens left, negated; seconds left;
         group)."""
+        # Tokens and seconds fall with the position, so negated ones can be bisected. The group with
+        # the most left decides: parked ones by tokens, open ones by seconds.
         position = len(self.table.tokens)
         for k in self.kinds:
             if parked[k]:
@@ -261,7 +269,8 @@ class WaveFiller:
 def sorted_into_waves(
     filler: WaveFiller, groups: Pipelines, count: int
 ) -> tuple[float, list[Wave]] | None:
-    """Sort groups into waves by their seconds.
+    """Sort groups into waves by their seconds: each, longest first, goes to the first wave that has
+    ranks left for it. Where some group finds none, that is tried again with the widest first.
 
     Args:
         filler: What filled the groups.
@@ -296,8 +305,10 @@ def sorted_into_waves(
     return None
 
 
-# Estimates look at the longest sequences one by one and at the others in chunks, the middle one of
-# which stands for all; needs are worked out for a grid of wave times and interpolated between them.
+# Estimates look at samples of the sequences: at the longest one by one, and at the others in chunks
+# of neighbours, the middle one of which stands for all. A sample's *need* are the ranks that one of
+# its sequences keeps busy for a whole wave; needs are worked out for a grid of wave times and
+# interpolated between them.
 _SAMPLES = 128  # Longest sequences that are looked at one by one, and chunks, at most.
 _GRID_STEP = 1.1  # Ratio of neighbouring times.
 _READ = 0.99  # Safety factor on interpolated lower estimates.
@@ -322,13 +333,26 @@ class WaveCount:
 class Estimates:
     """Estimates of how many waves any part of a batch takes, and of their seconds.
 
-    A part is an array [samples]: how many sequences it has that each sample stands for; ``all`` is
-    the whole batch.
+    A *part* of the batch is an array [samples]: how many of its sequences each sample stands for.
+
+    Attributes:
+        devices: Ranks of a wave.
+        sample: The number of the sample that stands for each position.
+        all: The whole batch as a part [samples].
+        most_constant_s: Seconds of the largest constant of a launch.
+        times: Least seconds of a launch of one sequence alone [samples].
+        bare: Least device-seconds of a sequence without the constant [samples].
+        part: Least ranks whose memory a sequence fills [samples].
+        grid: Wave times in seconds, rising [times].
+        mixed: Least need of ranks by time alone, as if launches could mix sequences so that memory
+            is no matter [times, samples].
+        apart: Least need of ranks by time and by memory, as if every launch had sequences of one
+            sample only [times, samples].
     """
 
     def __init__(self, filler: WaveFiller) -> None:
         self.devices, count = filler.table.devices, len(filler.table.tokens)
-        heads = min(_SAMPLES, count)
+        heads = min(_SAMPLES, count)  # sequences that are samples of their own
         chunk = max(1, -(-(count - heads) // _SAMPLES))
         sample = np.arange(count)
         sample[heads:] = heads + (sample[heads:] - heads) // chunk
@@ -339,8 +363,9 @@ class Estimates:
         self._times, bare, part = (
             np.minimum(rows[:, middle], NEVER) for rows in (filler.alone, filler.bare, filler.part)
         )
-        self._bare, self._part, self._opening = bare, part, filler.opening
-        self.opening_s = float(filler.opening.max())
+        # By kind: [kinds, samples], and the constant [kinds, 1].
+        self._bare, self._part, self._constant_s = bare, part, filler.constant_s
+        self.most_constant_s = float(filler.constant_s.max())
         self.times, self.bare, self.part = (
             values.min(axis=0) for values in (self._times, bare, part)
         )
@@ -356,7 +381,7 @@ class Estimates:
         """A rising grid of wave times in seconds, [times], for which needs are worked out;
         neighbours differ by a constant ratio."""
         longest_s = max(float(self.times.max()), 1e-300)
-        even_s = float(self.bare @ self.all) / self.devices + self.opening_s
+        even_s = float(self.bare @ self.all) / self.devices + self.most_constant_s
         most_s = 2 * max(longest_s, even_s)
         least_s = max(float(self.times.min()), most_s * CLOSE)
         count = ceil(log(most_s / least_s, _GRID_STEP))
@@ -367,8 +392,10 @@ class Estimates:
         samples or 1] seconds: its rank-seconds over the seconds that a launch's constant leaves;
         ``NEVER`` where the sequence alone takes longer than the wave. Returns [times, schemes,
         samples]."""
-        limits = times_s[:, None]  # the divisor is floored, as such waves are overwritten below
-        needs: Floats = self._bare / np.maximum(limits - self._opening, 1e-100)
+        # [times, 1, samples or 1]. A wave shorter than the constant gets NEVER below, so its
+        # divisor only must not be 0.
+        limits = times_s[:, None]
+        needs: Floats = self._bare / np.maximum(limits - self._constant_s, 1e-100)
         np.putmask(needs, self._times > limits * (1 + ROUNDING), NEVER)
         return needs
 
@@ -381,9 +408,9 @@ class Estimates:
         return left
 
     def launches_s(self, part: Floats, heads: int) -> Floats:
-        """Candidates for the seconds of the next wave of a part [samples], rising: the seconds of a
-        launch that has one of its ``heads`` longest samples alone, on any kind of group, where the
-        longest of all could end as well."""
+        """Candidates for the seconds of the next wave of a part [samples], rising: the seconds that
+        each of its ``heads`` longest samples takes alone in a launch, on each kind of group, if the
+        longest of all can end within them."""
         times = self._times[:, part.nonzero()[0][:heads]]
         candidates = set(times[(times >= times[:, 0].min()) & (times < NEVER)].tolist())
         return np.array(sorted(candidates))
@@ -392,6 +419,7 @@ class Estimates:
         """An estimate of what is left of a part [samples] after one wave that takes the longest
         sequences first and lasts each of ``times_s`` seconds [times, samples]."""
         ranks_wanted = np.maximum(self._needs(times_s[:, None]), self._part).min(axis=1) * part
+        # Samples stand longest first; the first whose ranks sum up to the devices are placed.
         ranks_over = np.maximum(np.cumsum(ranks_wanted, axis=1) - self.devices, 0.0)
         # A sample is left by the share of its ranks that exceeds the devices.
         left: Floats = part * np.minimum(ranks_over / np.maximum(ranks_wanted, 1e-300), 1.0)
@@ -402,7 +430,7 @@ class Estimates:
         samples], and the seconds of each of these waves; both are [parts], and 0 for an empty
         part."""
         counts, least_s = self._counts(parts)
-        ranks = counts * self.devices
+        ranks = counts * self.devices  # of all waves together
         needs = (self.apart @ parts.T).T
         crossings = [
             _crossing(self.grid, need, wave_ranks)
@@ -432,7 +460,7 @@ class Estimates:
         by an even split of the work over the most waves."""
         fewest = np.maximum(1, np.ceil(parts @ self.part / self.devices * (1 - 1e-9)))[:, None]
         counts = np.concatenate([np.round(fewest * _MORE), fewest + 1, fewest + 2], axis=1)
-        even_s = parts @ self.bare / self.devices + self.opening_s
+        even_s = parts @ self.bare / self.devices + self.most_constant_s
         longest_s = self.times[(parts > 0).argmax(axis=1)]
         return counts, np.maximum(longest_s, even_s / counts.max(axis=1))
 
@@ -445,16 +473,16 @@ def _crossing(grid: Floats, need: Floats, ranks: Floats) -> Floats:
     return 1 / np.interp(ranks, falling, 1 / grid[::-1])
 
 
-_WIDE = 2  # Openings of each length that are made longer, the best by estimate.
+_WIDE = 2  # Openings of each number of waves that are made longer, the best by estimate.
 _HEADS = 4  # Longest sequences whose seconds a wave may last, and next waves that are filled.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """The first waves of a plan.
+    """The first waves of a plan, and the sequences that they leave.
 
     Attributes:
-        before: These waves.
+        before: The first waves.
         spent_s: Their seconds.
         left: Positions of the sequences that are left, longest first.
         part: The same sequences as a part for :class:`Estimates`.
@@ -494,9 +522,11 @@ def openings(filler: WaveFiller, estimates: Estimates, effort: int) -> list[Open
     """
     everyone = list(range(len(filler.table.tokens)))
     start = Begun(before=[], spent_s=0.0, left=everyone, part=estimates.all)
+    # A beam search: in each round the few best openings, ``wide``, get one wave more.
     found = wide = _estimated(estimates, [start])
     best_s = found[0].estimate_s
     while wide and effort > 0:
+        # Openings of equal seconds that leave as many sequences are taken for the same.
         longer = dict[tuple[float, int], Begun]()
         for opening in wide:
             for time_s in _promising(estimates, opening):
@@ -561,7 +591,8 @@ Span = tuple[float, float]
 """(seconds that fail, seconds to try next)."""
 
 _EFFORT = 40_000  # Sequences placed.
-_FACTORS = tuple(1 + 0.01 * (2**k - 1) for k in range(14))  # Wave times tried, over the first.
+# Wave times that are tried, as multiples of the first: 1, 1.01, 1.03, 1.07, ...
+_FACTORS = tuple(1 + 0.01 * (2**k - 1) for k in range(14))
 _SPREADS = (0.03, 0.1, 0.3)  # Standard deviations of the noise on log lengths in drawn orders.
 _COUNTS = 2  # Numbers of waves tried for each opening.
 _MISSED = 60  # Drawn orders that may fail in a row.
@@ -732,10 +763,8 @@ def _wave_times(wave_count: WaveCount, limit_s: float, *, few: bool) -> Iterator
     """(seconds that fail, seconds to try next) of a wave for a number of waves: rising up to
     ``limit_s`` from the estimate, or for ``few`` sequences from the least seconds. The caller
     narrows down between both where a time succeeds."""
-    start_s, low_s = (
-        wave_count.least_s if few else wave_count.guess_s,
-        wave_count.least_s * (1 - CLOSE),
-    )
+    start_s = wave_count.least_s if few else wave_count.guess_s
+    low_s = wave_count.least_s * (1 - CLOSE)
     for factor in _FACTORS:
         time_s = min(start_s * factor, limit_s)
         if time_s <= low_s:

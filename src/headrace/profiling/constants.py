@@ -40,17 +40,18 @@ def working_bytes(a: Architecture, ranks: int, p: int, dtype: torch.dtype) -> di
     weights that are sharded over all, need no gradients of their own, and no values either where
     their type is the stored one or they are matrices' shards, which are cast when they are used.
     """
-    # Bytes of an element: its value and its gradient, in fp32; and where its rank stores it.
+    # Bytes of an element with its gradient, which is of fp32 at least. Where the rank stores the
+    # element, only a cast value takes bytes.
     both_bytes = dtype.itemsize + max(4, dtype.itemsize)
     stored_bytes = dtype.itemsize if dtype.itemsize < 4 else 0
     replicated = shards = gathered = 0
     for weight in weight_table(a):
         replicated += (stored_bytes if ranks == 1 else both_bytes) * weight.elements
-        is_sharded = p > 1 and weight.unit is not None
+        is_sharded = p > 1 and weight.unit is not None  # weights without units are never cut
         parts = group_shards(weight, p)
         if p != ranks or parts != storage_partition(weight, ranks).parts:
             shard_bytes = both_bytes
-        else:
+        else:  # every rank works with the rows that it stores
             shard_bytes = 0 if is_sharded else stored_bytes
         shards += shard_bytes * max(map(len, parts)) * weight.row_elements
         # Matrices of the first layer, bucket 1: all layers are alike, and one is there at a time.
@@ -84,7 +85,8 @@ class StepConstants:
     ``storage`` and of ``layers``; every rank gets the same numbers."""
 
     def __init__(self, storage: Storage, layers: TwoLayers, groups: Groups, clock: Clock) -> None:
-        self._storage, self._two = storage, layers
+        """Measurements on this rank, by ``clock``."""
+        self._storage, self._two = storage, layers  # the whole model's weights, and two layers
         self._groups, self._clock = groups, clock
 
     def exchange(self, memory_bytes: int) -> dict[str, float]:
@@ -201,6 +203,7 @@ def _latency_and_speed(sizes: list[int], seconds: list[float]) -> tuple[float, f
     """(latency in seconds, bytes per second) from the ``seconds`` of messages of ``sizes`` bytes.
     The speed is that between the least and the largest message; the latency the least that any
     message took beyond its bytes."""
+    # At least 1e-15, as noise may make the largest message the quickest.
     s_per_byte = max((seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0]), 1e-15)
     latencies = [s - s_per_byte * size for size, s in zip(sizes, seconds, strict=True)]
     return max(0.0, min(latencies)), 1 / s_per_byte

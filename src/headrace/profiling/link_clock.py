@@ -3,9 +3,10 @@
 The collectives of a fake process group take no time. A clock sees every operator that the rank
 runs and adds what a collective would have cost, overlap included:
 
-    issue      starts when the link is free and what it sends has arrived;
-               lasts what the network model says of the bytes that leave this rank
-    first use  of what it delivers: the rank waits until then (a view of it is no use)
+    issue      the collective starts when the link is free and the data that it sends has arrived;
+               it lasts as long as the network model says for the bytes that leave this rank
+    first use  of its results: the rank waits until the collective has ended (to make a view of them
+               is no use)
 
 Partners are taken to be as quick as this rank, so no time is lost on waiting for a slow one.
 
@@ -40,7 +41,8 @@ __all__ = ["LinkClock", "Modelled", "Timed"]
 
 
 class LinkClock(TorchDispatchMode, ABC):
-    """``with`` it, :meth:`now` grows by what operators and collectives take.
+    """A clock that, used as a context manager, sees every operator and collective that runs, and
+    whose :meth:`now` grows by what they take.
 
     ``comm_s`` are seconds that the link was busy, ``stalled_s`` those that the rank waited for it.
     """
@@ -68,7 +70,8 @@ class LinkClock(TorchDispatchMode, ABC):
         return end - start
 
     def _ran(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
-        """Account for an operator that has run and that makes or changes tensors."""
+        """Account for an operator that has run and that makes or changes tensors. Here nothing is
+        to be done: a clock of real time has run on while the operator did."""
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -79,6 +82,7 @@ class LinkClock(TorchDispatchMode, ABC):
         sent = sent_bytes(func, args)
         if sent is not None:
             return self._collective(func, args, rest, sent)
+        # Tensors are known by their storages, as views share the data that a collective delivers.
         read = {x.untyped_storage()._cdata for x in tensors_in((args, rest))}
         out = func(*args, **rest)
         if not _is_view(func, out, read):
@@ -96,7 +100,7 @@ class LinkClock(TorchDispatchMode, ABC):
         if name not in self._links:
             self._links[name] = self.hardware.link(dist.get_process_group_ranks(group))
         link = self._links[name]
-        outputs, inputs = args[0], args[1]
+        outputs, inputs = args[0], args[1]  # by c10d's schemas
         ready_s = [self._arrives.get(x.untyped_storage()._cdata, 0.0) for x in tensors_in(inputs)]
         seconds = self._seconds(link, count)
         start_s = max(self.now(), self._link_free_s, *ready_s)
@@ -105,6 +109,7 @@ class LinkClock(TorchDispatchMode, ABC):
         for x in tensors_in(outputs):
             storage = x.untyped_storage()
             self._arrives[storage._cdata] = self._link_free_s
+            # The address may be used again once the storage is freed.
             weakref.finalize(storage, self._arrives.pop, storage._cdata, None)
         return self._run_collective(func, args, rest)
 
@@ -131,6 +136,7 @@ class Timed(LinkClock):
     """Operators take the time that they take on ``device``."""
 
     def __init__(self, hardware: Hardware, device: str = "cpu") -> None:
+        """A clock at 0 s, of operators that run on ``device``."""
         super().__init__(hardware)
         self._device = device
         self._began = time.perf_counter()
@@ -149,6 +155,7 @@ class Stalls(LinkClock):
     ``slower``."""
 
     def __init__(self, hardware: Hardware, device: str = "cpu", slower: float = 1.0) -> None:
+        """A clock at 0 s, of operators on ``device`` that it makes ``slower`` times as slow."""
         super().__init__(hardware)
         self._time, self._slower = Timed(hardware, device), slower
 
@@ -161,6 +168,7 @@ class Stalls(LinkClock):
         return self.stalled_s / self._slower
 
     def _seconds(self, link: Link, count: int) -> float:
+        """Seconds of ``count`` bytes on a link that is slowed down as much as operators are."""
         return link.seconds(count) * self._slower
 
 
@@ -171,6 +179,7 @@ class Modelled(LinkClock):
     """
 
     def __init__(self, hardware: Hardware) -> None:
+        """A clock at 0 s, of operators and links as fast as ``hardware``'s."""
         super().__init__(hardware)
         self._now_s = 0.0
         self._handle: Any = None  # of the first all-to-all: every later one is answered with it
@@ -191,12 +200,13 @@ class Modelled(LinkClock):
         return self._handle
 
     def _stall(self, seconds: float) -> None:
+        """Let modelled time pass in which the rank waits for the link."""
         super()._stall(seconds)
         self._now_s += seconds
 
     def _ran(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
-        """Let time pass for an operator: that of its kernels' launches, its memory or its FLOPs,
-        whichever is longest."""
+        """Let modelled time pass for an operator: that of its kernels' launches, of the bytes that
+        it moves or of its FLOPs, whichever is longest. Operators that only allocate take none."""
         if func.namespace not in ("aten", "headrace") or _allocates(func):
             return
         device = self.hardware.device

@@ -89,6 +89,7 @@ def observe(
     seen: list[tuple[int, int]] = []  # (bytes alive, their peak since the last look)
 
     def passed() -> None:
+        """Note the time and, with a counter, the bytes between two segments."""
         marks.append(clock.mark())
         if counter is not None:
             seen.append(counter.look())

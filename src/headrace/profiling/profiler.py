@@ -24,7 +24,7 @@ from headrace.native.storage import Storage
 from headrace.profiling.branches import BranchTarget, ProfileOptions, targets, with_equal_levels
 from headrace.profiling.constants import StepConstants, sharded_share, working_bytes
 from headrace.profiling.probe import seconds_of
-from headrace.profiling.sweep import Sweeper, slowest
+from headrace.profiling.sweep import Sweeper, first_of_each_node_first, slowest
 from headrace.profiling.two_layers import TwoLayers
 from headrace.spec.cluster import Cluster
 from headrace.spec.known_methods import FACTS, SINGLE_RANK
@@ -77,7 +77,7 @@ class Profiler:
             for target in targets(self._two.two, p, self._options)
         ]
         sweeper.prepare(map(self._two.sweep, all_targets))
-        self._warm_up(sweeper.clock)
+        self._warm_up_all(sweeper.clock)
         points: list[ProfilePoint] = []
         for done, target in enumerate(all_targets):
             self._progress(f"profile cp{target.p} {target.text}", done, len(all_targets))
@@ -119,6 +119,14 @@ class Profiler:
                 hint="more ranks, more memory (devices.memory), or a smaller model",
             )
         return cluster.memory_bytes - held
+
+    def _warm_up_all(self, clock: Clock) -> None:
+        """Warm up every rank: on a device the first rank of each node before the others, which find
+        the kernels that it compiled in the node's caches. Collective."""
+        if self._device == "cpu":
+            self._warm_up(clock)
+        else:
+            first_of_each_node_first(self._groups, lambda: self._warm_up(clock))
 
     def _warm_up(self, clock: Clock) -> None:
         """Run a small pack through ends and branches, forward and backward, on this rank alone:

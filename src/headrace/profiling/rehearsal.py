@@ -209,6 +209,7 @@ class Rehearsal:
         alone = _least(lambda: seconds_of(probe, clock_of(device)))
         intercepted = _least(lambda: self._under(Timed(self.hardware, device), probe))
         waits = _least(lambda: self._under(Stalls(self.hardware, device), probe))
+        # How much intercepting slows operators down; links are slowed down alike for the waits.
         slower = max(1.0, (sum(intercepted) - sum(waits)) / max(sum(alone), 1e-9))
         waits = _least(lambda: self._under(Stalls(self.hardware, device, slower), probe))
         return [sum(both) for both in zip(alone, waits, strict=True)]

@@ -27,7 +27,15 @@ from headrace.profiling.probe import Counter, Probe, bytes_of, seconds_of
 from headrace.spec.plan import TokenOrder
 from headrace.spec.profile import NotFitting, ProfilePoint
 
-__all__ = ["Sweep", "SweepOptions", "Sweeper", "block", "blocks", "slowest"]
+__all__ = [
+    "Sweep",
+    "SweepOptions",
+    "Sweeper",
+    "block",
+    "blocks",
+    "first_of_each_node_first",
+    "slowest",
+]
 
 Ranks = tuple[int, ...]
 """Ranks of the world that make up a group."""
@@ -49,7 +57,9 @@ class Sweep:
     ``probe(groups, ranks, lengths)`` makes the probe of a pack of documents of ``lengths`` tokens
     on the ranks of one group; ``groups_of(ranks)`` are the groups it needs beside. ``order`` and
     ``fetched`` are said of every point (:class:`headrace.spec.profile.ProfilePoint`). ``counter``
-    counts bytes on a CPU in another way than by operators.
+    counts bytes on a CPU in another way than by operators. What works on ``chunk_tokens`` tokens of
+    a rank at a time needs bytes by another line from there on, so that they are counted at the
+    first two packs of as many as well.
     """
 
     p: int
@@ -59,6 +69,7 @@ class Sweep:
     order: TokenOrder = "natural"
     fetched: float = 1.0
     counter: Callable[[], Counter] | None = None
+    chunk_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +107,17 @@ def slowest(groups: Groups, values: list[float]) -> list[float]:
     return [max(column) for column in zip(*values_by_rank, strict=True)]
 
 
+def first_of_each_node_first(groups: Groups, work: Callable[[], None]) -> None:
+    """Run ``work``, which may not communicate, on the first rank of each node, and when all of
+    these are done on the other ranks. Collective."""
+    is_first = groups.rank % (groups.node_ranks or groups.ranks) == 0
+    if is_first:
+        work()
+    slowest(groups, [0.0])  # nobody passes before all have come
+    if not is_first:
+        work()
+
+
 class Sweeper:
     """Runs sweeps on the ranks of ``groups``; every rank gets the same points.
 
@@ -122,10 +144,11 @@ class Sweeper:
         does not fit is added to ``not_fitting``. Collective."""
         points: list[ProfilePoint] = []
         counted: list[ProfilePoint] = []  # those whose bytes were counted
-        last_s, last_tokens = 0.0, 1
-        for lengths, count_bytes in self._packs(sweep.p):
+        last_s, last_tokens = 0.0, 1  # of the pack before
+        for lengths, count_bytes in self._packs(sweep):
             tokens = sum(lengths)
             growth = tokens / last_tokens
+            # Seconds grow with the square of the tokens at most.
             slow = last_s * growth * max(1.0, growth) > self._options.point_s
             if len(counted) >= 2 and slow and not self._options.lengths:
                 break
@@ -154,20 +177,23 @@ class Sweeper:
             yield ranks
             yield from sweep.groups_of(ranks)
 
-    def _packs(self, p: int) -> Iterator[tuple[tuple[int, ...], bool]]:
+    def _packs(self, sweep: Sweep) -> Iterator[tuple[tuple[int, ...], bool]]:
         """(lengths of a pack's documents in tokens, whether to count bytes there): single documents
-        of growing length, some of the first ones also as packs of eight short ones."""
+        whose length doubles from step to step, and at some of the first steps a pack of eight short
+        ones with as many tokens, which tell the costs of tokens and of their squares apart. Bytes
+        grow in a line, so three steps are enough to count them."""
         longest = self._options.longest
         if self._options.lengths:
             yield from (((length,), True) for length in self._options.lengths)
             return
-        length, step = max(1, min(64 * p, longest // 16)), 0
+        chunk = inf if sweep.chunk_tokens is None else sweep.chunk_tokens * sweep.p
+        length, step = max(1, min(64 * sweep.p, longest // 16)), 0
         while length < longest:
-            yield (length,), 2 <= step < 5
+            yield (length,), 2 <= step < 5 or chunk <= length < 4 * chunk
             if 2 <= step < 6 and length >= 16:
                 yield (length // 8,) * 8, False
             length, step = 2 * length, step + 1
-        yield (longest,), step < 5
+        yield (longest,), step < 5 or chunk <= longest < 4 * chunk
 
     def _survives(self, sweep: Sweep, lengths: tuple[int, ...]) -> bool:
         """Whether every rank can run a pack without running out of memory, each with absent
@@ -224,9 +250,18 @@ class Sweeper:
 
 
 def _extrapolate_bytes(counted: list[ProfilePoint], tokens: int) -> float:
-    """Bytes that two layers are expected to need for so many tokens, in proportion to the last
-    point in ``counted``, whose points have bytes; 0 without points."""
+    """Bytes that two layers are expected to need for so many tokens: on the line through the last
+    two points in ``counted``, or in proportion to its only one, and never fewer than the last
+    needed; 0 without points. Points of ``counted`` have bytes."""
     if not counted:
         return 0.0
-    last = counted[-1]
-    return (2 * (last.kept_bytes or 0) + (last.transient_bytes or 0)) * tokens / sum(last.lengths)
+    needed = [
+        (sum(point.lengths), 2 * (point.kept_bytes or 0) + (point.transient_bytes or 0))
+        for point in counted
+    ]
+    last_tokens, last_bytes = needed[-1]
+    earlier_tokens, earlier_bytes = needed[-2] if len(needed) > 1 else (0, 0)
+    if earlier_tokens >= last_tokens:  # lengths that were asked for may fall
+        earlier_tokens, earlier_bytes = 0, 0
+    slope = (last_bytes - earlier_bytes) / (last_tokens - earlier_tokens)
+    return last_bytes + max(0.0, slope) * (tokens - last_tokens)

@@ -24,6 +24,7 @@ from headrace.spec.architecture import Architecture, buckets, weight_table
 from headrace.spec.known_methods import subgroups
 from headrace.spec.layer_plan import Branch, LayerOption, LayerPlan
 from headrace.spec.lengths import Lengths
+from headrace.spec.model_shape import HEAD_CHUNK_TOKENS
 from headrace.spec.plan import MicroBatch, Pipeline, Plan
 from headrace.spec.strategy import Scheme
 
@@ -97,7 +98,8 @@ class TwoLayers:
         self.dtype, self.device = dtype, device
         self.model = Transformer(self.two)
         grad_dtype = dtype if dtype.itemsize >= 4 else torch.float32
-        self._held: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}  # value, gradient, unit
+        # By the weight's name: value, gradient, and rows of a unit that is never cut (a head, say).
+        self._held: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}
         for weight in weight_table(self.two):
             value = torch.empty(weight.shape, dtype=dtype, device=device).normal_(std=0.02)
             grad = torch.zeros(weight.shape, dtype=grad_dtype, device=device)
@@ -109,7 +111,8 @@ class TwoLayers:
         return sum(value.nbytes + grad.nbytes for value, grad, _ in self._held.values())
 
     def groups_of(self, target: BranchTarget, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The groups that a target needs: ``ranks`` themselves, and some of these each."""
+        """The process groups that a target needs, as tuples of ranks: one of all ``ranks``, and
+        those of its method within them."""
         groups = [tuple(range(target.p)), *subgroups(target.option, self.two, target.p)]
         return [tuple(ranks[member] for member in group) for group in groups]
 
@@ -117,6 +120,7 @@ class TwoLayers:
         """The sweep that measures a target."""
 
         def probe(groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...]) -> Probe:
+            """The target's probe of one pack."""
             return self.probe(groups, ranks, target, lengths)
 
         return Sweep(
@@ -126,6 +130,7 @@ class TwoLayers:
             groups_of=partial(self.groups_of, target),
             order=target.order(self.two),
             fetched=target.fetched(self.two),
+            chunk_tokens=HEAD_CHUNK_TOKENS if target.part is None else None,
         )
 
     def probe(

@@ -104,8 +104,8 @@ def _share(run: Run, length_bin: int, size: int) -> float:
 
 
 def layers_caption(summary: RunSummary) -> str:
-    """Between which layers the share of an option differs most, and how often methods change
-    between the layers of a micro-batch."""
+    """Between which two layers the share of tokens of an option differs most, and how often methods
+    change between the layers of a micro-batch."""
     use = layer_use(summary.run)
     shares = [  # of the tokens of each layer, by option
         {option: count / sum(tokens.values()) for option, count in tokens.items()}

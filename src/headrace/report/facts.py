@@ -17,9 +17,9 @@ __all__ = ["config_rows", "fact_groups", "plan_rows", "started_text", "trust_row
 
 Rows = list[tuple[str, str]]
 
-_TRUST_ROWS = 30
-_FEWEST = 15  # values that an estimate of a rank needs before it is told
-_REMEMBERED = 50  # of the values of an estimate, those that matter
+_TRUST_ROWS = 30  # layer options that are listed at most
+_FEWEST = 15  # values that an estimate of a rank needs before the report mentions it
+_REMEMBERED = 50  # the latest values, about, that an exponentially weighted estimate averages over
 
 
 def started_text(run: Run) -> str:
@@ -121,8 +121,8 @@ def _row(name: str, estimate: Estimate) -> tuple[str, str, str, str]:
 
 
 def trust_text(run: Run) -> str:
-    """One sentence on how far off peak memory was and which rank was slowest; empty when nothing
-    was learnt of them."""
+    """One sentence on how far off predictions of peak memory were and which rank was slowest; empty
+    when nothing was learnt of either."""
     learnt, parts = run.calibration, list[str]()
     if learnt is None:
         return ""
@@ -142,6 +142,7 @@ def trust_text(run: Run) -> str:
 def _sure(estimate: Estimate) -> bool:
     """Whether a rank was certainly slower than the others: by more than 5 % and by more than three
     standard errors of the mean."""
+    # The estimate is of how many times as long as the others the rank takes, as a logarithm.
     seen = min(estimate.count, _REMEMBERED)
     error = estimate.spread / math.sqrt(max(1, seen))  # standard error of the mean
     return seen >= _FEWEST and estimate.mean > max(math.log(1.05), 3 * error)

@@ -52,7 +52,7 @@ class Span:
 
 
 def layer_use(run: Run) -> LayerUse:
-    """Sum up the layer plans of a run."""
+    """Sum up which options the layers of a run used, and how often methods changed."""
     tokens, micro_batches = _tokens(run, run.steps), Counter[str]()
     for step in run.steps:
         micro_batches.update(micro.layers for micro in step.micro_batches)
@@ -105,6 +105,7 @@ def _switches(plan: LayerPlan) -> int:
 
 
 def _methods(option: LayerOption) -> _Methods:
+    """The methods of an option, without its recompute level."""
     return option.attention, option.feed_forward
 
 

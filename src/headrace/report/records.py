@@ -86,9 +86,9 @@ class CorpusStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostPoint:
-    """One profiled point: ``part`` of a layer under ``option`` over ``p`` ranks (of embedding and
-    loss, when the option is ``ends``), ``tokens`` in the pack whose longest sequence has
-    ``longest`` (0: it is the only one), measured and fitted seconds."""
+    """The seconds, measured and fitted, of one profiled point: ``part`` of a layer with ``option``
+    (of embedding and loss where that is ``ends``) on groups of ``p`` ranks. ``tokens`` are those of
+    the pack, ``longest`` those of its longest sequence, 0 where it has one sequence only."""
 
     p: Ranks
     option: str = "unknown"
@@ -136,6 +136,7 @@ class Facts:
     parameters: Count = 0
     corpus: CorpusStatistics = CorpusStatistics()
     costs: Costs = field(default_factory=Costs)
+    # A capacity of 0 means that the run did not say.
     capacity_bytes: Annotated[
         Amount, BeforeValidator(lambda size: size or None), _within("memory", "capacity_bytes")
     ] = nan
@@ -239,8 +240,8 @@ class Run:
 
     ``assigned[(length bin, ranks)]`` counts sequences over all lines of the metrics; bin ``b``
     holds the lengths in ``(2**(b - 1), 2**b]``. ``recomputed[(length bin, level)]`` sums layers
-    over the sequences of sampled plans. ``layer_plans[text]`` is what the ``layers`` of the
-    micro-batches mean; without those of runs that did not write any. ``plan`` is the plan of the
+    over the sequences of sampled plans. ``layer_plans[text]`` is the layer plan that the ``layers``
+    of micro-batches name; empty where a run wrote none. ``plan`` is the plan of the
     step with the longest sequence. ``calibration`` is what was learnt about the costs until the
     last checkpoint. ``notices`` is what the run told while it trained (drift, a raised margin),
     ``notes`` what could not be read.

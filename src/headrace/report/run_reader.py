@@ -21,7 +21,7 @@ from headrace.spec import LayerPlan, Plan
 __all__ = ["FORMAT", "length_bin", "read_run"]
 
 FORMAT = 1
-_PLAN_SAMPLES = 2000
+_PLAN_SAMPLES = 2000  # plans of a long run that are read, about
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +106,7 @@ def _steps(
     steps: dict[int, StepMetrics] = {}
     again = 0  # lines of a step that an earlier line had
     for line in read_lines(path, notes):
+        # What the planner said stands in the same object as what was measured.
         step = line.read(StepMetrics, planned=line.values)
         again += step.step in steps
         steps[step.step] = step

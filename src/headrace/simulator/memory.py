@@ -60,7 +60,7 @@ def peak_bytes(plan: Plan, costs: CostModel) -> tuple[int, ...]:
                 staged_bytes[stage_key] = _held(plan, costs, rank, pipelines) + activation_bytes
             peaks[rank] += staged_bytes[stage_key]
     for sizes, ranks in ranks_of_sizes.items():
-        _flat(plan, costs, sizes, ranks, peaks)
+        _raise_unstaged(plan, costs, sizes, ranks, peaks)
     return tuple(peaks)
 
 
@@ -117,12 +117,12 @@ def peak_parts(plan: Plan, costs: CostModel, peaks: Sequence[int]) -> PeakParts:
     )
 
 
-def _flat(
+def _raise_unstaged(
     plan: Plan, costs: CostModel, sizes: tuple[int, ...], ranks: Sequence[int], peaks: list[int]
 ) -> None:
-    """Raise ``peaks``, the bytes of each rank, in place, for ``ranks`` that work in groups of all
-    ``sizes`` without tensor parallel or stages: first by their working weights, then to the peak of
-    their largest micro-batch."""
+    """Raise the ``peaks`` of ``ranks``, bytes that so far are those of their state, in place. They
+    work in groups of all ``sizes`` without tensor parallel or stages. First the bytes of their
+    working weights are added, then each peak is raised to that of the largest micro-batch."""
     for rank in ranks:
         peaks[rank] += costs.held_bytes(sizes, plan.working)
     for micro in plan.micro_batches:
@@ -153,6 +153,7 @@ class _Activations:
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
         self._plan, self._costs = plan, costs
+        # Cache of :meth:`_of`, by (micro-batch, stage).
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def peak(self, rank: int) -> float:

@@ -9,9 +9,11 @@ of its message,
     a backward when it is free and the message of the stage behind has come;
     two messages to one neighbour leave one after the other, m seconds each.
 
-Weights arrive bucket by bucket: until all are there, a forward waits for each, and a backward for
-all of them. The times are those of :class:`headrace.simulator.step_clock.Walk` for the programs of
-the stages' first ranks, which have the most rows of every message.
+Weights arrive bucket by bucket (a bucket is the embedding, one layer, or what follows the last):
+until all are there, a forward waits for each, and a backward for all of them. When the gradients of
+a bucket are complete its push is *issued*. The times are those of
+:class:`headrace.simulator.step_clock.Walk` for the programs of the stages' first ranks, which have
+the most rows of every message.
 """
 
 from __future__ import annotations
@@ -59,8 +61,7 @@ class StagedPipeline:
             [micro-batches, buckets].
         message_s: Seconds of a message of each micro-batch.
         there_s: Seconds until the weights of each bucket are there [buckets].
-        issued: Seconds until the pipeline's last rank has the gradients of each bucket, or need
-            not wait for them [buckets].
+        issued: Seconds until the last stage issues the push of each bucket [buckets].
         end_s: Seconds until the last stage has nothing left to do or to send.
     """
 
@@ -94,25 +95,28 @@ class StagedPipeline:
 
 
 class _StageClock:
-    """One stage of a pipeline on its way through its micro-batches."""
+    """One ``stage`` of a ``pipeline`` on its way through its micro-batches: the time that it has
+    come to, what it does next, and the message that it waits for."""
 
-    def __init__(self, line: StagedPipeline, stage: Stage) -> None:
-        self.line, self.stage = line, stage
+    def __init__(self, pipeline: StagedPipeline, stage: Stage) -> None:
+        self.pipeline, self.stage = pipeline, stage
         own = list(stage.buckets)  # of weights
-        self.own_forward, self.own_backward = line.forward[:, own], line.backward[:, own]
+        # Seconds by the stage's buckets [micro-batches, own buckets], and their sums.
+        self.own_forward, self.own_backward = pipeline.forward[:, own], pipeline.backward[:, own]
         self.forward_s = self.own_forward.sum(axis=1).tolist()
         self.backward_s = self.own_backward.sum(axis=1).tolist()
-        self.own_there = line.there_s[own].tolist()
-        self.all_there_s = float(line.there_s[-1])
-        self.acts = _acts(stage.index, stage.count, len(line.message_s))
+        self.own_there = pipeline.there_s[own].tolist()
+        self.all_there_s = float(pipeline.there_s[-1])
+        self.acts = _acts(stage.index, stage.count, len(pipeline.message_s))
         self.at, self.now_s = 0, 0.0  # index of the current act, seconds that the stage has come to
         # When the newest message has left: activations to the next stage, gradients to the one
         # before.
         self.leaves = {"a": 0.0, "g": 0.0}
-        self.sent = False  # whether the current act's message is under way already
+        # Whether the current act's message is under way already, and when it was posted.
+        self.sent, self.posted_s = False, 0.0
         # The message that it waits for, (receiving stage, kind, micro-batch); None at its end.
         self.wants: tuple[int, str, int] | None = None
-        self.issued = np.zeros(len(line.there_s))
+        self.issued = np.zeros(len(pipeline.there_s))  # when it issues the push of each bucket
         self.before_last_s = 0.0  # when the stage came to its last backward, before any wait
 
     @property
@@ -125,7 +129,7 @@ class _StageClock:
         that the stage sends are noted in ``arrived`` (seconds until they arrive), and their keys
         are given, (receiving stage, kind, micro-batch)."""
         self.wants = None
-        last = len(self.line.message_s) - 1
+        last = len(self.pipeline.message_s) - 1  # micro-batch
         while self.at < len(self.acts):
             out, back, work = self.acts[self.at]
             if work == ("b", last):
@@ -133,7 +137,7 @@ class _StageClock:
             if out is not None and not self.sent:
                 # One message to a neighbour is under way at a time.
                 posted_s = max(self.now_s, self.leaves[out[0]])
-                self.leaves[out[0]] = posted_s + self.line.message_s[out[1]]
+                self.leaves[out[0]] = posted_s + self.pipeline.message_s[out[1]]
                 key = (self.stage.index + (1 if out[0] == "a" else -1), *out)
                 arrived[key], self.sent = self.leaves[out[0]], True
                 self.posted_s = posted_s
@@ -170,9 +174,10 @@ class _StageClock:
         self.now_s += self.backward_s[i]
 
     def _end(self) -> None:
-        """Set when the stage issues the pushes of other stages' buckets, to which it adds nothing:
-        for buckets of later stages when it came to its last backward, for those of earlier ones at
-        its end."""
+        """Set when the stage issues the pushes of other stages' buckets, as every rank takes part
+        in every push, in the order from the last bucket to the first. It has nothing to add to
+        them: so for later stages when it came to its last backward, and for earlier ones at its
+        end."""
         own = self.stage.buckets
         self.issued[own[-1] + 1 :] = self.before_last_s
         self.issued[: own[0]] = self.now_s
@@ -181,7 +186,8 @@ class _StageClock:
 @lru_cache(maxsize=256)
 def _acts(index: int, stages: int, micro_batches: int) -> tuple[_Act, ...]:
     """The acts of stage ``index`` of ``stages`` stages in order, for ``micro_batches``
-    micro-batches: one forward, one backward (1F1B)."""
+    micro-batches: one forward, one backward (1F1B). A message to a neighbour and the next one from
+    it are one act, as both are posted at once."""
     has_previous, has_next = index > 0, index < stages - 1
     ahead = min(stages - 1 - index, micro_batches)
     acts = list[_Act]()
@@ -189,7 +195,7 @@ def _acts(index: int, stages: int, micro_batches: int) -> tuple[_Act, ...]:
     for i in range(ahead):
         acts.append(_Act(back=("a", i) if has_previous else None, work=("f", i)))
         acts.append(_Act(out=("a", i) if has_next else None))
-    if ahead < micro_batches and has_previous:
+    if ahead < micro_batches and has_previous:  # the input of the first forward that follows
         acts.append(_Act(back=("a", ahead)))
     # Steady state: a forward of micro-batch i, then the backward of the oldest one in flight.
     for i in range(ahead, micro_batches):

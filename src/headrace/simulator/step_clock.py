@@ -1,10 +1,16 @@
-"""The seconds of a step without its rows: what planners ask for many plans.
+"""The predicted clock of a step: with a row for everything that a rank does (:func:`simulate`), or
+its seconds alone, which planners ask for many plans (:func:`step_s`).
 
-A plan without stages has a closed form. Micro-batches run in the plan's order, each when all ranks
-of its group are free. One that starts before all weights are there waits for them segment by
-segment, so its forward ends no sooner than the weights of any segment plus the segments from there
-on; in the last one of each rank the gradients of a segment are complete when it ends. Pipelines
-with stages follow their one-forward-one-backward order (:mod:`headrace.simulator.staged_clock`).
+Weights move in *buckets*: the embedding (bucket 0), each layer, and what follows the last. A
+*segment* is the part of a forward or backward that works with one bucket. A *pull* brings the
+weights of a bucket before the first use, a *push* sums its gradients.
+
+For the seconds alone, a plan without stages has a closed form. Micro-batches run in the plan's
+order, each when all ranks of its group are free. One that starts before all weights are there waits
+for them segment by segment, so its forward ends no sooner than the weights of any segment plus the
+segments from there on; in the last one of each rank the gradients of a segment are complete when it
+ends. Pipelines with stages follow their one-forward-one-backward order
+(:mod:`headrace.simulator.staged_clock`).
 """
 
 from __future__ import annotations
@@ -60,6 +66,7 @@ __all__ = [
 ]
 
 Segments = tuple[tuple[float, float], ...]
+"""(seconds of the forward, seconds of the backward) of each segment of a micro-batch in a stage."""
 
 
 def check_costs(plan: Plan, costs: CostModel) -> None:
@@ -161,7 +168,8 @@ class Walk:
         # By rank, the buckets whose pull it has not waited for, and when it issued each push.
         self._pulls: dict[int, list[int]] = {rank: [] for rank in self._world}
         self._pushes: dict[int, dict[int, float]] = {rank: {} for rank in self._world}
-        self._come: dict[tuple[Any, ...], set[int]] = {}  # ranks that are at a joint action
+        # By key of an action that ranks do together, those that have come to it.
+        self._come: dict[tuple[Any, ...], set[int]] = {}
         self._there: dict[Key, float] = {}  # when each message arrives
         # By rank and neighbour, when the last message to it arrives.
         self._under_way: dict[int, dict[int, float]] = {rank: {} for rank in self._world}
@@ -242,7 +250,7 @@ class Walk:
             self._done(action, group, start_s, start_s + sum(pair[0] for pair in segments))
             return
         for bucket, (seconds, _) in zip(stage.buckets, segments, strict=True):
-            # The buckets after the last layer may work with a tied embedding, bucket 0.
+            # What follows the last layer may work with a tied embedding, bucket 0, too.
             for needed in (0, bucket) if bucket > stage.stop else (bucket,):
                 there_s = self._wait(needed, group, now_s)
                 waited_s += there_s - now_s
@@ -261,7 +269,8 @@ class Walk:
         return there_s
 
     def _wait_for_all(self, rank: int) -> None:
-        """Wait for the weights that are still under way: others need them."""
+        """Move the clock of a rank to the time when no weights are under way to it any more: other
+        ranks need it in every pull, also of weights that it does not work with."""
         for bucket in tuple(self._pulls[rank]):
             self.clock[rank] = self._wait(bucket, (rank,), self.clock[rank])
 
@@ -439,13 +448,14 @@ def step_s(plan: Plan, costs: CostModel) -> float:
     forward, backward = _segments(plan, costs)
     exchange = exchange_of(costs, plan)
     there_s = np.array(arrivals(costs, exchange))
-    # When the last rank issues the push of each bucket, and when all ranks have computed.
+    # When the last rank issues the push of each bucket, and when all ranks have computed: not
+    # before all weights are there.
     issued_s, computed_s = np.zeros(len(there_s)), float(there_s[-1])
     staged = [n for n, pipeline in enumerate(plan.pipelines) if pipeline.scheme.pipeline > 1]
     staged_set = set(staged)
     unstaged = [n for n, micro in enumerate(plan.micro_batches) if micro.pipeline not in staged_set]
     if unstaged:
-        begins, ends = _runs(plan, unstaged, forward, backward.sum(axis=1), there_s)
+        begins, ends = _backwards(plan, unstaged, forward, backward.sum(axis=1), there_s)
         computed_s = max(computed_s, *ends.values())
         for n in _last_of_ranks(plan, unstaged):
             # The backward completes the gradients of the buckets from the last to the first.
@@ -507,13 +517,13 @@ def _segments(plan: Plan, costs: CostModel) -> tuple[Floats, Floats]:
     return forward, backward
 
 
-def _runs(
+def _backwards(
     plan: Plan, plain: Sequence[int], forward: Floats, backward_s: Floats, there_s: Floats
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """(start of the backward, end of the backward) in seconds by number, for ``plain``, the
-    micro-batches without stages. ``forward`` has the seconds of the forward's segments
-    [micro-batches, buckets], ``backward_s`` of whole backwards [micro-batches], ``there_s`` those
-    until each bucket's weights are there [buckets]."""
+    """(start of the backward, end of the backward) of each micro-batch of ``plain``, those without
+    stages, in seconds by its number. Each runs when all its ranks are free. ``forward`` has the
+    seconds of the forward's segments [micro-batches, buckets], ``backward_s`` of whole backwards
+    [micro-batches], ``there_s`` those until each bucket's weights are there [buckets]."""
     # From each segment on, the seconds of the forward that remain. No forward ends before the
     # weights of a segment are there and what remains from it on is computed.
     remaining_s = np.cumsum(forward[plain][:, ::-1], axis=1)[:, ::-1]
@@ -525,8 +535,10 @@ def _runs(
     ):
         ranks = plan.pipelines[plan.micro_batches[n].pipeline].ranks
         now_s = max([free_at_s[rank] for rank in ranks])
-        now_s = max(now_s + forward_s, first_end_s) if now_s < all_there_s else now_s + forward_s
-        begins[n], ends[n] = now_s, now_s + back_s
+        forward_end_s = now_s + forward_s
+        if now_s < all_there_s:  # it may have to wait for weights
+            forward_end_s = max(forward_end_s, first_end_s)
+        begins[n], ends[n] = forward_end_s, forward_end_s + back_s
         for rank in ranks:
             free_at_s[rank] = ends[n]
     return begins, ends
@@ -534,7 +546,7 @@ def _runs(
 
 def _last_of_ranks(plan: Plan, plain: Sequence[int]) -> list[int]:
     """The micro-batches among ``plain`` that are the last one of some rank, as rising numbers."""
-    last_of = {plan.micro_batches[n].pipeline: n for n in plain}
+    last_of = {plan.micro_batches[n].pipeline: n for n in plain}  # the last of each pipeline
     last: dict[int, int] = {}
     for pipeline, n in last_of.items():
         for rank in plan.pipelines[pipeline].ranks:

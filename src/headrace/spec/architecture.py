@@ -52,8 +52,8 @@ class Architecture:
         norm_eps: What norms add to a mean square or variance.
         dropout: The fraction that is dropped, 0 <= dropout < 1.
         mask_id: The token that stands in the place of masked ones, for ``bert``.
-        gate_block: Rows in which gate and up are interleaved, where weights that were stored want
-            others than :attr:`ffn_block` chooses.
+        gate_block: Rows of a block, where blocks of gate and up are interleaved; as many as
+            :attr:`ffn_block` chooses when left out. Weights that were stored may need others.
 
     Raises:
         SpecError: For numbers out of range, and for values that contradict each other.

@@ -116,7 +116,8 @@ def plan_axes(
     switch_bytes = tensor_bytes * (ranks - 1) / ranks**2
     switch_s = transfer_s(switch_bytes) if ranks > 1 else 0.0
     start = [entry] if entry is not None else axes
-    ways = {axis: _Way(0.0, 0.0, 0, ()) for axis in start}  # the best way so far by sharded axis
+    nothing = _Way(seconds=0.0, sent_bytes=0.0, switches=0, choices=())
+    ways = dict.fromkeys(start, nothing)  # the best way so far by the axis that is sharded now
     for number, stage in enumerate(stages):
         next_ways: dict[str, _Way] = {}  # the best way by the axis sharded in this stage
         for axis in axes:
@@ -128,10 +129,10 @@ def plan_axes(
                 for before, way in ways.items():
                     moved = before != axis
                     new = _Way(
-                        way.seconds + within_s + switch_s * moved,
-                        way.sent_bytes + sent + switch_bytes * moved,
-                        way.switches + moved,
-                        (*way.choices, choice),
+                        seconds=way.seconds + within_s + switch_s * moved,
+                        sent_bytes=way.sent_bytes + sent + switch_bytes * moved,
+                        switches=way.switches + moved,
+                        choices=(*way.choices, choice),
                     )
                     if axis not in next_ways or new.key < next_ways[axis].key:
                         next_ways[axis] = new
@@ -144,17 +145,18 @@ def plan_axes(
             )
         ways = next_ways
     # Add the last switch, to the wanted axis, where a way ends with another one.
-    finished = {
-        axis: _Way(
-            way.seconds + switch_s * moved,
-            way.sent_bytes + switch_bytes * moved,
-            way.switches + moved,
-            way.choices,
+    finished: list[_Way] = []
+    for axis, way in ways.items():
+        moved = exit_ is not None and axis != exit_
+        finished.append(
+            _Way(
+                seconds=way.seconds + switch_s * moved,
+                sent_bytes=way.sent_bytes + switch_bytes * moved,
+                switches=way.switches + moved,
+                choices=way.choices,
+            )
         )
-        for axis, way in ways.items()
-        for moved in (exit_ is not None and axis != exit_,)  # gives the condition a name
-    }
-    best = min(finished.values(), key=lambda way: way.key)
+    best = min(finished, key=lambda way: way.key)
     return AxisPlan(
         choices=best.choices,
         switches=best.switches,
@@ -172,13 +174,13 @@ def split_batch(batch: int, places: int, ranks: int, *, fewest: int | None = Non
     axis that will be sharded, ``places`` where None. Raises InfeasiblePlan where there is no such
     divisor."""
     most = places if fewest is None else min(fewest, places)
-    # Pairs (positions of the busiest rank, parts): ceil(samples / parts) x ceil(places / ranks of
-    # one part).
-    candidates = [
-        (-(-batch // parts) * -(-places // (ranks // parts)), parts)
-        for parts in range(1, ranks + 1)
-        if ranks % parts == 0 and parts <= batch and ranks // parts <= most
-    ]
+    candidates: list[tuple[int, int]] = []  # (positions of the busiest rank, parts)
+    for parts in range(1, ranks + 1):
+        ranks_of_part = ranks // parts
+        if ranks % parts == 0 and parts <= batch and ranks_of_part <= most:
+            # Both are rounded up: the busiest rank has the larger share of each.
+            samples, positions = -(-batch // parts), -(-places // ranks_of_part)
+            candidates.append((samples * positions, parts))
     if not candidates:
         raise InfeasiblePlan(
             f"{batch} samples of {most} places",
@@ -202,8 +204,9 @@ def _choices(stage: MixingStage, axis: str, ranks: int, heads: int | None) -> li
 
 
 def _bytes_within(choice: AxisChoice, tensor_bytes: float, ranks: int) -> float:
-    """Bytes that a rank sends within a stage that mixes the sharded axis: by Ulysses all-to-alls of
-    four tensors (queries, keys, values, results), by a ring R - 1 hops of keys and values."""
+    """Bytes that a rank sends within a stage, where it holds a shard of ``tensor_bytes`` / R. By
+    Ulysses it sends (R - 1) / R of four shards (queries, keys, values, results) in all-to-alls, by
+    a ring its keys and values in each of R - 1 hops, and nothing without a method."""
     if choice.method == "ulysses":
         return 4 * tensor_bytes * (ranks - 1) / ranks**2
     return 2 * tensor_bytes * (ranks - 1) / ranks if choice.method == "ring" else 0.0
@@ -225,4 +228,5 @@ def _check(
 
 
 def _sizes_text(sizes: Mapping[str, int]) -> str:
+    """The axes and their lengths for an error's text, such as ``time 16, space 64``."""
     return ", ".join(f"{name} {size}" for name, size in sizes.items())

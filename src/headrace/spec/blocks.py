@@ -87,20 +87,22 @@ def band_blocks(band: Band, queries: tuple[int, int], keys: tuple[int, int]) -> 
         for first in range(start, stop, step):
             rows = first, min(first + step, stop)
             low, high = k_start, k_stop  # the keys that all these rows see: the rectangle
+            # As rows were cut at the edges, a square lies within the keys or outside of them.
             if band.ahead is not None:
-                square = rows[0] + band.ahead, rows[1] + band.ahead
-                if square[0] < k_stop:
-                    high = min(square[0], k_stop)
-                    if k_start <= square[0]:
-                        squares.append(Block(*rows, *square, True))
+                last_keys = rows[0] + band.ahead, rows[1] + band.ahead
+                if last_keys[0] < k_stop:
+                    high = min(last_keys[0], k_stop)
+                    if k_start <= last_keys[0]:
+                        squares.append(Block(*rows, *last_keys, causal=True))
             if band.behind is not None:
-                square = rows[0] - band.behind, rows[1] - band.behind
-                if square[1] > k_start:
-                    low = max(square[1], k_start)
-                    if square[1] <= k_stop and (rows[1] - rows[0] > 1 or square[0] < high):
-                        squares.append(Block(*rows, *square, True, True))
+                first_keys = rows[0] - band.behind, rows[1] - band.behind
+                if first_keys[1] > k_start:
+                    low = max(first_keys[1], k_start)
+                    # A single row whose first key is its last has it in its causal square already.
+                    if first_keys[1] <= k_stop and (rows[1] - rows[0] > 1 or first_keys[0] < high):
+                        squares.append(Block(*rows, *first_keys, causal=True, turned=True))
             if low < high:
-                full.append(Block(*rows, low, high, False))
+                full.append(Block(*rows, low, high, causal=False))
     return [*squares, *full]
 
 

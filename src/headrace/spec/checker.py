@@ -251,9 +251,9 @@ def _check_turn_order(program: Program, plan: Plan, places: list[list[TurnPack]]
     rank = program.rank
     if plan.semantics == "free":
         order = [(index, pack) for _, pack, index in came]
-        if any(later <= earlier for earlier, later in pairwise(order)) or any(
-            pack < 0 for _, pack in order
-        ):
+        rising = all(earlier < later for earlier, later in pairwise(order))
+        has_idle_turn = any(pack < 0 for _, pack in order)
+        if not rising or has_idle_turn:
             raise ProgramError(
                 f"rule 2, rank {rank}, order of its packs",
                 got=", ".join(f"{index}.{pack}" for index, pack in order),
@@ -506,7 +506,8 @@ def _check_messages(parts: Mapping[int, Parts]) -> None:
 @dataclass(slots=True, kw_only=True)
 class OwnPrograms:
     """Compiles and checks the programs of ``rank`` over a model of ``bucket_count`` weight buckets.
-    Plans whose programs have the same form are checked once."""
+    Plans whose programs have the same form are checked once. With ``overlap`` a rank pushes
+    gradients within its last backward, else after it."""
 
     rank: int
     bucket_count: int
@@ -518,15 +519,16 @@ class OwnPrograms:
         breaks a rule; SpecError when a pipeline has more stages than the model has layers."""
         program = compile_rank(plan, self.rank, self.bucket_count, overlap=self.overlap)
         own_pipelines = [i for i, p in enumerate(plan.pipelines) if self.rank in p.ranks]
-        micro_batches = sum(micro.pipeline in own_pipelines for micro in plan.micro_batches)
+        own_count = sum(micro.pipeline in own_pipelines for micro in plan.micro_batches)
+        # At most one: a rank of a pipeline with several stages is in no other.
         staged = [
             pipeline
             for i in own_pipelines
-            if (pipeline := plan.pipelines[i]).scheme.pipeline > 1 and micro_batches
+            if (pipeline := plan.pipelines[i]).scheme.pipeline > 1 and own_count
         ]
         pushes_within = any(isinstance(a, Backward) and a.pushes for a in program.actions)
         # The compiler makes programs of the same form for plans that agree in this.
-        form = (micro_batches, pushes_within, *((p.scheme, p.shares) for p in staged))
+        form = (own_count, pushes_within, *((p.scheme, p.shares) for p in staged))
         if form not in self._checked:
             self._check(program, plan, staged)
             self._checked.add(form)

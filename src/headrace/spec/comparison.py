@@ -45,7 +45,7 @@ class Ratios:
     """How many times the seconds of headrace another planner takes, over the batches that it holds.
 
     Attributes:
-        mean: Of the ratios of all batches.
+        mean: The mean of the ratios of all batches.
         least: The smallest ratio of a batch.
         most: The largest ratio of a batch.
     """

@@ -21,14 +21,14 @@ class DrawOptions:
         flow: ``dcp`` accumulates launches until all groups end together, ``bucket`` has one launch
             for each group.
         least_steps: G_min, the accumulation steps that some group has at least.
-        most_steps: G_max, the accumulation steps of the group with the longest launch at most. The
-            paper has no number; with 5 ranks of its Transformer-1D are idle for 2 to 6 % of their
-            time, with 3 for 4 to 10 %.
+        most_steps: G_max, at most how many accumulation steps the group with the longest launch
+            has. The paper has no number; with 5 steps, ranks of its Transformer-1D are idle for 2
+            to 6 % of their time, with 3 for 4 to 10 %.
         bucket_ratio: The longest over the shortest length of a bucket; with 2 the idle shares above
             are up to twice as large.
-        width: Ranks of all groups of bucket parallel; the smallest that hold the longest sample
-            when left out.
-        seed: Of the order of samples and of the groups.
+        width: Ranks of each group in the flow ``bucket``, whose groups are of one size; when left
+            out, as few as hold the longest sample.
+        seed: Seed of the random order of samples and of groups.
 
     Raises:
         SpecError: For a value out of range.

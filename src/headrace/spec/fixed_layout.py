@@ -60,6 +60,7 @@ class FixedLayout:
     virtual_stages: int = 1
 
     def __post_init__(self) -> None:
+        """Raise SpecError for sizes below one and for parts that exclude or need each other."""
         for part in fields(self):
             if (size := getattr(self, part.name)) < 1:
                 raise SpecError(f"{part.name} of a layout", got=size, wanted=">= 1")

@@ -35,12 +35,13 @@ class Device:
     ``memory_bytes`` what a process can have, ``memory_bytes_per_s`` the peak of reads and writes
     together, ``launch_s`` the seconds to launch one kernel. ``attained_matmul``,
     ``attained_attention`` and ``attained_memory`` are the fractions of the peaks that large
-    matrix products, attention kernels and element-wise kernels reach. ``family`` are devices whose
-    kernels attain alike (:class:`headrace.spec.implementation.Implementation`), ``power_w`` is the
-    limit of power, ``clock`` the fraction of the peak FLOPs that it leaves. ``multiprocessors``
-    compute a tile of a product each at the same time; 0 where a product takes what its FLOPs do,
-    and on measured devices, whose launches have it in them. ``source`` says where the numbers are
-    from.
+    matrix products, attention kernels and element-wise kernels reach. ``family`` names the devices
+    on which kernels attain the same fractions
+    (:class:`headrace.spec.implementation.Implementation`), ``power_w`` is the power limit in watts,
+    ``clock`` the fraction of the peak FLOPs that it leaves. Each of the ``multiprocessors``
+    computes one tile of a product at a time, so the last round of tiles leaves some of them idle;
+    0 where this is not counted, as on measured devices, whose ``launch_s`` includes it. ``source``
+    says where the numbers are from.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Link:
 
 
 def _check_attained(name: str, what: str, fraction: float) -> None:
+    """Raise SpecError unless the ``fraction`` that device or link ``name`` attains is in (0, 1]."""
     if not 0 < fraction <= 1:
         wanted = "a fraction of the peak, 0 < fraction <= 1"
         raise SpecError(f"{what} of {name}", got=fraction, wanted=wanted)
@@ -137,7 +139,8 @@ def _check_attained(name: str, what: str, fraction: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usual:
-    """What a device is usually built into: links inside a node and across nodes, devices of one."""
+    """The node that a device is usually built into: its two ``links``, inside a node and across
+    nodes, and the number of devices in a node."""
 
     links: tuple[str, str]
     devices_per_node: int
@@ -145,8 +148,8 @@ class Usual:
 
 def _nvidia(
     name: str,
-    flops: float,
-    plain: float,
+    flops_16_bits: float,
+    flops_32_bits: float,
     memory_bytes: int,
     memory_bytes_per_s: float,
     attained_attention: float,
@@ -155,14 +158,19 @@ def _nvidia(
     power_w: int,
     clock: float = 1.0,
 ) -> Device:
-    """An NVIDIA device by the peaks of its data sheet. ``flops`` per second are those of the tensor
-    cores in 16 bits, ``plain`` those in fp32 without TF32 and in fp64; the other attained fractions
-    and the launch time are the same for all."""
+    """An NVIDIA device by the peaks of its data sheet. ``flops_16_bits`` per second are those of
+    the tensor cores, ``flops_32_bits`` those without TF32, which fp64 has too; the attained
+    fractions of products and memory and the launch time are the same for all devices."""
     return Device(
         name=name,
         memory_bytes=memory_bytes,
         memory_bytes_per_s=memory_bytes_per_s,
-        flops_per_s={"bfloat16": flops, "float16": flops, "float32": plain, "float64": plain},
+        flops_per_s={
+            "bfloat16": flops_16_bits,
+            "float16": flops_16_bits,
+            "float32": flops_32_bits,
+            "float64": flops_32_bits,
+        },
         launch_s=5e-6,
         attained_matmul=0.7,
         attained_attention=attained_attention,
@@ -428,9 +436,10 @@ class Hardware:
         if ranks == 1:
             return 0.0
         shard_bytes, full = total_bytes / ranks, ranks % self.devices_per_node == 0
-        crossing = -(-ranks // self.devices_per_node) - 1  # shards that a rank receives across
+        nodes = -(-ranks // self.devices_per_node)
+        crossing = nodes - 1  # shards that a rank receives across: one from each other node
         if crossing and not full:
-            crossing = ranks - self.devices_per_node
+            crossing = ranks - self.devices_per_node  # all shards of the other nodes
         inside_s = self.inside.seconds(shard_bytes * (ranks - 1 - crossing))
         return inside_s + (self.across.seconds(shard_bytes * crossing) if crossing else 0.0)
 
@@ -449,6 +458,7 @@ class Hardware:
         names[1:] = [name.lower() for name in names[1:]]
         if names[0].startswith(MEASURED):
             device = _device_of_file(names[0])
+            # A measured device has no usual node of its own: it is that of a CPU, or of an H100.
             usual = USUAL["cpu" if device.is_cpu else "h100"]
         else:
             device = _preset("device of the hardware", names[0].lower(), DEVICES)
@@ -484,8 +494,8 @@ def _device_of_file(name: str) -> Device:
 
 
 def _preset(what: str, name: str, presets: Mapping[str, _Preset]) -> _Preset:
-    """The preset of this name; raises SpecError with the names that begin so, or the most similar
-    one."""
+    """The preset of this name. Raises SpecError for an unknown name, with the presets that begin
+    with it, or the most similar one, as a hint."""
     if name not in presets:
         longer = [known for known in presets if name and known.startswith(name)]
         several = f"which one: {', '.join(longer)}?" if len(longer) > 1 else None

@@ -298,6 +298,8 @@ def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> 
 
 
 def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
+    """The boolean under a key, or the default where the key is missing; raises SpecError for other
+    values."""
     value = config.get(name, default)
     if not isinstance(value, bool):
         raise SpecError(name, got=repr(value), wanted="true or false")
@@ -305,6 +307,8 @@ def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def _number(config: Mapping[str, Any], name: str, default: float) -> float:
+    """The number under a key as a float, or the default where the key is missing; raises SpecError
+    for other values."""
     value = config.get(name, default)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise SpecError(name, got=repr(value), wanted="a number")

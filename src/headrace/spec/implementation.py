@@ -50,7 +50,9 @@ class Efficiency:
     def __post_init__(self) -> None:
         """Raise SpecError for attained fractions outside 0 to 1 and for fewer than one pass."""
         for name in ("products", "attention", "exposed"):
-            if not 0 <= (value := getattr(self, name)) <= 1 or (not value and name != "exposed"):
+            value = getattr(self, name)
+            # Costs are divided by the others; ``exposed`` may be 0, where all traffic is hidden.
+            if not 0 <= value <= 1 or (value == 0 and name != "exposed"):
                 wanted = "a fraction, 0 < fraction <= 1"
                 raise SpecError(f"{name} of an efficiency", got=value, wanted=wanted)
         if not self.passes >= 1:
@@ -62,15 +64,15 @@ class Implementation:
     """Kernels that run a model.
 
     Attributes:
-        name: What it is asked for by.
+        name: Its key in :data:`IMPLEMENTATIONS`.
         what: Which kernels, in a line.
-        on: What it attains by the family of devices; a device of another family is taken to attain
-            what its data sheet's preset says (:class:`headrace.spec.hardware.Device`).
+        on: What it attains, by the family of devices; a device of another family is taken to
+            attain the fractions of its own preset (:class:`headrace.spec.hardware.Device`).
         logit_bytes: Bytes that the loss holds for each logit at its peak, where the logits of all
             tokens of a rank are there at once; None for a loss in chunks, and layers that keep
             what headrace's keep.
         tile_outputs: Outputs of a matrix product that a multiprocessor computes at once; 0 where
-            products take what their FLOPs do, whatever their size.
+            the seconds of a product are taken from its FLOPs alone, whatever its size.
         source: Where the numbers are from.
     """
 

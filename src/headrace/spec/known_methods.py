@@ -68,6 +68,11 @@ __all__ = [
 ]
 
 
+# Functions below that return a BranchUse are the formulas of the table above: for a model, p ranks,
+# and r elements of an activation in the place of one fp32 sum. What is sent, kept or buffered is in
+# units of u bytes, those of one activation of the rank's own tokens.
+
+
 def _any_group(architecture: Architecture, ranks: int) -> str | None:
     """The rule of a branch that runs on any number of ranks: it is never broken."""
     return None
@@ -105,6 +110,8 @@ def _kv(a: Architecture) -> float:
 def _even_attention(a: Architecture, p: int) -> BranchUse:
     """What attention uses on one of ``p`` ranks with an even share of the FLOPs, before anything is
     sent or buffered."""
+    # Kept are the input, queries, keys, values and the result; at the level ``attention`` the first
+    # and the last.
     return BranchUse(linear=1 / p, core=1 / p, kept=3 + 2 * _kv(a), kept_attention=2.0, buffers=0.0)
 
 
@@ -168,7 +175,7 @@ def _ring(a: Architecture, p: int, r: float) -> BranchUse:
     in the backward with the sums of their gradients, whose elements are ``r`` times as large as
     those of activations."""
     k = _kv(a)
-    units = 2 * ((p - 1) / p) * p * k  # keys and values
+    units = 2 * ((p - 1) / p) * p * k  # keys and values, k each, in p - 1 hops
     return replace(
         _even_attention(a, p),
         sent=units,

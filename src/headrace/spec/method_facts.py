@@ -64,13 +64,16 @@ class BranchUse:
 
 
 SupportRule = Callable[[Architecture, int], str | None]
-"""None when a group of so many ranks can run a branch, else the rule it breaks."""
+"""(architecture, ranks) to None when a group of so many ranks can run a branch, else to the rule
+that it breaks, in words."""
 
 GroupRule = Callable[[Architecture, int, int], tuple[Members, ...]]
-"""The groups within a group of so many ranks, in tensor blocks of so many, that a branch needs."""
+"""(architecture, ranks, tensor) to the groups that a branch needs within a group of so many ranks,
+where blocks of ``tensor`` ranks hold the weights together."""
 
 BranchFormula = Callable[[Architecture, int, float], BranchUse]
-"""What a branch uses on so many ranks, where one sum takes the place of so many elements."""
+"""(architecture, p, r) to what a branch uses on each of p ranks, where one fp32 sum takes the place
+of r elements of an activation."""
 
 
 def _no_groups(architecture: Architecture, ranks: int, tensor: int) -> tuple[Members, ...]:
@@ -93,8 +96,8 @@ class MethodFacts:
     neighbouring ranks that use their shards of a layer's weights as they lie, of at most ``most``
     shards; 1 where each rank wants whole weights. ``unlevelled`` branches do the same at the levels
     ``none`` and ``attention``. ``automatic`` methods are considered when the choice is left to the
-    planner; of those, ``many_kernels`` have too many small ones for a device, whose host cannot
-    launch them as fast as they run. ``*_use`` are formulas of what the branches use, None where
+    planner; those of them with ``many_kernels`` are not on GPUs, as the host cannot launch so many
+    small kernels as fast as they run. ``*_use`` are formulas of what the branches use, None where
     there are none.
     """
 

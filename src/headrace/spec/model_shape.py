@@ -11,7 +11,7 @@ from headrace.errors import SpecError
 __all__ = ["HEAD_CHUNK_TOKENS", "ModelShape"]
 
 HEAD_CHUNK_TOKENS = 2048
-"""Tokens of a rank, or of ranks that share the words, whose logits are alive at a time."""
+"""Tokens of a rank, or of ranks that share the vocabulary, whose logits are in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,9 +56,10 @@ class NumberReader:
 
 
 def numbers_of(plan: Plan, orders: Sequence[str]) -> tuple[dict[str, Any], array[int]]:
-    """The decisions of ``plan`` in a compact form, which :func:`_decisions` reads: a JSON object of
-    counts and texts, and one flat int64 array of everything else, column by column. Texts that
-    repeat (schemes, layer plans, ``orders``) stand in the array as indices."""
+    """The decisions of ``plan`` in a compact form, which :func:`_decisions` reads: a pair of a JSON
+    object of counts and texts, and one flat int64 array of everything else, one field of all
+    pipelines or micro-batches after the other. Texts that repeat (schemes, layer plans, token
+    ``orders``) stand in the array as indices."""
     schemes, layers = dict[str, int](), _Layers()
     pipelines, micros = plan.pipelines, plan.micro_batches
     numbers = array("q", plan.lengths.tokens)
@@ -93,8 +94,8 @@ class _Layers:
     before is found by its identity, as making the text for each micro-batch would be slow."""
 
     def __init__(self) -> None:
-        self.texts: dict[str, int] = {}
-        self._known: dict[int, int] = {}
+        self.texts: dict[str, int] = {}  # number of each text
+        self._known: dict[int, int] = {}  # number of the text of each object, by its id()
 
     def place(self, layers: LayerPlan) -> int:
         """The index of the text of ``layers`` among ``texts``, to which it is added when new."""
@@ -155,13 +156,14 @@ class Pipeline:
             )
 
     def stages(self, layers: int) -> tuple[Stage, ...]:
-        """Its stages over a model of so many layers. Raises SpecError when they do not add up."""
-        shares, count = self.shares or share_layers(layers, self.scheme.pipeline), len(self.ranks)
+        """Its stages over a model of ``layers`` layers. Raises SpecError when the layers of the
+        stages are more or fewer in sum."""
+        shares = self.shares or share_layers(layers, self.scheme.pipeline)
         if sum(shares) != layers:
             raise SpecError(
                 "layers of the stages of a pipeline", got=f"{shares}", wanted=f"{layers} in sum"
             )
-        width, start = count // len(shares), 0
+        width, start = self.scheme.width, 0
         stages: list[Stage] = []
         for index, share in enumerate(shares):
             ranks = tuple(sorted(self.ranks[index * width : (index + 1) * width]))
@@ -466,10 +468,10 @@ class Plan:
             raise SpecError("plan", got=f"{type(error).__name__}: {error}", wanted="its JSON form")
 
     def to_bytes(self) -> bytes:
-        """The plan as it travels between ranks of one kind of machine.
+        """The plan as bytes, for ranks on machines of the same byte order.
 
         Returns:
-            A line of JSON, then numbers, int64 as they lie in memory.
+            A line of JSON, then the decisions as int64 numbers, as they lie in memory.
         """
         texts, numbers = numbers_of(self, _ORDERS)
         told = {name: getattr(self, name) for name in _TOLD}
@@ -547,6 +549,7 @@ class Plan:
         raise SpecError("plan.draw", got="its former name", wanted="hr.draw(plan, path)")
 
     def _repr_html_(self) -> str:
+        """The lines of ``str`` as an HTML table, which notebooks show."""
         return table_html(str(self))
 
 

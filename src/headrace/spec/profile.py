@@ -94,14 +94,16 @@ class Profile:
     """All measurements of one model on one set of devices.
 
     ``fingerprint`` names everything that changes what would be measured. ``exchange_s`` are the
-    step's constants: pull, push, update. ``gather_s[p]`` is what weights held sharded add to one
-    layer's (forward, backward). ``state_bytes`` is a rank's storage; ``working_bytes`` what
-    working weights and their gradients add, by group size and kind. ``element_bytes`` are those
-    of one element of the activations. ``feed_forwards`` names for every method without a
-    feed-forward of its own the method whose it uses, so that equal ones are measured once.
+    seconds of a step's pull, push and update, by these words. ``gather_s[p]`` is what weights held
+    sharded add to one layer's (forward, backward). ``state_bytes`` is a rank's storage;
+    ``working_bytes`` what working weights and their gradients add, by group size and by how weights
+    are held. ``element_bytes`` are those of one element of the activations. ``feed_forwards`` names
+    for every method without a feed-forward of its own the method whose it uses, so that equal ones
+    are measured once.
     ``links[p]`` is (seconds to start, bytes per second that leave a rank) of collectives in groups
     of p. ``not_fitting`` are the packs at which memory ran out. ``sharded_share`` is the share of
-    pull and push that moves where one group of all devices shards weights.
+    pull and push that moves where one group of all devices shards weights. ``measured_in_s`` are
+    the seconds that measuring took.
     """
 
     fingerprint: str
@@ -176,6 +178,6 @@ def stored_working_bytes(value: Mapping[str, Any]) -> dict[int, dict[Working, in
 
 
 def _point(value: Mapping[str, Any]) -> ProfilePoint:
-    """A point of its JSON object, where lengths are a list."""
+    """The point that a JSON object describes, in which the lengths are a list."""
     fields: dict[str, Any] = {**value, "lengths": tuple(value["lengths"])}
     return ProfilePoint(**fields)

@@ -216,14 +216,17 @@ def pushes_of(action: Action) -> tuple[int, ...]:
 
 
 def _group_text(group: tuple[int, ...]) -> str:
+    """The ranks of a group as an action's text has them, such as ``[2,3]``."""
     return "[" + ",".join(map(str, group)) + "]"
 
 
 def _pack_text(pack: int) -> str:
+    """The number of a pack as an action's text has it, such as ``.1``; empty for pack 0."""
     return f".{pack}" if pack else ""
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:
+    """The numbers of a text such as ``2,3``; none for an empty or missing text."""
     return tuple(int(number) for number in text.split(",")) if text else ()
 
 
@@ -472,7 +475,8 @@ def _one_forward_one_backward(
 
 
 class _Line:
-    """One rank's place in a pipeline: its actions on the i-th micro-batch."""
+    """Makes the actions of ``rank``, which works in ``stage`` of a pipeline with ``stages``. An
+    index ``i`` counts ``micros``, the micro-batches of this pipeline."""
 
     def __init__(
         self, *, plan: Plan, stages: tuple[Stage, ...], stage: Stage, rank: int, micros: Numbered
@@ -505,8 +509,9 @@ class _Line:
     def exchange(
         self, out: Literal["a", "g"], i: int, back: Literal["a", "g"], j: int
     ) -> Iterator[Action]:
-        """Send ``out`` of the i-th micro-batch and receive ``back`` of the j-th as one action:
-        activations and gradients on the same side. Nothing at the end of the pipeline."""
+        """Send ``out`` of the i-th micro-batch and receive ``back`` of the j-th as one action. One
+        of them is activations, the other gradients, so both are with the same neighbouring stage;
+        no action where there is no such stage."""
         send, recv = next(self.send(out, i), None), next(self.receive(back, j), None)
         if isinstance(send, Send) and isinstance(recv, Recv):
             yield Exchange(send=send, recv=recv)

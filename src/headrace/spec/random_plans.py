@@ -128,6 +128,7 @@ def random_strategy(
 
 
 def _width(pipeline: Pipeline) -> int:
+    """The number of ranks of one stage."""
     return pipeline.scheme.width
 
 

@@ -38,7 +38,7 @@ __all__ = [
     "rows_of_packed",
 ]
 
-_WIDTH = 3
+_WIDTH = 3  # numbers of a line that a rank sends
 Floats = NDArray[np.float64]
 
 
@@ -71,9 +71,10 @@ class RankTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Of all ranks: the longest ``step_s`` and ``waited_s``, ``peak_bytes`` of each, the fraction
-    of all ranks' time in which no forward, backward or update ran, and the seconds of the forward
-    and backward of micro-batches over their stages.
+    """What all ranks measured in a step: the longest ``step_s`` and ``waited_s`` of a rank, the
+    ``peak_bytes`` of each, the fraction ``idle`` of all ranks' time in which no forward, backward
+    or update ran, and for each of the ``micro_batches``, by index, the seconds of its forward and
+    backward, summed over the stages.
 
     A member of a group that arrives early waits in the group's first collective, and its row is
     longer by that: of each stage the shortest counts, which is the last member's.
@@ -161,8 +162,8 @@ class PlanRequest:
         margin: The fraction of a rank's memory that the plan leaves free; that of the costs where
             it is None.
         previous: The plan of the step before, whose layers are kept where plans are smoothed.
-        drawn: Whether the step is drawn: clocks of all ranks are predicted then.
-        forward: Whether it is of forwards alone, without gradients, and not of a step.
+        drawn: Whether the step will be drawn, for which the timeline of all ranks is predicted.
+        forward: Whether the plan is of forwards alone, without gradients, and not of a step.
     """
 
     lengths: Lengths
@@ -180,7 +181,7 @@ class Planned:
 
     Attributes:
         plan: The plan.
-        predicted: What the clocks of all ranks are expected to show, where the step is drawn.
+        predicted: The predicted timeline of all ranks, where the step is drawn.
         peak_bytes: The most that each rank is expected to hold.
         planning_s: Seconds that planning took.
         micro_batch_s: Predicted seconds of the micro-batches.
@@ -202,7 +203,7 @@ class BestStatic:
     Attributes:
         strategy: Its groups, such as ``4*cp2``.
         seconds: Its predicted seconds.
-        predicted: What the clocks of all ranks would show, where the step is drawn.
+        predicted: The predicted timeline of all ranks, where the step is drawn.
     """
 
     strategy: str

@@ -1,8 +1,9 @@
 """A trainer that works as one process does, for a while.
 
 A planned step hands each rank its own number of micro-batches, and an evaluation gives every rank
-the results of all rows. What a trainer gathers from other processes meanwhile would meet nobody, or
-count everything once for each rank. So its accelerator is replaced by one that is alone.
+the results of all rows. A collective of the trainer's own would then wait for ranks that do not
+call it, or count everything once for each rank. So the trainer's accelerator is replaced by one
+that behaves as if there were a single process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ __all__ = ["OneProcess", "as_one_process", "one_process_loader"]
 
 
 class OneProcess:
-    """An accelerator of one process in the place of ``real``, whose other attributes it has."""
+    """Stands in for the Accelerate accelerator ``real`` and behaves as if there were one process;
+    all attributes that it does not define are those of ``real``."""
 
     num_processes = 1
     process_index = 0
@@ -28,6 +30,7 @@ class OneProcess:
         self.real = real
 
     def __getattr__(self, name: str) -> Any:
+        """An attribute of the real accelerator, as it is not defined here."""
         return getattr(self.real, name)
 
     def gather(self, values: Any) -> Any:
@@ -46,18 +49,19 @@ class OneProcess:
         return recursively_apply(partial(_first_rows, remainder), values)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or mean over one process."""
+        """The sum or mean over processes, which is the tensor itself, as there is one."""
         return tensor
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, **_: Any) -> Any:
-        """The tensor, as no other has another width."""
+        """The tensor itself: there is no other process whose tensor could be wider."""
         return tensor
 
     def wait_for_everyone(self) -> None:
         """Return at once: there is nobody to wait for."""
 
     def unwrap_model(self, model: Any, *args: Any, **named: Any) -> Any:
-        """The model within wrappers of Accelerate or within a stand-in."""
+        """The model within the wrappers that Accelerate put around it; of a stand-in, that within
+        the model it stands for."""
         return self.real.unwrap_model(getattr(model, "stands_for", model), *args, **named)
 
     def prepare(self, *given: Any, **named: Any) -> Any:

@@ -64,9 +64,9 @@ Base = TypeVar("Base")
 _STATE = "headrace.json"
 """The file of a checkpoint with the state of planning, so that a resumed run plans alike."""
 
-_SAME = {torch.float32: 1e-4, torch.float64: 1e-9}
-"""How near the loss of the trainer's own batch must be to that of the same samples spread; 3e-2 for
-other types."""
+_TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
+"""Relative differences that the loss of a batch may have when its samples are spread over ranks, as
+sums are then in another order; 3e-2 for other types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +149,8 @@ def trainer(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Coming:
-    """What a trainer takes for a batch of a step: the last one has all ``batches`` of the step, the
-    others have none, as a planned step is taken at once."""
+    """What the trainer gets in the place of each batch of a step. The last one of a step carries
+    all ``batches`` of the step, the others none, as a planned step is taken at once."""
 
     batches: Sequence[list[Collated]] = ()
 
@@ -168,6 +168,8 @@ class _Planned(_Trainer):
     _planned: TrainerOptions
 
     def __init__(self, *args: Any, **named: Any) -> None:
+        """Make the trainer's own class of its arguments; raises SpecError where these cannot be
+        combined with planned steps."""
         self._run: Attached | None = None  # made when training begins
         self._loss_checked = False
         self._outcomes: list[Outcome] | None = None  # those of a policy's step while it is taken
@@ -199,7 +201,7 @@ class _Planned(_Trainer):
             self._run.detach()
             self._run = None
         found = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self._run = self._attached()
+        self._run = self._attach_wrapped()
         self._loss_checked = not self._planned.check_loss
         if resume_from_checkpoint is not None:
             path = Path(resume_from_checkpoint, _STATE)
@@ -207,19 +209,20 @@ class _Planned(_Trainer):
             self._run.go_on(self.state.global_step, state)
         return found
 
-    def _attached(self) -> Attached:
-        """The run over the trainer's model, as the trainer has wrapped it; the trainer does the
-        update. Raises SpecError where the trainer knows another number of processes than there
-        are."""
+    def _attach_wrapped(self) -> Attached:
+        """Attach the trainer's model, as the trainer has wrapped it, to planned steps; the update
+        stays with the trainer. Raises SpecError where the trainer knows another number of processes
+        than there are."""
         options, model = self._planned, self.model_wrapped
         model.train()
         longest, total = self._longest()
         samples = self._train_batch_size * self.args.world_size
         samples *= self.args.gradient_accumulation_steps
         # Tokens of a step to plan for: the mean length times its samples where lengths are known.
-        most = longest * samples
+        step_tokens = longest * samples
         if total is not None:
-            most = min(most, max(longest, total * samples // max(1, len(self.train_dataset))))
+            mean_tokens = total * samples // max(1, len(self.train_dataset))
+            step_tokens = min(step_tokens, max(longest, mean_tokens))
         example = None
         if self._kind == "scores":
             first = next(iter(self.train_dataset))
@@ -233,20 +236,21 @@ class _Planned(_Trainer):
                 hint="on CPUs say TrainingArguments(use_cpu=True)",
             )
         with self._spread_forward():
-            return self._attach(model, longest, example, options.batch_tokens or most)
+            return self._attach(model, longest, example, options.batch_tokens or step_tokens)
 
     def _spread_forward(self) -> AbstractContextManager[None]:
-        """A context in which the model's forward gives a value of each token, as spreading needs;
-        for models other than reward models it does already."""
+        """A context in which the model's forward gives an output for each token, which a model must
+        do to be split by tokens. Only reward models, which score a sequence, are changed."""
         if self._kind != "scores":
             return nullcontext()
         return scores_of_tokens(self.model, self.accelerator.autocast)
 
     def _attach(self, model: Any, longest: int, example: Any, batch_tokens: int | str) -> Attached:
-        """A run over ``model``, whose costs are measured for sequences up to ``longest`` tokens.
-        ``batch_tokens`` are those of a step, ``example`` is a sample to try the model with."""
+        """Attach ``model`` by :func:`headrace.attach`, for samples of up to ``longest`` tokens and
+        steps of ``batch_tokens``. ``example`` is a sample to try the model with, None for a model
+        that needs none."""
         options = self._planned
-        spread = SampleOptions(
+        samples = SampleOptions(
             labels="same" if self._kind == "scores" else None, own=self._kind == "policy"
         )
         return attach(
@@ -259,7 +263,7 @@ class _Planned(_Trainer):
             check_loss=options.check_loss and self._kind in ("sums", "sft"),
             seed=self.args.seed,
             planner=options.planner,
-            samples=spread,
+            samples=samples,
             spread=options.spread,
             measure=options.measure,
             out=options.out,
@@ -287,8 +291,9 @@ class _Planned(_Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[_Coming], None]:
-        """As many entries as the step has batches, of which the last one has all samples; and None
-        for the number of items, which planned steps count themselves."""
+        """Take the batches of a step from the loader; returns one entry for each, of which the last
+        one carries all batches, and None for the number of items, which planned steps count
+        themselves."""
         batches = list(islice(epoch_iterator, num_batches))
         if not batches:
             return [], None
@@ -329,7 +334,7 @@ class _Planned(_Trainer):
         samples = [sample.fields for item in items for sample in item.samples]
         step, sums = self._run.step(samples), Sums()
         for micro in step:
-            # Micro-batches without sequences, or that check a plan, are not reported.
+            # Idle turns, which have no sequences, and trials of the loss are not reported.
             counted = micro.sequences and not micro.checking
             with micro:
                 loss = self._part_loss(
@@ -350,8 +355,9 @@ class _Planned(_Trainer):
         targets: int,
         sums: Sums | None = None,
     ) -> torch.Tensor:
-        """The trainer's own loss of the local tokens of a micro-batch: a sum over them, divided by
-        the number of ``targets`` of the whole step."""
+        """The trainer's own loss [] of the local tokens of a micro-batch: a sum over them, divided
+        by ``targets``, the number of tokens of the whole step that have a loss. What TRL reports of
+        these tokens is added to ``sums``."""
         part = PartOfModel(model, inputs, labels, shifts=self._shifts, sums=sums)
         items = torch.tensor(targets, device=labels.device)
         with self._unreported(), as_one_process(self), self.compute_loss_context_manager():
@@ -383,11 +389,11 @@ class _Planned(_Trainer):
             rows = {k: v for k, v in batch.items() if _has_value_per_token(v, batch["input_ids"])}
             with self._run.shard(rows) as part:
                 assert part.labels is not None, "looked for above"
-                own = self._part_loss(model, part.inputs, part.labels, part.targets)
-        total = sum(row[0] for row in gather_floats([float(own)], dist.group.WORLD))
+                own_loss = self._part_loss(model, part.inputs, part.labels, part.targets)
+        total = sum(row[0] for row in gather_floats([float(own_loss)], dist.group.WORLD))
         wanted, dtype = float(plain), next(self.model.parameters()).dtype
-        half = self.args.bf16 or dtype not in _SAME
-        limit = (3e-2 if half else _SAME[dtype]) * max(abs(wanted), abs(total))
+        half = self.args.bf16 or dtype not in _TOLERANCES
+        limit = (3e-2 if half else _TOLERANCES[dtype]) * max(abs(wanted), abs(total))
         # ``not <=`` refuses a total that is NaN, too.
         if math.isfinite(wanted) and not abs(total - wanted) <= limit:
             raise ModelError(
@@ -438,17 +444,17 @@ class _Planned(_Trainer):
         """Have SFTTrainer add the metrics of a step, by its own formulas, as if it had been one
         batch of ``tokens``, of which ``targets`` have a loss. Collective.
 
-        Its metrics are the sum of a value of tokens over the sum of their mask, so tensors of one
-        element, the sum over all tokens, give those of the whole step; so does one number in the
-        place of the mask by which it counts tokens. The loss that it returns is not used. A label
-        smoother or a loss function of the user's would need logits, which are not here, so both are
-        taken away meanwhile.
+        Each of its metrics is a sum of token values divided by the sum of their mask. So it is
+        called with tensors of one element that hold the sums over all tokens of the step, and with
+        the number of tokens in the place of the attention mask, by which it counts them. The loss
+        that it returns is not used. A label smoother or a loss function of the user's would need
+        logits, which are not here, so both are taken away meanwhile.
         """
         rows = gather_floats(sums.values, dist.group.WORLD)  # [ranks, values]
         totals = [torch.tensor([sum(column)]) for column in zip(*rows, strict=True)]
         outputs = SimpleNamespace(**dict(zip(REPORTED, totals, strict=True)), aux_loss=None)
         # Not super(): a user's class in between may have a compute_loss of its own.
-        own: Any = next(
+        sft_trainer: Any = next(
             kind
             for kind in type(self).__mro__
             if kind.__name__ == "SFTTrainer" and kind.__module__ == "trl.trainer.sft_trainer"
@@ -457,7 +463,7 @@ class _Planned(_Trainer):
         self.label_smoother = self.compute_loss_func = None
         try:
             with as_one_process(self):
-                own.compute_loss(
+                sft_trainer.compute_loss(
                     self,
                     partial(_constant_model, outputs),
                     {"attention_mask": torch.tensor([tokens])},
@@ -515,10 +521,11 @@ class _Planned(_Trainer):
                     loss = self.compute_loss(model, inputs)
                 loss.backward()
                 total += float(loss)
-                self._step += 1
+                self._step += 1  # GRPOTrainer counts batches by it, to know when to sample anew
         finally:
             self._outcomes = None
-        ranks = self.args.world_size  # gradients of ranks are averaged
+        # The step's loss is the mean of the ranks' losses, but the run adds up their gradients.
+        ranks = self.args.world_size
         samples = [sample for outcome in outcomes for sample in outcome.given()]
         gradients = [g / ranks for outcome in outcomes for g in outcome.gradients()]
         self._run.backward(samples, policy_values, gradients, more=fused_head)
@@ -526,8 +533,8 @@ class _Planned(_Trainer):
         return total
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **named: Any) -> Any:
-        """The log-probabilities and entropies that GRPOTrainer computes its loss of, by forwards
-        that all ranks share once training has begun."""
+        """The log-probabilities and entropies of tokens from which GRPOTrainer computes its loss;
+        once training has begun they come from planned forwards that all ranks share."""
         if self._run is not None:
             named.pop("batch_size", None)  # plans cut a batch into what fits
             reference = getattr(self, "ref_model", None)
@@ -572,8 +579,9 @@ class _Planned(_Trainer):
             yield whole
 
     def _reference(self, run: Attached, model: Any, reference: Any) -> Any:
-        """The object to be called in the place of DPO's reference model, which is a model of its
-        own, or ``model`` without its adapter. None where the trainer needs no reference."""
+        """What DPOTrainer calls in the place of its reference model: a stand-in for ``reference``
+        or, where that is None, for ``model`` without its adapter. None for a model that has no
+        adapter either."""
         if reference is not None:
             return WholeModel(run, reference, spread=reference)
         inner = self.accelerator.unwrap_model(model)
@@ -588,7 +596,8 @@ class _Planned(_Trainer):
     # completions that are sampled each rank has its own, as in training.
 
     def _alone(self) -> AbstractContextManager[None]:
-        """A context in which the trainer works as one process, unless each rank samples."""
+        """A context in which the trainer works as one process, unless each rank samples completions
+        of its own."""
         return nullcontext() if self._kind == "policy" else as_one_process(self)
 
     def get_eval_dataloader(self, *args: Any, **named: Any) -> Any:
@@ -609,8 +618,8 @@ class _Planned(_Trainer):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
-        """The trainer's results (loss, logits, labels) of a batch, by forwards that all ranks share
-        once training has begun."""
+        """The trainer's results (loss, logits, labels) of a batch; once training has begun they
+        come from planned forwards that all ranks share."""
         if self._run is None or self._kind == "policy":
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         with torch.no_grad(), self._stood_in(makes_logits=not prediction_loss_only) as whole:
@@ -619,7 +628,7 @@ class _Planned(_Trainer):
     # Checkpoints.
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write the trainer's checkpoint and into it the state of planning."""
+        """Write the trainer's checkpoint, and the planner's state into its folder."""
         super()._save_checkpoint(model, trial)
         if self._run is not None and self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
@@ -629,15 +638,17 @@ class _Planned(_Trainer):
 
 
 class _ListsByName(dict[str, list[Any]]):
-    """A dict in which each name that is asked for has a list."""
+    """A dict that makes an empty list for each name that is asked for and missing."""
 
     def __missing__(self, name: str) -> list[Any]:
+        """Put an empty list under a name that is missing, and return it."""
         values = self[name] = list[Any]()
         return values
 
 
 def _constant_model(outputs: Any, **_: Any) -> Any:
-    """A model that returns ``outputs`` for any inputs, once the first argument is bound."""
+    """Return ``outputs`` for any inputs: with its first argument bound, a callable in the place of
+    a model."""
     return outputs
 
 
@@ -680,8 +691,9 @@ def _has_target(item: Collated) -> bool:
 
 
 def _require_same(together: Sequence[RowSample], items: Sequence[Collated]) -> None:
-    """Raise DataError unless the samples of a batch, ``together``, are those that the data collator
-    makes of its items alone: otherwise it draws at random, or makes samples of several items."""
+    """Raise DataError unless the samples that the data collator made of several items in one batch,
+    ``together``, equal those that it made of each of the ``items`` alone. Otherwise it draws at
+    random or mixes items, and a plan could not move its samples to other batches."""
     alone = [sample for item in items for sample in item.samples]
     if len(together) == len(alone) and all(
         own.fields.keys() == sample.fields.keys()
@@ -703,22 +715,22 @@ def _has_value_per_token(value: Any, ids: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape
 
 
-def _require_one_mean(own: Any, kind: Kind) -> None:
-    """Raise SpecError where the trainer ``own`` takes the mean over the batches of a step, whatever
-    tokens they have: so it does when its loss is not given the number of the step's tokens. A
-    planned step weighs tokens alike, so its loss would be another one."""
-    several = own.args.gradient_accumulation_steps > 1
-    scaled = own.model_accepts_loss_kwargs or own.compute_loss_func is not None
+def _require_one_mean(instance: Any, kind: Kind) -> None:
+    """Raise SpecError where the trainer ``instance`` would take the mean of the losses of a step's
+    batches however many tokens each has, which it does when its loss is not given the number of the
+    step's tokens. A planned step weighs all tokens alike, so its loss would differ."""
+    several = instance.args.gradient_accumulation_steps > 1
+    scaled = instance.model_accepts_loss_kwargs or instance.compute_loss_func is not None
     if (
         kind == "sums"
         and several
         and not scaled
-        and not getattr(own, "loss_is_scaled_for_ga", None)
+        and not getattr(instance, "loss_is_scaled_for_ga", None)
     ):
         raise SpecError(
             "gradient_accumulation_steps",
-            got=own.args.gradient_accumulation_steps,
-            wanted=f"1 for {type(own.model).__name__}, which takes no num_items_in_batch",
+            got=instance.args.gradient_accumulation_steps,
+            wanted=f"1 for {type(instance.model).__name__}, which takes no num_items_in_batch",
             hint="its loss is a mean of the means of batches: raise per_device_train_batch_size "
             "instead, as plans cut a step into what fits",
         )

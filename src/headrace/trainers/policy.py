@@ -24,7 +24,8 @@ __all__ = ["PolicyModel", "policy_values"]
 
 
 class PolicyModel(ModelStandIn):
-    """A policy as it is called for a batch of rows that this rank has alone. Collective.
+    """Stands in for a policy that the trainer calls on a batch of rows that only this rank has. All
+    ranks run their batches together, by planned forwards. Collective.
 
     Args:
         run: The attached run, to which each rank gives its own samples.

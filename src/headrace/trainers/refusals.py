@@ -1,8 +1,8 @@
 """What a trainer of transformers cannot be combined with, refused by name before its first step.
 
-Nothing here is wrong by itself: a second way to spread sequences, a sampler of pairs, a method of
-the user's in the place of one that plans. But each would be passed over without a word, or divide
-a loss twice.
+Each of these works with the trainer alone: a second way to spread sequences, a sampler of pairs, a
+user's override of a method that plans. With planned steps it would be ignored without a word, or
+would divide a loss twice.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from headrace.errors import SpecError
 __all__ = ["Kind", "kind_of", "require_base", "require_combinable", "unknown_methods"]
 
 Kind = Literal["sums", "sft", "pairs", "scores", "policy"]
-"""How a trainer makes its loss: of sums over tokens, as TRL's SFTTrainer; of whole sequences that
-it compares, by their log-probabilities or by one score of each; or of completions that it samples
-itself."""
+"""How a trainer makes its loss: ``sums`` over tokens (``sft``: those of TRL's SFTTrainer), the
+log-probabilities of ``pairs`` of sequences, the ``scores`` of sequences, or completions that a
+``policy`` samples itself."""
 
 _TRL: dict[str, Kind] = {
     "SFTTrainer": "sft",
@@ -26,6 +26,7 @@ _TRL: dict[str, Kind] = {
     "RewardTrainer": "scores",
     "GRPOTrainer": "policy",
 }
+"""The kinds of TRL's trainers that are known, by the names of their classes."""
 
 _PLANNED = (
     "get_train_dataloader",
@@ -64,7 +65,7 @@ def unknown_methods(base: type) -> list[str]:
     derives from, overrides them: these overrides would never be called."""
     overridden = list[str]()
     for name in _PLANNED:
-        owner = next(kind for kind in base.__mro__ if name in vars(kind))
+        owner = next(kind for kind in base.__mro__ if name in vars(kind))  # defines the method
         if not owner.__module__.startswith(("transformers.", "trl.trainer.")):
             overridden.append(name)
     return overridden
@@ -77,7 +78,7 @@ def kind_of(base: type) -> Kind:
             continue
         if kind.__name__ in _TRL:
             return _TRL[kind.__name__]
-        if kind.__name__ != "_BaseTrainer":
+        if kind.__name__ != "_BaseTrainer":  # the base class of all of TRL's trainers
             raise SpecError(
                 f"hr.trainer({base.__name__})",
                 got=f"TRL's {kind.__name__}",
@@ -93,6 +94,7 @@ def require_combinable(trainer: Any, kind: Kind, *, budget: bool) -> None:
     whether its steps are cut by a number of tokens."""
     args = trainer.args
     # ``got`` is the text to show, or true: then ``what`` names the argument whose value is shown.
+    # It is false where there is nothing to refuse.
     for what, got, hint in (
         *_of_ranks(trainer),
         *_of_steps(trainer, budget=budget),
@@ -108,8 +110,8 @@ def require_combinable(trainer: Any, kind: Kind, *, budget: bool) -> None:
 
 
 def _of_ranks(trainer: Any) -> list[tuple[str, Any, str]]:
-    """Other ways to spread a model over ranks, as triples (name, what was found or something false,
-    hint), like those of the functions below."""
+    """Checks for other ways to spread a model over ranks, as triples (name of the option, what was
+    found or a false value where it is not used, hint for the error)."""
     args, accelerator = trainer.args, trainer.accelerator
     mesh = getattr(accelerator, "parallelism_config", None)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -117,14 +119,15 @@ def _of_ranks(trainer: Any) -> list[tuple[str, Any, str]]:
         name: getattr(mesh, name, 1) or 1
         for name in ("cp_size", "sp_size", "tp_size", "dp_replicate_size")
     }
-    tensor = getattr(trainer.model, "_tp_size", None) or getattr(trainer.model, "tp_size", None)
+    # The tensor degree of a model that transformers has split.
+    tp_size = getattr(trainer.model, "_tp_size", None) or getattr(trainer.model, "tp_size", None)
     return [
         ("deepspeed", trainer.is_deepspeed_enabled and "DeepSpeed", "use DDP or FSDP2"),
         *(
             (name, size > 1 and f"{name}={size}", "plans say which ranks share a sequence")
             for name, size in sizes.items()
         ),
-        ("tensor parallel model", (tensor or 1) > 1 and str(tensor), "use DDP or FSDP2"),
+        ("tensor parallel model", (tp_size or 1) > 1 and str(tp_size), "use DDP or FSDP2"),
         (
             "fsdp",
             plugin is not None and getattr(plugin, "fsdp_version", 1) != 2 and "FSDP1",
@@ -151,8 +154,8 @@ def _of_ranks(trainer: Any) -> list[tuple[str, Any, str]]:
 
 
 def _of_steps(trainer: Any, *, budget: bool) -> list[tuple[str, Any, str]]:
-    """Arguments that change how a step is cut or computed: triples (name, what was found or
-    something false, hint)."""
+    """Checks for arguments that change how a step is cut or computed, as triples (name of the
+    option, what was found or a false value where it is not used, hint for the error)."""
     args = trainer.args
     optim = str(getattr(args.optim, "value", args.optim))
     config = args.accelerator_config
@@ -194,8 +197,9 @@ def _of_steps(trainer: Any, *, budget: bool) -> list[tuple[str, Any, str]]:
 
 
 def _of_trl(trainer: Any, kind: Kind, *, budget: bool) -> list[tuple[str, Any, str]]:
-    """Arguments of TRL's trainers, and of their models: triples (name, what was found or something
-    false, hint). None for a trainer of transformers."""
+    """Checks for arguments of TRL's trainers and of their models, as triples (name of the option,
+    what was found or a false value where it is not used, hint for the error). Empty for a trainer
+    of transformers."""
     args, found = trainer.args, list[tuple[str, Any, str]]()
     if kind == "sums":
         return found

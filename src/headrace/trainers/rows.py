@@ -21,7 +21,7 @@ from headrace.ops.loss import IGNORED
 __all__ = ["RowSample", "columns_of", "samples_of"]
 
 _DERIVED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
-"""Fields that say where documents of a row end; places say it too."""
+"""Fields that say where the documents of a row end, as position ids do too; they are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,8 +41,12 @@ class RowSample:
 
 def samples_of(batch: Mapping[str, Any], tokens: str, what: str) -> list[RowSample]:
     """The samples of a collated batch: the documents of its rows, without padding. Documents whose
-    first token has a label stay in one sample, as the token before predicts it. Raises DataError
-    for batches of anything else."""
+    first token has a label stay in one sample, as the token before predicts it.
+
+    ``tokens`` is the name of the field with token numbers [b, S], ``what`` that of the batch in
+    errors. Raises DataError for a batch without this field, and for a field that has not a value of
+    each token.
+    """
     ids = batch.get(tokens)
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         raise DataError(

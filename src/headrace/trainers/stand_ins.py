@@ -4,9 +4,10 @@
     WholeModel    a whole batch: planned forwards on all ranks, and their results on each of them
 
 A trainer shifts labels itself, by cutting off the last column of logits and the first of labels.
-Of a part of a batch that would lose the token at its border. So a part's labels, which are moved to
-the places that predict them, come with one column before them, and its logits with one behind:
-whoever shifts gets the pairs of the part, and all of them.
+On one rank's part of a batch this would lose the token at the border of the part. So the labels of
+a part, which are already at the places that predict them, get one more column in front, and its
+logits one more at the end: after the trainer's shift exactly the part's own pairs of logits and
+labels are left.
 
 Shape legend: s_r local tokens of a micro-batch; V tokens in a vocabulary; a batch of b rows of S
 columns; n tokens of a sample.
@@ -44,11 +45,9 @@ class Sums:
 
     Attributes:
         values: The sum of each of :data:`REPORTED`.
-        tokens: Tokens that the model was given.
     """
 
     values: list[float] = field(default_factory=lambda: [0.0] * len(REPORTED))
-    tokens: int = 0
 
     def add(self, outputs: Any) -> None:
         """Add the sums over the local tokens of a model's outputs."""
@@ -60,20 +59,21 @@ class Sums:
 
 
 class ModelStandIn:
-    """A callable in the place of ``stands_for``, whose attributes it has."""
+    """A callable in the place of the model ``stands_for``, whose attributes it has."""
 
     def __init__(self, stands_for: Any) -> None:
         self.stands_for = stands_for
 
     def __getattr__(self, name: str) -> Any:
+        """An attribute of the model, as it is not one of the stand-in."""
         return getattr(self.stands_for, name)
 
 
 class PartOfModel(ModelStandIn):
     """A model as a trainer's ``compute_loss`` calls it for the ``inputs`` of a micro-batch, whose
     ``labels`` [1, s_r] are at the places that predict them. If ``shifts``, the trainer shifts
-    labels itself, so labels and logits have one more column, which that cuts off. What TRL reports
-    of the tokens is added to ``sums``."""
+    labels itself, so labels and logits get one more column each, which its shift cuts off. What TRL
+    reports of the tokens is added to ``sums``."""
 
     def __init__(
         self,
@@ -119,15 +119,15 @@ class PartOfModel(ModelStandIn):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """The outputs of a model for a batch, of which the trainer makes its loss: the ``leaf``
-    [b, S - 1, ...] (or [b] for scores) by which the loss has a gradient, and the samples of the
-    batch."""
+    """A model's outputs for a batch, from which the trainer computes its loss: ``leaf``,
+    [b, S - 1, ...] (or [b] for scores), is a leaf tensor whose ``grad`` is filled by the loss's
+    backward, and ``samples`` are those of the batch."""
 
     leaf: torch.Tensor
     samples: list[RowSample]
 
     def given(self) -> list[dict[str, torch.Tensor]]:
-        """The samples as a run takes them."""
+        """The samples as :meth:`Attached.backward` takes them: the fields of each by name."""
         return [sample.fields for sample in self.samples]
 
     def gradients(self) -> list[torch.Tensor]:
@@ -141,7 +141,8 @@ class Outcome:
 
 
 class WholeModel(ModelStandIn):
-    """A model as it is called for whole batches that all ranks have alike. Collective.
+    """Stands in for a model that a trainer calls on whole batches, which all ranks have alike: they
+    run the batch together, by planned forwards. Collective.
 
     Args:
         run: The attached run.
@@ -189,8 +190,8 @@ class WholeModel(ModelStandIn):
         if labels is None:
             return _outputs(logits=logits)
         # Logits of a column predict the label of the next one when the model shifts.
-        first, last = (1, -1) if self._shifts else (0, None)
-        flat, targets = logits[:, :last].flatten(0, 1).float(), labels[:, first:].flatten()
+        first_label, end = (1, -1) if self._shifts else (0, None)
+        flat, targets = logits[:, :end].flatten(0, 1).float(), labels[:, first_label:].flatten()
         total = cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum")
         return _outputs(loss=self._mean(total, labels, items), logits=logits)
 
@@ -215,6 +216,7 @@ class WholeModel(ModelStandIn):
             ).float()
 
         by_sample = self._mapped(samples, values, more=fused_head)
+        # [b, S - 1, len(_FUSED)]: the last column predicts nothing.
         batch_values = columns_of(by_sample, samples, tuple(ids.shape)).to(ids.device)[:, :-1]
         fields = dict(zip(_FUSED, batch_values.unbind(-1), strict=True))
         if self._outcomes is not None and torch.is_grad_enabled():
@@ -251,6 +253,7 @@ def _token_losses(outputs: Any, micro: Any) -> torch.Tensor:
 
 
 def _outputs(**named: torch.Tensor) -> Any:
+    """The named values as outputs of a causal language model of transformers."""
     from transformers.modeling_outputs import CausalLMOutput
 
     return CausalLMOutput(**named)

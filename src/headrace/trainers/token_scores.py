@@ -1,8 +1,9 @@
 """Reward models: a score of each sequence, that of its last token.
 
-A model of transformers for sequences picks the score of the last token of each row, so of a packed
-row or of a part it would give one for many. While it is spread it gives the score of every token
-instead; the last ones are picked when all are there.
+A model of transformers for sequences returns the score of the last token of each row. This is wrong
+for a row into which several sequences are packed, and for a part of a row on one rank. So while it
+is spread it returns the score of every token, and that of each sequence's last token is picked once
+all ranks have the scores.
 """
 
 from __future__ import annotations
@@ -51,20 +52,21 @@ def scores_of_tokens(
             scores: torch.Tensor = inner.score(hidden)
         return scores
 
-    # A forward of the instance itself, as Accelerate sets one for mixed precision.
-    own = vars(inner).get("forward")
+    # The instance may have a forward of its own: Accelerate sets one for mixed precision.
+    former = vars(inner).get("forward")
     inner.forward = forward
     try:
         yield
     finally:
-        if own is None:
+        if former is None:
             del inner.forward
         else:
-            inner.forward = own
+            inner.forward = former
 
 
 class ScoredModel(ModelStandIn):
-    """A reward model as it is called for whole batches that all ranks have alike. Collective.
+    """Stands in for a reward model that a trainer calls on whole batches, which all ranks have
+    alike: they run the batch together, by planned forwards. Collective.
 
     Args:
         run: The attached run of the model.
@@ -93,6 +95,7 @@ class ScoredModel(ModelStandIn):
         given = [_unlabelled(sample) for sample in samples]
         with scores_of_tokens(self.stands_for, self._around):
             by_sample = self._run.map(given, _scores)
+        # [b]: every row is one sample, whose score is that of its last token.
         scores = torch.stack([tokens[-1] for tokens in by_sample]).to(named["input_ids"].device)
         if self._outcomes is not None and torch.is_grad_enabled():
             scores = scores.clone().requires_grad_()
@@ -103,7 +106,8 @@ class ScoredModel(ModelStandIn):
 
 
 class _LastToken(Outcome):
-    """The outputs of a reward model: the leaf [b] has the score of each sample's last token."""
+    """The outputs of a reward model for a batch: ``leaf`` [b] is the score of the last token of
+    each sample."""
 
     def gradients(self) -> list[torch.Tensor]:
         """For each sample the gradient of the loss by the score of each of its tokens, [n]: only
@@ -117,12 +121,12 @@ class _LastToken(Outcome):
         return gradients
 
     def given(self) -> list[dict[str, torch.Tensor]]:
-        """The samples as a run takes them."""
+        """The samples as :meth:`Attached.backward` takes them: the fields of each by name."""
         return [_unlabelled(sample) for sample in self.samples]
 
 
 def _unlabelled(sample: RowSample) -> dict[str, torch.Tensor]:
-    """The fields of a sample with labels that are not used: a run asks for some."""
+    """The fields of a sample with labels of zeros, which are not used, but which a run requires."""
     return without_labels(sample.fields["input_ids"], sample.fields)
 
 

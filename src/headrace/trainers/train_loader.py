@@ -1,9 +1,9 @@
 """The samples of a trainer's steps, in the order in which one process would take them.
 
-A trainer on W ranks deals batches of B samples out to its ranks, so W of them are one of B x W
-samples in a single process: the loader here gives every rank just these, with the trainer's own
-sampler, seed and epochs. It reads samples one by one through the data collator, so that they can be
-planned.
+On W ranks a trainer gives each rank a batch of B samples of its own; together they are the batch of
+B x W samples that a single process would take. The loader here gives every rank this whole batch,
+with the trainer's own sampler, seed and epochs. It collates samples one by one, as a plan places
+each of them by its length.
 
 With a budget of tokens the order of an epoch is cut into as many batches of about equal tokens as
 the budget needs: the same number in every epoch, and each sample once.
@@ -29,13 +29,16 @@ from headrace.trainers.rows import RowSample, samples_of
 __all__ = ["Collated", "ItemReader", "lengths_of", "longest_of", "train_loader"]
 
 _LENGTH_STRATEGIES = ("group_by_length", "batch_rebalance")
+"""Values of ``train_sampling_strategy`` with which a trainer draws samples by their length."""
+
 _TOKENS = ("input_ids", "chosen_ids", "rejected_ids")
+"""Columns of a data set with the token numbers of a text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Collated:
-    """An item of the data set and the samples that the data collator makes of it alone; no samples
-    for trainers that need several items together, as pairs."""
+    """An item of the data set, and the samples that the data collator makes of this item alone.
+    There are no samples for trainers that collate whole batches, such as those of pairs."""
 
     item: Any
     samples: list[RowSample]
@@ -43,7 +46,8 @@ class Collated:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ItemReader:
-    """The ``collate_fn`` of a loader: collates each item by itself, if items stand ``alone``."""
+    """The ``collate_fn`` of a loader: it keeps a batch as a list of items, and if ``alone`` runs
+    the data ``collator`` on each item by itself."""
 
     collator: Callable[[list[Any]], Any]
     alone: bool
@@ -53,7 +57,7 @@ class ItemReader:
         return [Collated(item=item, samples=self.samples(item)) for item in items]
 
     def samples(self, item: Any) -> list[RowSample]:
-        """The samples of an item; none unless items stand ``alone``."""
+        """The samples that the collator makes of an item; empty unless ``alone``."""
         if not self.alone:
             return []
         return samples_of(self.collator([item]), "input_ids", "an item")
@@ -69,10 +73,12 @@ class _Budgeted(BatchSampler):
         self._count = min(len(lengths), max(1, math.ceil(int(lengths.sum()) / budget)))
 
     def __len__(self) -> int:
+        """The number of batches of an epoch."""
         return self._count
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The numbers of the items of each batch. Batch k ends where k / count of all tokens do."""
+        """Yield the numbers of the items of each batch. Batch k of n, from 1, ends where k / n of
+        all tokens of the epoch are reached."""
         order = [int(item) for item in self.sampler]
         ends = np.cumsum(self._lengths[order])
         start = 0
@@ -87,9 +93,10 @@ class _Budgeted(BatchSampler):
 def train_loader(
     trainer: Any, *, alone: bool, budget: int | None, say: Callable[[str], object] = tell
 ) -> Any:
-    """A loader that gives every rank the batches of all ranks: lists of :class:`Collated`, whose
-    samples are collated only if items stand ``alone``. With a ``budget`` of tokens batches are cut
-    by it. Raises SpecError for a budget where the data set has no length."""
+    """A loader that gives every rank the batches of all ranks, as lists of :class:`Collated`. If
+    ``alone``, each item is collated by itself; else it has no samples yet. A batch has ``budget``
+    tokens or, where that is None, as many samples as the trainer's arguments say. Raises SpecError
+    for a budget where the data set has no length."""
     args, dataset, collator = trainer.args, trainer.train_dataset, trainer.data_collator
     dataset, collator = _columns(trainer, dataset, collator)
     options: dict[str, Any] = {
@@ -136,9 +143,9 @@ def _sampler(trainer: Any, dataset: Any, say: Callable[[str], object]) -> Any:
     the first rank says so."""
     from transformers import Trainer
 
-    own = type(trainer)._get_train_sampler is not Trainer._get_train_sampler  # noqa: SLF001
+    overridden = type(trainer)._get_train_sampler is not Trainer._get_train_sampler  # noqa: SLF001
     strategy = str(getattr(trainer.args, "train_sampling_strategy", "random"))
-    if own or strategy not in _LENGTH_STRATEGIES:
+    if overridden or strategy not in _LENGTH_STRATEGIES:
         return trainer._get_train_sampler(dataset)  # noqa: SLF001
     if trainer.is_world_process_zero():
         say(f"{strategy} is passed over: samples come at random, and plans place them by length")
@@ -146,7 +153,9 @@ def _sampler(trainer: Any, dataset: Any, say: Callable[[str], object]) -> Any:
 
 
 def _seedable(trainer: Any, sampler: Any) -> Any:
-    """A random sampler whose order follows from the seed and the epoch, as Accelerate makes it."""
+    """The sampler as Accelerate makes it: a random one is replaced by one whose order depends on
+    the seed and the epoch alone, where Accelerate is configured so; any other is returned as it
+    is."""
     from accelerate.data_loader import SeedableRandomSampler
 
     config = trainer.accelerator.dataloader_config
@@ -158,12 +167,14 @@ def _seedable(trainer: Any, sampler: Any) -> Any:
 
 
 class _SameSeeds:
-    """Seeds the workers of a loader alike on all ranks: each reads the samples of all of them."""
+    """The ``worker_init_fn`` of a loader, which seeds workers alike on all ranks: every rank reads
+    the samples of all ranks, and must read the same ones."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
 
     def __call__(self, worker: int) -> None:
+        """Seed the worker of this number as transformers does on rank 0."""
         from transformers.trainer_utils import seed_worker
 
         seed_worker(worker, num_workers=self._workers, rank=0)

@@ -438,7 +438,7 @@ def capped_errors(exchange: str, level: Any, backend: Any) -> dict[str, float]:
         ("ring", 2, "attention", None),
         ("gather", 2, "full", None),
         whole("2d", 4, "none", None),
-        ("ring", 2, "none", "aot_eager"),
+        whole("ring", 2, "none", "aot_eager"),
     ],
 )
 def test_bounded_scores(exchange: str, ranks: int, level: Any, backend: Any) -> None:

@@ -220,6 +220,34 @@ def test_a_stream_is_taken_in_order() -> None:
         assert other.next_batch().lengths == drawn[at + 1].lengths
 
 
+@pytest.mark.parametrize("failing", [0, 3, 7])
+def test_a_read_that_fails_once_loses_nothing(failing: int) -> None:
+    """Catches items lost or taken twice where a stream fails and is asked again, and an epoch that
+    ends early as the iterator that failed gives no more."""
+    fails = [failing]
+
+    class Unsteady:
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            for at, item in enumerate(dataset()):
+                if at in fails:
+                    fails.remove(at)
+                    raise OSError("the disk is away")
+                yield item
+
+    order, wanted = (StreamOrder(x, READER, batch_tokens=100) for x in (Unsteady(), Stream()))
+    for _ in range(9):
+        state = order.state()
+        try:
+            found = order.next_batch()
+        except OSError:
+            assert order.state() == state
+            found = order.next_batch()
+        expected = wanted.next_batch()
+        assert (found.lengths, found.epoch) == (expected.lengths, expected.epoch)
+        assert found.state_after == expected.state_after
+    assert not fails
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=40),

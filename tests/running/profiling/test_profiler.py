@@ -303,3 +303,33 @@ def test_links_are_measured(profile: Profile) -> None:
     """Would catch a link of another size's groups, and speeds that no planner could divide by."""
     assert profile.links.keys() == {2, 3}
     assert all(start >= 0 and speed > 0 for start, speed in profile.links.values())
+
+
+def _with_a_large_head() -> dict[str, Any]:
+    groups, model = Groups(), replace(MODEL, layers=1, vocabulary=2_000)
+    options = ProfileOptions(
+        sizes=tuple(range(1, groups.ranks + 1)),
+        longest=8_192,
+        repeats=1,
+        methods=("megatron_cz",),
+        levels=("none",),
+        point_s=20.0,
+    )
+    profiler = Profiler(Storage(model, groups, seed=2), groups, options)
+    return profiler.profile("f", Cluster(devices=groups.ranks, memory_bytes=2**33)).to_json()
+
+
+def test_the_head_of_a_long_pack_is_counted_by_its_chunks() -> None:
+    """Catches logits of a chunk of tokens that are extrapolated from shorter packs as if a long one
+    held all of its logits at once: packs of 8,192 tokens took 4 times the bytes on paper."""
+    (found, _) = run_ranks(2, _with_a_large_head, timeout_s=120)
+    costs = costs_from_profile(Profile.from_json(found))
+    points = [p for p in Profile.from_json(found).points if p.option == ENDS]
+    for p in (1, 2):
+        counted = [x for x in points if x.p == p and x.transient_bytes is not None]
+        largest = max(x.transient_bytes or 0 for x in counted)
+        assert max(sum(x.lengths) for x in counted) >= 4096 * p
+        # longer packs hold no more logits, but their rows' other values
+        assert 0.99 * largest <= costs.ends[p].transient(8_192) < 1.5 * largest
+        for x in counted:
+            assert costs.ends[p].transient(sum(x.lengths)) >= 0.95 * (x.transient_bytes or 0)

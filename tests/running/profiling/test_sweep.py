@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from headrace.comm.mesh import Groups
 from headrace.costs.sources.measured import costs_from_profile
 from headrace.planning import Problem, plan
 from headrace.profiling.probe import ChainProbe, Probe
-from headrace.profiling.sweep import Sweep, Sweeper, SweepOptions
+from headrace.profiling.sweep import Sweep, Sweeper, SweepOptions, first_of_each_node_first
 from headrace.spec import Cluster, Lengths
 from headrace.spec.model_shape import ModelShape
 from headrace.spec.profile import ENDS, Profile, ProfilePoint
@@ -79,6 +80,25 @@ def test_documents_that_are_asked_for_are_measured() -> None:
     (points,) = run_ranks(1, _swept, (7, 70, 300))
     assert [point.lengths for point in points] == [(7,), (70,), (300,)]
     assert all(point.kept_bytes is not None for point in points)
+
+
+def _in_turns() -> tuple[float, float]:
+    spans = list[float]()
+
+    def work() -> None:
+        spans.append(time.monotonic())
+        time.sleep(0.05)
+        spans.append(time.monotonic())
+
+    first_of_each_node_first(Groups(node_ranks=2), work)
+    begin, end = spans
+    return begin, end
+
+
+def test_the_first_rank_of_a_node_compiles_for_the_others() -> None:
+    """Catches kernels that every rank of a node compiles at once, and a rank that runs nothing."""
+    spans = run_ranks(4, _in_turns)
+    assert max(spans[0][1], spans[2][1]) <= min(spans[1][0], spans[3][0])
 
 
 def _exhausted() -> Any:

@@ -102,6 +102,7 @@ class Pair:
     polynomial: Polynomial
 
     def __post_init__(self) -> None:
+        """Raise CostError for a longest length that is no int of at least 1."""
         if isinstance(self.longest, bool) or not isinstance(self.longest, int) or self.longest < 1:
             raise CostError("longest length", got=repr(self.longest), wanted="an int >= 1")
 

@@ -38,6 +38,7 @@ class HybridCosts:
     error: FitError
 
     def __str__(self) -> str:
+        """How far the quadratics are from the hybrid, in a sentence."""
         return f"quadratics fitted to forests and polynomials are off by {self.error}"
 
 
@@ -78,7 +79,8 @@ def _samples(
     """Points that the hybrid predicts for one option on one group size, given its measured
     ``points``: documents of geometrically spaced lengths from the shortest measured one to
     ``longest`` tokens, or the longest measured one if that is longer."""
-    first, measured = points[0], [x.lengths[0] for x in points if len(x.lengths) == 1]
+    first = points[0]  # what all points of an option share is copied from it
+    measured = [point.lengths[0] for point in points if len(point.lengths) == 1]
     spaced = np.geomspace(min(measured), max(longest, *measured), _SAMPLES)
     lengths = sorted({round(float(n)) for n in spaced})
 

@@ -72,7 +72,7 @@ class Polynomial:
     def rises_from(self, tokens: float) -> bool:
         """Whether the polynomial falls nowhere from ``tokens`` on: its slope b + 2 c x + 3 d x^2 is
         not below zero where it is least there."""
-        _, b, c, d = (*self.coefficients, 0.0, 0.0)[:4]
+        _, b, c, d = (*self.coefficients, 0.0, 0.0)[:4]  # absent powers have the coefficient 0
         if d < 0 or (d == 0 and c < 0):  # the slope goes to minus infinity
             return False
         x = tokens / self.unit
@@ -136,7 +136,8 @@ def _fit_degree(x: Floats, y: Floats, floor: Floats, degree: int) -> Polynomial:
 
 
 def _mean(x: Floats, y: Floats, floor: Floats) -> Polynomial:
-    """The constant with the least squared errors relative to ``floor``, as a line of slope 0."""
+    """The constant with the least squared errors relative to ``floor``, as a line of slope 0;
+    arguments as for :func:`_fit_degree`."""
     weights = floor**-2
     return Polynomial(
         coefficients=(float((weights * y).sum() / weights.sum()), 0.0), unit=float(x.max())
@@ -144,8 +145,9 @@ def _mean(x: Floats, y: Floats, floor: Floats) -> Polynomial:
 
 
 def _criterion(fitted: Polynomial, x: Floats, y: Floats, floor: Floats) -> float:
-    """AICc of a fitted polynomial by the formula in the module's docstring. Its correction is left
-    out where it is not finite: degree 1 is then the only candidate."""
+    """AICc of a fitted polynomial by the formula in the module's docstring, where R / m is the mean
+    of the squared errors relative to ``floor``. Its correction is left out where it is not finite:
+    degree 1 is then the only candidate."""
     m, k = len(x), fitted.degree + 2
     error = float((((fitted(x) - y) / floor) ** 2).mean())
     correction = 2 * k * (k + 1) / (m - k - 1) if m > k + 1 else 0.0

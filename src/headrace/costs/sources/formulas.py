@@ -115,14 +115,17 @@ class Speeds:
             self.core_flops_per_s,
             self.across_bytes_per_s or 1.0,
         )
-        if not min(rates) > 0:
+        if not min(rates) > 0:  # seconds are amounts over rates, so rates may be infinite
             raise CostError("speeds", got=self, wanted="> 0")
-        least = (self.launch_s, self.latency_s, self.across_latency_s, self.idle_outputs)
-        if not (min(least) >= 0 and isfinite(sum(least))) or self.element_bytes < 1:
+        # What is added to seconds or outputs may be 0, but must be finite.
+        added = (self.launch_s, self.latency_s, self.across_latency_s, self.idle_outputs)
+        if not (min(added) >= 0 and isfinite(sum(added))) or self.element_bytes < 1:
             wanted = "times and idle outputs >= 0 and at least a byte"
             raise CostError("speeds", got=self, wanted=wanted)
+        # Blocks have a side of a token at least; ``exposed`` is a fraction.
         if self.block_tokens < 1 or not 0 <= self.exposed <= 1:
             raise CostError("speeds", got=self, wanted="a block of a token, a fraction exposed")
+        # Several nodes need a link across them, and such a link is of use between nodes only.
         if (self.devices_per_node is None) != (self.across_bytes_per_s is None):
             raise CostError("speeds", got=self, wanted="a link across for nodes, and nodes for it")
 
@@ -175,10 +178,16 @@ _NOTHING = Quadratic()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Branch:
-    """One branch of a layer on a group: what its method uses; seconds of its matrix products
-    (forward, backward) as ``linear``, of the products that come ``first`` alone, of attention's
-    ``core`` (forward, backward); the units of u that other operators touch (forward, backward, when
-    the first products run again)."""
+    """One branch of a layer on a group of ranks.
+
+    Attributes:
+        use: What its method uses: shares of FLOPs, traffic, bytes.
+        linear: Seconds of its matrix products (forward, backward).
+        first: Seconds of those of its products in the forward that come first: all but the last.
+        core: Seconds of attention itself (forward, backward); none in a feed-forward.
+        touched: Activations u that memory-bound operators read and write (forward, backward, when
+            the first products run again).
+    """
 
     use: BranchUse
     linear: tuple[Quadratic, Quadratic]
@@ -189,7 +198,8 @@ class _Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """An architecture on p ranks of some speeds."""
+    """The architecture ``a`` on a group of ``p`` ranks with the speeds ``s``, and the seconds of
+    what they do. Its k and its unit u are those of the module's docstring."""
 
     a: Architecture
     s: Speeds
@@ -202,7 +212,7 @@ class _Group:
 
     @property
     def r(self) -> float:
-        """Bytes of an element of sums (fp32) over bytes of an element of activations."""
+        """r: bytes of an element of sums (fp32) over bytes of an element of activations."""
         return self.s.sum_bytes / self.s.element_bytes
 
     @property
@@ -231,14 +241,15 @@ class _Group:
         half of them when causal. Where FLOPs are counted as kernels run them, causal attention
         computes blocks on the diagonal whole, and the backward is 5/2 of the forward instead of
         2."""
+        # hidden_s: seconds of h FLOPs of the share.
         s, hidden_s = self.s, self.a.hidden * share / self.s.core_flops_per_s
         if not s.counted:
             forward = Quadratic(a=(2 if self.a.causal else 4) * hidden_s)
             return forward, forward * 2
-        diagonal = 2 * hidden_s * s.block_tokens
-        forward = (
-            Quadratic(a=2 * hidden_s, b=diagonal) if self.a.causal else Quadratic(a=4 * hidden_s)
-        )
+        if self.a.causal:  # 2 h l (l + block): each token's row of scores ends with its block
+            forward = Quadratic(a=2 * hidden_s, b=2 * hidden_s * s.block_tokens)
+        else:
+            forward = Quadratic(a=4 * hidden_s)
         return forward, forward * 2.5
 
     def touch(self, units: float) -> Quadratic:
@@ -256,7 +267,7 @@ class _Group:
 def feed_forwards_of(methods: Iterable[str]) -> dict[str, str]:
     """For each of ``methods`` without a feed-forward of its own, the method whose feed-forward it
     uses."""
-    return {m: FACTS[m].owner for m in methods if FACTS[m].owner != m}
+    return {name: FACTS[name].owner for name in methods if FACTS[name].owner != name}
 
 
 def layer_options(
@@ -276,12 +287,15 @@ def layer_options(
         for owner in (f for f in owners if f.rule("feed_forward", a, p) is None):
             # A feed-forward that the attention's method uses anyway goes by that method's name.
             feed_forward = attention.name if owner.name == attention.owner else owner.name
-            branches = _attention(group, attention), _feed_forward(group, owner)
+            attention_branch = _attention(group, attention)
+            feed_forward_branch = _feed_forward(group, owner)
             for level in RECOMPUTE:
                 option = LayerOption(
                     attention=attention.name, feed_forward=feed_forward, recompute=level
                 )
-                found[str(option)] = _layer(group, attention, owner, *branches, level)
+                found[str(option)] = _layer(
+                    group, attention, owner, attention_branch, feed_forward_branch, level
+                )
     return found
 
 
@@ -317,15 +331,15 @@ def inner_features(a: Architecture, cut: int = 1) -> tuple[float, float, float]:
 
 
 def _attention_features(a: Architecture, cut: int) -> tuple[float, float, float]:
-    """:func:`inner_features` of the attention alone: h to q, k and v and h / cut behind attention;
-    in the backward the outputs of these."""
+    """:func:`inner_features` of the attention alone: h of the product to q, k and v, and h / cut of
+    the one behind attention; in the backward the outputs of these products."""
     h, keys = a.hidden, 2 * a.kv_heads * a.head_features
     return h + h / cut, (h + keys) / cut + h, h
 
 
 def _feed_forward_features(a: Architecture, cut: int) -> tuple[float, float, float]:
-    """:func:`inner_features` of the feed-forward alone: h to gate and up, f / cut to the output; in
-    the backward the outputs of these."""
+    """:func:`inner_features` of the feed-forward alone: h of the product to gate and up, and
+    f / cut of the one to the output; in the backward the outputs of these products."""
     h, wide = a.hidden, (2 if a.gated else 1) * a.ffn
     return h + a.ffn / cut, wide / cut + h, h
 
@@ -334,6 +348,8 @@ def _first_shares(a: Architecture) -> tuple[float, float]:
     """The fractions (attention, feed-forward) of a branch's elements that are in the matrices that
     come first: those to q, k and v, and those to the inner features."""
     k, matrices = a.kv_heads * a.head_features / a.hidden, 3 if a.gated else 2
+    # Attention has 2 h (h + g d) = (2 + 2 k) h^2 elements, of which (1 + 2 k) h^2 lead to q, k and
+    # v. The matrices of a feed-forward have equal sizes, and all but the last come first.
     return (1 + 2 * k) / (2 + 2 * k), (matrices - 1) / matrices
 
 
@@ -356,33 +372,33 @@ def _attention_units(k: float) -> tuple[float, float, float]:
 def _feed_forward_units(gated: bool, wide: float) -> tuple[float, float, float]:
     """Units u that the feed-forward's memory-bound operators touch: forward, backward, and when the
     first product runs again (the module's table ``touched``); ``wide`` is f / h."""
-    active = (3 if gated else 2) * wide
-    return 5 + active, 8 + (5 if gated else 3) * wide, 2 + active
+    activation = (3 if gated else 2) * wide  # its factors are read, its result is written
+    return 5 + activation, 8 + (5 if gated else 3) * wide, 2 + activation
 
 
-def _attention(g: _Group, facts: MethodFacts) -> _Branch:
+def _attention(group: _Group, facts: MethodFacts) -> _Branch:
     """The costs of a method's attention on the busiest rank of a group. The query-key-value product
     is ``first``, the part that recompute runs again."""
     assert facts.attention_use is not None, "the method has formulas"
-    a, k, use = g.a, g.k, facts.attention_use(g.a, g.p, g.r)
-    features, share = _attention_features(a, use.cut), _first_shares(a)[0]
-    linear, first = g.products(_attention_elements(a), use, features, share)
+    a, use = group.a, facts.attention_use(group.a, group.p, group.r)
+    features, (first_share, _) = _attention_features(a, use.cut), _first_shares(a)
+    linear, first = group.products(_attention_elements(a), use, features, first_share)
     return _Branch(
         use=use,
         linear=linear,
-        core=g.core(use.core),
+        core=group.core(use.core),
         first=first,
-        touched=_attention_units(k),
+        touched=_attention_units(group.k),
     )
 
 
-def _feed_forward(g: _Group, facts: MethodFacts) -> _Branch:
+def _feed_forward(group: _Group, facts: MethodFacts) -> _Branch:
     """The costs of a method's feed-forward on a group: all products but the last are ``first``, the
     part that recompute runs again."""
     assert facts.feed_forward_use is not None, "the method has formulas"
-    a, use = g.a, facts.feed_forward_use(g.a, g.p, g.r)
-    features, share = _feed_forward_features(a, use.cut), _first_shares(a)[1]
-    linear, first = g.products(_feed_forward_elements(a), use, features, share)
+    a, use = group.a, facts.feed_forward_use(group.a, group.p, group.r)
+    features, (_, first_share) = _feed_forward_features(a, use.cut), _first_shares(a)
+    linear, first = group.products(_feed_forward_elements(a), use, features, first_share)
     return _Branch(
         use=use,
         linear=linear,
@@ -392,28 +408,31 @@ def _feed_forward(g: _Group, facts: MethodFacts) -> _Branch:
 
 
 def _layer(
-    g: _Group,
+    group: _Group,
     method: MethodFacts,
     owner: MethodFacts,
     attention: _Branch,
-    follower: _Branch,
+    feed_forward: _Branch,
     level: Recompute,
 ) -> OptionCost:
-    """The costs of a layer at a recompute level. ``method`` and ``attention`` are the facts and the
-    costs of its attention, ``owner`` and ``follower`` those of its feed-forward."""
+    """The costs of a layer at a recompute level: the sums over its two branches. ``method`` and
+    ``attention`` are the facts and the costs of its attention, ``owner`` and ``feed_forward`` those
+    of its feed-forward."""
     forward, backward = Quadratic(), Quadratic()
     kept, kept_at_none, buffers = 0.0, 0.0, 0.0  # in units u
-    for branch in (attention, follower):
+    for branch in (attention, feed_forward):
         use = branch.use
-        launch = Quadratic(c=use.launches * g.s.launch_s / 2)  # half of a layer's launches
-        touch, touch_back, touch_again = map(g.touch, branch.touched)
+        launch = Quadratic(c=use.launches * group.s.launch_s / 2)  # half of a layer's launches
+        touch, touch_back, touch_again = map(group.touch, branch.touched)
         core, core_back = branch.core
         linear, linear_back = branch.linear
-        sent = g.traffic(use.sent, use.messages, use.pattern)
+        sent = group.traffic(use.sent, use.messages, use.pattern)
         branch_forward = linear + core + sent + touch + launch
-        sent_back = g.traffic(use.sent_back, use.messages_back, use.pattern)
+        sent_back = group.traffic(use.sent_back, use.messages_back, use.pattern)
         forward += branch_forward
         backward += linear_back + core_back + sent_back + touch_back + launch * 2
+        # What the backward runs again: the first products where the method always does so, or where
+        # the level ``attention`` keeps less than ``none``; at ``full`` the whole forward.
         if use.recomputes:
             backward += branch.first + touch_again
         elif level == "attention" and use.kept > use.kept_attention:
@@ -424,15 +443,16 @@ def _layer(
         kept += use.kept if level == "none" else use.kept_attention
         buffers += use.buffers
     kept = 1.0 if level == "full" else kept  # the layer's input alone
-    share, shards = g.a.attention_share, g.a.tensor_ranks
+    share, shards = group.a.attention_share, group.a.tensor_ranks
     return OptionCost(
         forward=forward,
         backward=backward,
-        kept=Linear(slope=kept * g.unit),
+        kept=Linear(slope=kept * group.unit),
         # In its backward the layer has all that the level none would have kept.
-        transient=Linear(slope=(buffers + kept_at_none - kept) * g.unit),
-        order=method.order if g.a.causal else "natural",
-        fetched=share * method.fetched(g.p, shards) + (1 - share) * owner.fetched(g.p, shards),
+        transient=Linear(slope=(buffers + kept_at_none - kept) * group.unit),
+        order=method.order if group.a.causal else "natural",
+        fetched=share * method.fetched(group.p, shards)
+        + (1 - share) * owner.fetched(group.p, shards),
     )
 
 
@@ -479,6 +499,7 @@ def formula_model(
             raise CostError("formulas of a method", got=repr(method), hint=hint)
     a, s, devices = architecture, speeds, cluster.devices
     wanted = sizes or group_sizes_of(devices)
+    # Sizes on which no method runs are left out.
     options = {p: found for p in wanted if (found := layer_options(a, s, p, methods))}
     weights = parameter_count(a)
     return CostModel(
@@ -509,6 +530,7 @@ def _working_bytes(s: Speeds, *, in_place: bool) -> int:
     """
     if not in_place:
         return s.element_bytes + s.sum_bytes
+    # Stored weights have the type of sums, so only narrower ones are copied.
     return s.element_bytes if s.element_bytes < s.sum_bytes else 0
 
 
@@ -561,13 +583,14 @@ def _sharded_share(a: Architecture, s: Speeds, devices: int) -> float:
     """
     if devices == 1:
         return 1.0
-    lacked = 0.0
+    lacked = 0.0  # elements, over all weights
     for weight in weight_table(a):
-        units = weight.rows // (weight.unit or weight.rows)
+        units = weight.rows // (weight.unit or weight.rows)  # 1 for a weight that is never cut
         if units < devices or not _in_order(s, devices):
-            shard = 1 / min(units, devices)
+            shard = 1 / min(units, devices)  # the fraction of the weight that a rank works with
             lacked += weight.elements * (shard if units > 1 else 1 - 1 / devices)
-    return min(1.0, lacked / (parameter_count(a) * (devices - 1) / devices))
+    all_lacked = parameter_count(a) * (devices - 1) / devices  # in a pull of all weights
+    return min(1.0, lacked / all_lacked)
 
 
 def _in_order(s: Speeds, devices: int) -> bool:
@@ -591,7 +614,9 @@ def _ends(a: Architecture, s: Speeds, p: int, memory_bytes: int) -> OptionCost:
     token_logit_bytes = a.vocabulary * s.element_bytes
     chunk_bytes = 2 * HEAD_CHUNK_TOKENS * token_logit_bytes
     roomy = chunk_bytes <= _ROOMY * memory_bytes
+    # Bytes of a token on a rank: of an activation, and of logits.
     unit, logit_bytes = a.hidden * s.element_bytes / p, token_logit_bytes * a.head_share / p
+    # Embedding and last norm read and write 4 activations in the forward, 7 in the backward.
     touch = Quadratic(b=(4 * unit + logit_bytes) / s.touched_bytes_per_s)
     touch_back = Quadratic(b=(7 * unit + 2 * logit_bytes) / s.touched_bytes_per_s)
     idle_s = 2 * s.idle_outputs / s.flops_per_s

@@ -14,7 +14,7 @@ from headrace.costs.cost_model import CostModel, ExchangeCost, OptionCost
 from headrace.costs.quadratic import FitError, Linear, Quadratic, fit_linear, fit_quadratic
 from headrace.errors import CostError
 from headrace.spec.layer_plan import RECOMPUTE, Branch, LayerOption, Recompute
-from headrace.spec.model_shape import ModelShape
+from headrace.spec.model_shape import HEAD_CHUNK_TOKENS, ModelShape
 from headrace.spec.profile import ENDS, Profile, ProfilePoint
 from headrace.units import percent_text
 
@@ -48,11 +48,12 @@ def composed(
     ``feed_forwards`` names for a method the one whose feed-forward it uses. Raises CostError when
     a branch is missing or claims the level ``full``.
     """
-    attentions, followers = (_by_level(branches, name, p) for name in ("attention", "feed_forward"))
+    attention_costs = _by_level(branches, "attention", p)
+    feed_forward_costs = _by_level(branches, "feed_forward", p)
     share = shape.attention_share
     costs: dict[str, OptionCost] = {}
-    for (method, level), attention in attentions.items():
-        for (other, other_level), follower in followers.items():
+    for (method, level), attention in attention_costs.items():
+        for (other, other_level), feed_forward in feed_forward_costs.items():
             if level != other_level:
                 continue
             # A feed-forward that the attention's method uses anyway goes by that method's name.
@@ -60,7 +61,7 @@ def composed(
             option = LayerOption(
                 attention=method, feed_forward=method if own else other, recompute=level
             )
-            costs[str(option)] = _layer_cost(attention, follower, share)
+            costs[str(option)] = _layer_cost(attention, feed_forward, share)
             if level == "none":
                 full = replace(option, recompute="full")
                 costs[str(full)] = recomputed(costs[str(option)], shape.hidden, p, element_bytes)
@@ -100,22 +101,23 @@ def _by_level(branches: Branches, name: Branch, p: int) -> dict[tuple[str, Recom
     return found
 
 
-def _layer_cost(attention: OptionCost, follower: OptionCost, share: float) -> OptionCost:
-    """The costs of a layer from those of its branches: seconds and kept bytes add up, of
-    passing ones the larger count; ``share`` is the attention's share of the weights."""
+def _layer_cost(attention: OptionCost, feed_forward: OptionCost, share: float) -> OptionCost:
+    """The costs of a layer from those of its branches: seconds and kept bytes add up, but of
+    transient bytes the larger count, as the branches run one after the other. ``share`` is the
+    attention's fraction of the layer's weights."""
     return OptionCost(
-        forward=attention.forward + follower.forward,
-        backward=attention.backward + follower.backward,
+        forward=attention.forward + feed_forward.forward,
+        backward=attention.backward + feed_forward.backward,
         kept=Linear(
-            slope=attention.kept.slope + follower.kept.slope,
-            constant=attention.kept.constant + follower.kept.constant,
+            slope=attention.kept.slope + feed_forward.kept.slope,
+            constant=attention.kept.constant + feed_forward.kept.constant,
         ),
         transient=Linear(
-            slope=max(attention.transient.slope, follower.transient.slope),
-            constant=max(attention.transient.constant, follower.transient.constant),
+            slope=max(attention.transient.slope, feed_forward.transient.slope),
+            constant=max(attention.transient.constant, feed_forward.transient.constant),
         ),
         order=attention.order,
-        fetched=share * attention.fetched + (1 - share) * follower.fetched,
+        fetched=share * attention.fetched + (1 - share) * feed_forward.fetched,
     )
 
 
@@ -191,8 +193,13 @@ class FittedPart:
 def _falls(what: str, values: Sequence[tuple[ProfilePoint, float | None]]) -> str:
     """A note on single documents that measured at least a tenth less than a shorter one; empty
     without any. ``values`` are pairs (point, its value or None), ``what`` names the quantity."""
-    singles = [(x.lengths[0], v) for x, v in values if len(x.lengths) == 1 and v is not None]
-    lengths, most, share = list[int](), 0.0, 0.0  # share: the largest fall, as a fraction
+    singles = [
+        (point.lengths[0], value)
+        for point, value in values
+        if len(point.lengths) == 1 and value is not None
+    ]
+    # ``most`` is the largest value of shorter documents, ``share`` the largest fall below it.
+    lengths, most, share = list[int](), 0.0, 0.0
     for length, value in sorted(singles):
         if value < most * (1 - _FALL):
             lengths.append(length)
@@ -212,7 +219,7 @@ def costs_from_profile(profile: Profile) -> CostModel:
     Raises CostError when an option was measured at too few lengths, naming some to add, or when the
     branches of a group size do not belong together.
     """
-    curves = {(f.p, f.option, f.part): f.curve for f in fit_parts(profile)}
+    curves = {(fit.p, fit.option, fit.part): fit.curve for fit in fit_parts(profile)}
     costs: dict[int, dict[str, OptionCost]] = {}
     for (p, option), points in points_by_option(profile).items():
         if (p, ENDS, "forward") not in curves:
@@ -229,8 +236,8 @@ def costs_from_profile(profile: Profile) -> CostModel:
         shape=profile.shape,
         cluster=profile.cluster,
         fingerprint=profile.fingerprint,
-        options={p: _options(profile, p, by) for p, by in costs.items()},
-        ends={p: by[ENDS] for p, by in costs.items()},
+        options={p: _options(profile, p, by_option) for p, by_option in costs.items()},
+        ends={p: by_option[ENDS] for p, by_option in costs.items()},
         exchange_s=_exchange(profile),
         state_bytes=profile.state_bytes,
         working_bytes=profile.working_bytes,
@@ -257,7 +264,7 @@ def _margin(profile: Profile, costs: Mapping[int, Mapping[str, OptionCost]]) -> 
     available.
     """
     room = profile.cluster.memory_bytes - profile.state_bytes
-    shares = [1.0]
+    shares = [1.0]  # what each pack needs, as a fraction of the room
     for pack in profile.not_fitting:
         cost = costs.get(pack.p, {}).get(pack.option)
         if cost is not None and room > 0:
@@ -267,8 +274,8 @@ def _margin(profile: Profile, costs: Mapping[int, Mapping[str, OptionCost]]) -> 
 
 def _options(profile: Profile, p: int, costs: Mapping[str, OptionCost]) -> dict[str, OptionCost]:
     """The costs of the layer options of groups of p ranks by their text: layers that were measured
-    whole, and others put together from measured branches. ``costs`` are those of all that was
-    measured."""
+    whole, and others put together from measured branches. ``costs`` are those of all layers and
+    branches that were measured, by the option's text."""
     whole: dict[str, OptionCost] = {}
     branches: dict[Branch, dict[str, OptionCost]] = {}
     for point in profile.points:
@@ -364,6 +371,7 @@ def _consistent_point(
     method, _, level = point.option.partition("+")
     levels = levels_of[point.p, method, point.lengths]
     forward_s = min(other.forward_s for other in levels.values())
+    # Measurements of the backward without recompute; that of ``full`` has a forward besides.
     backwards_s = [
         other.backward_s - (forward_s if name == "full" else 0.0)
         for name, other in levels.items()
@@ -373,7 +381,7 @@ def _consistent_point(
     backward_s = {
         "full": least_s + forward_s,
         "attention": min(max(point.backward_s, least_s), least_s + forward_s),
-    }.get(level, least_s)
+    }.get(level, least_s)  # the level ``none`` has no text
     return replace(point, forward_s=forward_s, backward_s=backward_s)
 
 
@@ -388,12 +396,18 @@ def points_by_option(profile: Profile) -> dict[tuple[int, str], list[ProfilePoin
 
 def _bytes_line(points: Sequence[ProfilePoint], name: str) -> Linear:
     """A line over tokens fitted to the byte counts ``name`` (``kept_bytes`` or ``transient_bytes``)
-    of the points that have them; raises CostError for fewer than two."""
+    of the points that have them; raises CostError for fewer than two. The head works in chunks, so
+    that its bytes grow up to a chunk's tokens and hardly beyond: its line is that of the packs of a
+    chunk or more, where there are two, and above what smaller ones need."""
     counted = [
         (sum(point.lengths), value)
         for point in points
         if (value := getattr(point, name)) is not None
     ]
+    if points[0].option == ENDS:
+        chunk = HEAD_CHUNK_TOKENS * points[0].p
+        of_chunks = [(tokens, value) for tokens, value in counted if tokens >= chunk]
+        counted = of_chunks if len(of_chunks) >= 2 else counted
     if len(counted) < 2:
         longest = max([tokens for tokens, _ in counted], default=sum(points[0].lengths))
         raise CostError(

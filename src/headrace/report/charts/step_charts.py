@@ -119,7 +119,9 @@ def loss_curve(run: Run) -> theme.Drawing:
     """Loss of every step, and smoothed; steps whose loss is not a number are marked
     at the foot."""
     rows = _rows(run, lambda step: step.loss)
-    y = alt.Y("value:Q", title="loss per token", scale=alt.Scale(zero=False), axis=_number("~g"))
+    y = alt.Y(
+        "value:Q", title="loss per token", scale=alt.Scale(zero=False), axis=_number_axis("~g")
+    )
     layers = _curve(rows, y, theme.MEASURED, "loss", ".4f")
     lost = [{"step": s.step} for s in every([s for s in run.steps if not isfinite(s.loss)])]
     if lost:
@@ -131,11 +133,13 @@ def loss_curve(run: Run) -> theme.Drawing:
     return theme.half(theme.layered(*layers))
 
 
-def _number(text: str) -> alt.Axis:
-    return alt.Axis(format=text)
+def _number_axis(number_format: str) -> alt.Axis:
+    """An axis whose labels are written in a number format of d3, such as ``~s``."""
+    return alt.Axis(format=number_format)
 
 
 def _percent(ticks: int) -> alt.Axis:
+    """An axis of fractions in percent, with about so many ticks."""
     return alt.Axis(format=".0%", tickCount=ticks)
 
 
@@ -146,7 +150,7 @@ def _from_zero(largest: float) -> alt.Scale:
 
 def throughput(run: Run) -> theme.Drawing:
     """Tokens per second above, idle share of all ranks' time below, on one step axis."""
-    rate = alt.Y("value:Q", title="tokens/s", axis=_number("~s"), scale=alt.Scale(zero=True))
+    rate = alt.Y("value:Q", title="tokens/s", axis=_number_axis("~s"), scale=alt.Scale(zero=True))
     most = max(finite(step.idle for step in run.steps), default=0.0)
     idle = alt.Y("value:Q", title="idle", axis=_percent(3), scale=_from_zero(float(most)))
     bare = _step_axis()
