@@ -3,7 +3,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 CONFIG ?= examples/python-sources.toml
 LARGER := examples/python-sources-64.toml
-JOBS   ?= 2
+JOBS   ?= 3
 MINUTES ?= 60
 SEED   ?= 0
 GPU_RESULTS ?= benchmarks/results/gpu

@@ -51,11 +51,13 @@ def attention(
         q         [b, N, s_r, D]   s_r tokens of every row on this rank
         k         [b, G, s_r, D]   G divides N
         v         [b, G, s_r, E]   E at most D
-        window    tokens that a query sees with itself (on either side, where not causal), 0 for
-                  all, below 0 those of its chunk of so many
-        scale     of the scores, 1 / sqrt(D) where it is None
-        softcap   c above 0: scores are c tanh(score / c), by plain operators
-        sinks     [N] a score of each head that takes its share of the softmax and gives nothing
+        window    w > 0: a sliding window, in which a query sees w tokens on one side, itself among
+                  them (on each side, where not causal); 0: all tokens; -n: those of its own chunk,
+                  where each document is cut into chunks of n tokens
+        scale     the factor of the scores, 1 / sqrt(D) where it is None
+        softcap   c > 0: scores become c tanh(score / c); 0: they stay as they are
+        sinks     [N] attention sinks: one more score of each head in the softmax's denominator,
+                  which has no value
         returns   [b, N, s_r, E]
 
     Under autocast it computes in autocast's type, as torch's attention does. The adjoint is that of
@@ -66,17 +68,19 @@ def attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     rows, heads, tokens, features = q.shape
-    # attend scales scores by 1 / sqrt(D); q takes what is left of another scale.
+    # attend itself scales scores by 1 / sqrt(D), so another scale is reached by a factor of q.
     wanted_scale = features**-0.5 if scale is None else scale
     factor = wanted_scale / features**-0.5
-    # Compilers take a module's numbers for symbols, which cannot be compared.
+    # While a graph is compiled, the factor may be a symbol, which cannot be compared with 1.
     if torch.compiler.is_compiling() or abs(factor - 1) > _SAME:
         q = q * factor
     value_features = v.shape[-1]
-    if value_features < features:
+    if value_features < features:  # attend takes q, k and v of equal D; zeros are cut off below
         v = pad(v, (0, features - value_features))
+    # attend takes [b s_r, heads, D]; what it returns besides its output is for its backward.
     flat = [x.transpose(1, 2).reshape(rows * tokens, x.shape[1], features) for x in (q, k, v)]
-    out = attend(*flat, handle, causal, window, joins_inputs(), softcap, sinks)[0]
+    joins = joins_inputs()
+    out, *_for_backward = attend(*flat, handle, causal, window, joins, softcap, sinks)
     return out.view(rows, tokens, heads, features)[..., :value_features].transpose(1, 2)
 
 
@@ -117,12 +121,14 @@ def asks_registry(model: torch.nn.Module) -> bool:
 
 
 def registered(model: Any, slot: ModelSlot) -> RegisteredAttention:
-    """Register an attention function for ``model`` on what its ``slot`` holds. Returns a switch,
-    which is called with whether it is on: while it is, the modules of the model take this function.
-    Raises ModelError for layers that mix tokens in ways that the function does not know.
+    """Register with transformers an attention function that attends over the placement in ``slot``,
+    and return the switch that makes ``model`` use it: ``switch(True)`` turns it on,
+    ``switch(False)`` off. Raises ModelError for layers that mix tokens in ways that the function
+    does not know.
 
-    Modules name their attention in their configuration, which other models may share. So while the
-    switch is on they have a copy of it, and a deep copy of the model gets the user's own again.
+    Modules name their attention function in their configuration, which other models may share. So
+    while the switch is on they have a copy of it, and a deep copy of the model gets the user's own
+    again.
     """
     from transformers import AttentionInterface
 
@@ -168,8 +174,8 @@ def registered(model: Any, slot: ModelSlot) -> RegisteredAttention:
         s_aux: torch.Tensor | None = None,
         **rest: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attention as transformers calls it: q [b, N, s_r, D], k and v [b, G, s_r, D] to
-        ([b, s_r, N, D], no weights)."""
+        """The registered function, with the arguments that transformers gives: q [b, N, s_r, D], k
+        and v [b, G, s_r, D] to (output [b, s_r, N, D], None for the attention weights)."""
         _refuse(module, attention_mask, dropout, rest)
         causal, window = _mask_seen(module, sliding_window, is_causal)
         out = attention(
@@ -191,24 +197,25 @@ def registered(model: Any, slot: ModelSlot) -> RegisteredAttention:
 
 
 class RegisteredAttention:
-    """Gives the modules of ``model`` copies of their configurations that name another attention
-    function, ``name`` of the registry, and gives back the user's own."""
+    """A switch, called with True or False: while it is on, the modules of ``model`` have copies of
+    their configurations, which name the attention function ``name`` of transformers' registry;
+    while it is off, they have the user's own configurations."""
 
     def __init__(self, model: torch.nn.Module, name: str) -> None:
-        """The switch of ``model``, which is off."""
+        """Make the switch of ``model``, which is off at first."""
         self._model, self._name = model, name
-        # (module, its own configuration) of the modules that have a copy now.
+        # (module, the user's configuration of it) of all modules that have a copy now.
         self._given: list[tuple[torch.nn.Module, Any]] = []
-        # By id of a configuration and mask of a layer: (the configuration, its attributes when it
-        # was copied, the copy).
+        # The copies made: by (id of the user's configuration, mask of the layer), (the user's
+        # configuration, its attributes when it was copied, the copy).
         self._copies: dict[tuple[int, LayerMask | None], tuple[Any, dict[str, Any], Any]] = {}
         # The masks that layers are known to have, once they were read.
         self._masks = dict[torch.nn.Module, LayerMask]()
 
     def read_masks(self, run: Callable[[], object]) -> None:
-        """Find what each attention layer sees, while the switch is off, by ``run()``, which runs
+        """Find and keep the mask of each attention layer, while this switch is off. ``run()`` runs
         the model on a few tokens without padding; see :func:`layer_masks`."""
-        # Copies of their own, as the layers of a copy may differ in their masks.
+        # A switch of its own, to the attention function that records masks.
         recording = RegisteredAttention(self._model, RECORDS_MASKS)
         recording(True)
         try:
@@ -231,15 +238,17 @@ class RegisteredAttention:
                 vars(module)["config"] = self._copy_of(plain, self._masks.get(module))
 
     def _copy_of(self, plain: Any, mask: LayerMask | None) -> Any:
-        """A copy of the configuration ``plain`` that names the attention, and the mask of a layer:
-        the one made before, unless the configuration has changed since. A deep copy of it is one of
-        ``plain``."""
+        """A copy of the user's configuration ``plain`` that names the attention function and holds
+        the ``mask`` of a layer: the copy made before, unless the configuration has changed
+        since."""
         if (id(plain), mask) in self._copies:
-            copied, attributes, earlier_copy = self._copies[id(plain), mask]
-            if copied is plain and attributes == vars(plain):
+            original, attributes, earlier_copy = self._copies[id(plain), mask]
+            if original is plain and attributes == vars(plain):
                 return earlier_copy
         made = copy.copy(plain)
+        # Where transformers keeps the name of the attention function.
         vars(made)["_attn_implementation_internal"] = self._name
+        # A deep copy of a module that has this configuration gets a copy of the user's.
         vars(made)["__deepcopy__"] = partial(copy.deepcopy, plain)
         vars(made)[_MASK] = mask
         self._copies[id(plain), mask] = plain, dict(vars(plain)), made
@@ -281,9 +290,10 @@ def _refuse(
 
 
 def _mask_seen(module: _Layer, limit: int | None, is_causal: bool | None) -> tuple[bool, int]:
-    """(whether it is causal, its window as :func:`attention` takes it) of an attention layer that
-    passes ``is_causal`` and the ``sliding_window`` ``limit`` along: what the masks of the model
-    say, and where it was not asked for them, what the layer says."""
+    """(causal, window) of an attention layer, both as :func:`attention` takes them: those of the
+    model's own mask where it was read before, else what the layer states. ``limit`` is the
+    argument ``sliding_window`` that the layer gives to its attention function, None for none, and
+    ``is_causal`` the argument of that name."""
     mask: LayerMask | None = getattr(module.config, _MASK, None)
     if mask is not None:
         return mask.causal, mask.window
@@ -292,11 +302,12 @@ def _mask_seen(module: _Layer, limit: int | None, is_causal: bool | None) -> tup
 
 
 def _window(module: _Layer, limit: int | None, *, causal: bool) -> int:
-    """The window of an attention layer in tokens, as :func:`attention` takes it: those that a query
-    sees with itself on one side, 0 for all, below 0 those of its chunk. ``limit`` is the
-    ``sliding_window`` that transformers passes. Raises ModelError where it is not the one of the
-    configuration, which masks of transformers follow; where attention is not causal, kernels are
-    given a token more."""
+    """The window of an attention layer as :func:`attention` takes it, from its configuration: w
+    tokens of a sliding window, 0 for all tokens, -n for chunks of n tokens.
+
+    ``limit`` is the argument ``sliding_window`` that the layer gives to its attention function,
+    None for none. Raises ModelError where it is not the width that the configuration states, from
+    which transformers makes its masks; where attention is not causal it may be one more."""
     config, layer = module.config, getattr(module, "layer_idx", None)
     types, width = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     kind = types[layer] if types and layer is not None else None

@@ -67,8 +67,8 @@ class BlockLevels:
     model uses while ``switch`` is on."""
 
     def __init__(self, model: Any, blocks: Sequence[torch.nn.Module]) -> None:
-        """Levels of ``blocks``, ``none`` for each; ``switch`` is off. Raises ModelError for a model
-        that does not support checkpoints, and for blocks that do not."""
+        """Start with the level ``none`` for each of ``blocks`` and with ``switch`` off. Raises
+        ModelError for a model or blocks that do not support checkpoints."""
         _require_blocks(model)
         if not all(hasattr(block, _FLAG) for block in blocks):
             raise ModelError(
@@ -76,14 +76,16 @@ class BlockLevels:
                 got="blocks that it cannot compute again",
                 wanted="layers with gradient_checkpointing",
             )
-        # Levels of the next forward's blocks that recompute, in the order of their calls.
+        # The levels of those blocks that recompute in the next forward, in the order in which they
+        # are called; each call takes one off.
         self._coming: deque[Recompute] = deque()
         run = partial(checkpoint, use_reentrant=False, context_fn=self._next_contexts)
         self.switch = _Checkpoints(blocks, run)
         self.choose([])
 
     def __reduce__(self) -> tuple[type[_FullRecompute], tuple[()]]:
-        """Copies and pickles of it, in a copied model, recompute whatever runs in them."""
+        """Copy and pickle this as a :class:`_FullRecompute`: blocks of a copied model refer to it,
+        and must not take levels that are meant for this model."""
         return _FullRecompute, ()
 
     def choose(self, levels: Sequence[Recompute]) -> None:
@@ -93,8 +95,9 @@ class BlockLevels:
         self._coming = deque(level for level in levels if level != "none")
 
     def _next_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """The contexts (of the forward, of the recompute) of the next block's checkpoint, whose
-        level is taken off the coming ones; ``full`` where none is left."""
+        """(context of the forward, context of the recompute) for the checkpoint of the block that
+        is called now, as torch's ``context_fn`` returns them. Takes the block's level off the
+        coming ones; it is ``full`` where none is left."""
         level = self._coming.popleft() if self._coming else "full"
         return _contexts() if level == "attention" else (nullcontext(), nullcontext())
 
@@ -103,7 +106,7 @@ class _FullRecompute(BlockLevels):
     """Stands for a :class:`BlockLevels` in a copied model: each checkpoint recomputes all."""
 
     def __init__(self) -> None:
-        """Levels of no blocks."""
+        """Make it without blocks and levels, so that each checkpoint falls back to ``full``."""
         self._coming = deque()
 
 
@@ -111,17 +114,18 @@ _FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 """Attributes of a module of transformers that may be computed again in the backward: whether it is,
 and the function that runs it in a checkpoint."""
 _ABSENT = object()
-"""In the place of an attribute that a module does not have itself."""
+"""Stands for the value of an attribute that a module does not have itself."""
 
 
 class _Checkpoints:
-    """The switch of the checkpoints of some ``modules``: while it is on they run by the function
-    ``run``, and else as the user has set them."""
+    """A switch, called with True or False, of the activation checkpoints of some transformers
+    ``modules``: while it is on, those that recompute are run by ``run(forward, *args)``; while it
+    is off, the modules are as the user has set them."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], run: Callable[..., Any]) -> None:
-        """The switch, which is off and lets all modules recompute."""
+        """Make the switch, which is off; once it is on, all modules recompute."""
         self._modules, self._run = modules, run
-        self._recomputed = [True] * len(modules)
+        self._recomputed = [True] * len(modules)  # whether each module recomputes
         # (module, the attribute's name, the user's value) while the switch is on.
         self._users: list[tuple[torch.nn.Module, str, Any]] = []
 
@@ -133,7 +137,7 @@ class _Checkpoints:
             self._set_flags()
 
     def __call__(self, on: bool) -> None:
-        """Set the checkpoints of the modules when ``on``, else restore the user's."""
+        """Turn the checkpoints of the modules on, or restore the user's settings."""
         for module, name, value in self._users:
             if value is _ABSENT:
                 vars(module).pop(name, None)
@@ -149,7 +153,7 @@ class _Checkpoints:
         self._set_flags()
 
     def _set_flags(self) -> None:
-        """Tell each module whether it recomputes."""
+        """Set the flag of each module that says whether it recomputes."""
         for module, recomputed in zip(self._modules, self._recomputed, strict=True):
             vars(module)[_FLAG] = recomputed
 
@@ -159,13 +163,13 @@ class WrappedLevels:
     forwards run under checkpoints until :meth:`remove`."""
 
     def __init__(self, blocks: Sequence[torch.nn.Module], around: Callable[..., Any]) -> None:
-        """Wrap the forward of every block. ``around(forward, *args, **named)`` runs a forward in a
-        checkpoint, in the recompute too."""
+        """Wrap the forward of every block. ``around(forward, *args, **named)`` is what a checkpoint
+        runs in the place of ``forward(*args, **named)``, also when it recomputes."""
         self._around = around
         self._levels: list[Recompute] = ["none"] * len(blocks)
         self._hooks = ExitStack()
         for index, block in enumerate(blocks):
-            # A forward of the block itself, beside that of its class.
+            # A forward set on the block itself, which hides that of its class, is put back later.
             own = vars(block).get("forward")
             if own is None:
                 self._hooks.callback(vars(block).pop, "forward")
@@ -174,7 +178,8 @@ class WrappedLevels:
             block.forward = partial(self._run, index, block.forward)
 
     def __reduce__(self) -> tuple[type[_NoRecompute], tuple[()]]:
-        """Copies and pickles of it, in a copied model, recompute nothing."""
+        """Copy and pickle this as a :class:`_NoRecompute`: the wrapped forwards of a copied model
+        refer to it, and must not follow the levels of this model."""
         return _NoRecompute, ()
 
     def remove(self) -> None:
@@ -187,7 +192,8 @@ class WrappedLevels:
         self._levels = [*levels, *["none"] * (len(self._levels) - len(levels))]
 
     def _run(self, index: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """The forward of block ``index`` (from 0), in a checkpoint of its chosen level."""
+        """Run the ``forward`` of block ``index`` (from 0) in a checkpoint of its chosen level, and
+        return its result."""
         level = self._levels[index] if index < len(self._levels) else "none"
         if level == "none" or not torch.is_grad_enabled():
             return forward(*args, **named)
@@ -196,10 +202,10 @@ class WrappedLevels:
 
 
 class _NoRecompute(WrappedLevels):
-    """Stands for a :class:`WrappedLevels` in a copied model, whose blocks run as they are."""
+    """Stands for a :class:`WrappedLevels` in a copied model, whose blocks recompute nothing."""
 
     def __init__(self) -> None:
-        """Levels of no blocks."""
+        """Make it without levels, so that each block runs at the level ``none``."""
         self._levels = []
 
 
@@ -230,11 +236,13 @@ _ATTENTION_OPERATORS = frozenset(
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Whether a checkpoint saves the results of an operator: those of attention alone."""
+    """The policy of a selective checkpoint: save the results of attention operators, and compute
+    those of all others again."""
     if operator in _ATTENTION_OPERATORS:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _contexts = partial(create_selective_checkpoint_contexts, _policy)
-"""Makes the contexts (of the forward, of the recompute) of a checkpoint that saves attention."""
+"""Makes the pair (context of the forward, context of the recompute) of a checkpoint that saves the
+results of attention; torch's ``context_fn``."""

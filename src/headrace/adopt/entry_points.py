@@ -113,8 +113,8 @@ def _registry(
     compiler = None if backend is None else Compiler(backend)
 
     def levels(blocks: Sequence[torch.nn.Module]) -> ChosenLevels | None:
-        """What sets the levels of blocks while the model is spread; None for a model without
-        gradient checkpointing."""
+        """The object that sets the recompute level of each of ``blocks`` while the model is spread;
+        None for a model without gradient checkpointing."""
         if not getattr(inner, "supports_gradient_checkpointing", False):
             return None
         chosen = BlockLevels(inner, blocks)
@@ -138,8 +138,9 @@ def _calls(model: torch.nn.Module, inner: torch.nn.Module, slot: ModelSlot) -> E
     to_undo.callback(replaced.remove)
 
     def levels(blocks: Sequence[torch.nn.Module]) -> ChosenLevels:
-        """What sets the levels of blocks, whose forwards it wraps until the entry point is
-        removed."""
+        """The object that sets the recompute level of each of ``blocks``, whose forwards it wraps
+        until the entry point is removed."""
+        # In the recompute, too, the block's torch calls must be replaced.
         wrapped = WrappedLevels(blocks, replaced.run)
         to_undo.callback(wrapped.remove)
         return wrapped
@@ -165,6 +166,8 @@ def _graph(
     def install(look: Look) -> Callable[[], None]:
         """Compile the model and call its graph while it is spread, after ``look`` has checked the
         arguments; returns the function that undoes it."""
+        # torch keeps what a compiled module calls in this attribute. ``inner.compile`` is used to
+        # make the compiled function alone, which the switch puts there while the model is spread.
         before = inner._compiled_call_impl  # noqa: SLF001
         inner.compile(backend=compiler, fullgraph=True, dynamic=True)
         graph: Any = inner._compiled_call_impl  # noqa: SLF001
@@ -179,14 +182,16 @@ def _graph(
             inner._compiled_call_impl = spread if on else before  # noqa: SLF001
 
         slot.switches.append(switch)
+        # Undone in reverse order: turned off, then taken from the slot.
         to_undo.callback(slot.switches.remove, switch)
         to_undo.callback(switch, False)
         return to_undo.close
 
     def levels(blocks: Sequence[torch.nn.Module]) -> ChosenLevels:
-        """What sets the levels of blocks, whose forwards it wraps until the entry point is
-        removed."""
-        # In a graph, levels are tags on the nodes, which the partitioner reads.
+        """The object that sets the recompute level of each of ``blocks``, whose forwards it wraps
+        until the entry point is removed."""
+        # Dynamo traces checkpoints into tags of a graph's nodes, by which the compiler's
+        # partitioner chooses what to recompute.
         wrapped = WrappedLevels(blocks, _run_forward)
         to_undo.callback(wrapped.remove)
         return wrapped
@@ -203,17 +208,19 @@ def _graph(
 
 
 def _undo_nothing() -> None:
-    """Undo nothing: this entry point changes the model only while it is spread."""
+    """Do nothing: there is nothing to undo, as the entry point was active before it was
+    installed."""
 
 
 def _run_forward(forward: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """The results of a forward, run as it is."""
+    """Run a forward unchanged and return its results."""
     return forward(*args, **named)
 
 
 def _compiled(model: torch.nn.Module, compiler: Compiler, *, fullgraph: bool) -> Callable[..., Any]:
-    """A function that calls the compiled model. Hooks of wrappers break graphs; if the pass then
-    misses an operation that depends on other tokens, the probe finds it."""
+    """A function that calls the model, compiled by ``compiler`` for any number of tokens.
+    ``fullgraph`` refuses graph breaks: where a graph breaks, the pass may miss an operation that
+    depends on other tokens, which the probe then finds."""
     compiled = torch.compile(model, backend=compiler, fullgraph=fullgraph, dynamic=True)
     return partial(_call_compiled, compiled)
 

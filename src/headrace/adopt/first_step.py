@@ -98,8 +98,8 @@ def _difference(found: Numbers, wanted: Numbers, dtype: torch.dtype) -> str:
 
 
 def _loss_and_norms(model: torch.nn.Module, run: Callable[[], torch.Tensor]) -> Numbers:
-    """The loss that ``run`` returns, and the norm of each parameter's gradient after it; gradients
-    of before are dropped."""
+    """(the loss that ``run`` returns, the norm of each parameter's gradient after it). Gradients
+    are dropped before it runs."""
     for parameter in model.parameters():
         parameter.grad = None
     loss = float(run())
@@ -118,19 +118,21 @@ def _norm(gradient: torch.Tensor | None) -> float:
 
 @contextmanager
 def _gradients_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Context after which every parameter has the gradient that it had before, or none."""
+    """Context at whose end every parameter has the gradient that it had at its beginning, or
+    none."""
     kept = [p.grad for p in model.parameters()]
     try:
         yield
     finally:
-        # FSDP2's parameters may be others once a backward is done.
+        # Listed anew: FSDP2 may have put other parameter objects in their place.
         for parameter, gradient in zip(model.parameters(), kept, strict=True):
             parameter.grad = gradient
 
 
 def ranks_that_add_up(model: torch.nn.Module, groups: Groups | None) -> int:
-    """How many ranks' equal gradients a wrapper sums in the backward of a plain model: those of all
-    ranks for FSDP2, which is told to sum; 1 for DDP, which takes means, and without a wrapper."""
+    """By what factor the gradients of the plain model come out too large, when all ranks run its
+    backward on the same batch: the number of ranks under FSDP2, which is told to sum them; 1 under
+    DDP, which averages them, and without a wrapper."""
     if groups is None or not is_wrapped(model) or hasattr(model, "module"):  # DDP has a module
         return 1
     return groups.ranks

@@ -47,8 +47,8 @@ def add_up(parameters: Iterable[torch.nn.Parameter], world: dist.ProcessGroup) -
     """Sum the gradients of all ranks of ``world`` in place; a parameter that none of them used
     stays without one, so that optimizers pass it over as they would in one process. Collective."""
     trained = [p for p in parameters if p.requires_grad]
-    # How many ranks have a gradient of each parameter: counted on the host, which would have to
-    # wait for a device.
+    # How many ranks have a gradient of each parameter. The counts stay in host memory: this
+    # function branches on them, and reading them from a device would wait for it.
     counts = torch.tensor([float(p.grad is not None) for p in trained])
     Transfer(dist.all_reduce(counts, group=world, async_op=True), world, counts).wait()
     for bucket in _buckets(p for p, count in zip(trained, counts.tolist(), strict=True) if count):
@@ -63,21 +63,23 @@ def add_up(parameters: Iterable[torch.nn.Parameter], world: dist.ProcessGroup) -
 def gradient_error(
     found: Iterable[torch.Tensor | None], wanted: Iterable[torch.Tensor | None]
 ) -> float:
-    """The largest relative error of the gradients ``found``, tensor by tensor: relative to the
-    largest value of the one that is ``wanted``, at least ``_FLOOR`` of the largest of all, so that
-    no tensor hides the error of a smaller one. A gradient that is missing counts as zeros; one that
-    is not finite gives infinity."""
+    """The largest relative error of the gradients ``found`` among all tensors.
+
+    The error of a tensor is its largest absolute difference from the one ``wanted``, relative to
+    the largest absolute value of the latter; where this is below ``_FLOOR`` times the largest value
+    of all tensors, relative to that. A gradient that is missing counts as zeros; one that is not
+    finite gives infinity."""
     pairs = list(zip(found, wanted, strict=True))
     floor = _FLOOR * max((_largest(right) for _, right in pairs), default=0.0)
     errors = []
     for gradient, right in pairs:
-        scale = max(_largest(right), floor) or 1.0
+        scale = max(_largest(right), floor) or 1.0  # 1 where all wanted gradients are zero
         errors.append(_largest(_difference(gradient, right)) / scale)
     return max(errors, default=0.0)
 
 
 def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    """a - b up to the sign, where None stands for zeros; None where both are."""
+    """a - b or b - a, where None stands for zeros; None where both are None."""
     if a is None:
         return b
     return a if b is None else a - b

@@ -39,9 +39,10 @@ _REDUCTIONS = {1: "mean", 2: "sum"}  # as torch numbers them
 
 
 class Compiler:
-    """A backend of torch.compile: rewrites each graph for the local tokens, then has the backend of
-    that name compile it. Without a ``slot``, as the model's attention is reached in another way,
-    graphs are not rewritten. ``times`` counts compiled graphs."""
+    """A backend of torch.compile: rewrites each graph for the local tokens of the placement in
+    ``slot``, then has torch's backend of the name ``backend`` compile it. Without a slot, where the
+    model's attention is reached in another way, graphs are not rewritten. ``times`` counts compiled
+    graphs."""
 
     def __init__(self, backend: str, slot: ModelSlot | None = None) -> None:
         self.times = 0
@@ -73,9 +74,10 @@ def _rewrite(module: GraphModule, handle: int) -> None:
 
 
 def _width(module: GraphModule) -> str | None:
-    """The number of tokens in a row, as text: the second size of the first input of two dims that
-    is not floating, which are the token ids; None where there is none. It is a symbol of the graph
-    as a rule, so sizes with the same text are no chance."""
+    """The number of tokens in a row, as text such as ``s0``: the second size of the graph's token
+    ids, its first input of two dims that is not floating; None where there is none. As graphs are
+    traced with dynamic sizes it usually is a symbol, so that another size has the same text only
+    where it is the number of tokens, not where it equals it by chance."""
     for node in module.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
@@ -84,8 +86,9 @@ def _width(module: GraphModule) -> str | None:
 
 
 def _replace(node: Node, handle: int, width: str | None) -> None:
-    """Replace one node where it is attention, cross-entropy, an arange that counts tokens, or a
-    cut of a table to the first rows by their number; ``width`` is the text of that number."""
+    """Replace one node where it is attention, a cross entropy, an arange that counts tokens, or a
+    slice of a parameter or buffer, ``table[:tokens]``. ``width`` is the text of the number of
+    tokens in a row, ``handle`` that of the model's slot."""
     target = node.target
     if target is torch._C._nn.scaled_dot_product_attention:  # noqa: SLF001
         _call(node, scaled_dot_product_attention, handle=handle)
@@ -112,19 +115,22 @@ def _after(node: Node, function: Callable[..., Any], handle: int) -> None:
     with node.graph.inserting_after(node):
         made = node.graph.call_function(function, (node, handle))
         made.meta = dict(node.meta)
+    # All but the new node itself, whose argument stays ``node``.
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
 
 def _counts_tokens(node: Node, width: str | None) -> bool:
-    """Whether an arange counts the tokens of a row from 0."""
+    """Whether an arange counts the tokens of a row from 0; ``width`` is the text of their
+    number."""
     value = node.meta.get("example_value")
     starts_at_zero = len(node.args) == 1 or node.args[0] == 0
     return bool(starts_at_zero) and value is not None and str(value.shape[0]) == width
 
 
 def _table_cut(node: Node, width: str | None) -> Cut | None:
-    """The cut of a parameter or buffer to as many first rows as a row has tokens, where ``node``,
-    an index of something, is one; else None."""
+    """The :class:`Cut` of ``node``, a call ``table[index]``, where the table is a parameter or
+    buffer and the index takes as many first rows as a row has tokens (``width``, as text); else
+    None."""
     table_node, index = node.args
     result = node.meta.get("example_value")
     table = table_node.meta.get("example_value") if isinstance(table_node, Node) else None
@@ -132,6 +138,7 @@ def _table_cut(node: Node, width: str | None) -> Cut | None:
         return None
     if not isinstance(table_node, Node) or not _is_held(table_node):
         return None
+    # Cuts to the number of tokens, of a dim whose size is another: ``:n`` of n rows cuts nothing.
     cuts = [
         cut
         for cut in cuts_of(index, table.dim())
@@ -144,8 +151,8 @@ def _is_held(node: Node) -> bool:
     """Whether the value of a node is a parameter or a buffer of the model."""
     if node.op == "get_attr":
         return True
-    # Dynamo makes inputs of the graph of them; only the name of their source, such as
-    # ``L['self']._modules['wpe']._parameters['weight']``, tells them from the user's inputs.
+    # Dynamo makes parameters and buffers inputs of the graph; only the name of their source, such
+    # as ``L['self']._modules['wpe']._parameters['weight']``, tells them from the user's inputs.
     argument = node.meta.get("grapharg")
     if node.op != "placeholder" or argument is None:
         return False

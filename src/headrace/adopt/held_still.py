@@ -26,10 +26,11 @@ _PLAIN = (bool, int, float, torch.Tensor, type(None))
 
 @contextmanager
 def held_still(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
-    """Context in which ``model`` runs in training or in evaluation mode, without dropout of tokens.
-    Parameters that are all zero hold small random numbers meanwhile: a gate that starts at zero
-    would hide what is behind it. At the end its weights, buffers, flags and counters are as they
-    were, and so are the states of random generators."""
+    """Context in which ``model`` may be run to examine it, in ``training`` or evaluation mode.
+
+    Within it torch's dropout drops nothing, and parameters that are all zero hold small random
+    numbers: a gate that starts at zero would hide whatever it multiplies. At the end its weights,
+    buffers, flags and counters are as they were, and so are the states of random generators."""
     with ExitStack() as undo:
         draws = Draws.now(model)
         undo.callback(draws.restore)
@@ -49,7 +50,7 @@ def _remember(model: torch.nn.Module) -> Callable[[], None]:
     attributes are the state of its communication."""
     flags = [(module, module.training) for module in model.modules()]
     modules = [m for m in model.modules() if not isinstance(m, DistributedDataParallel)]
-    # By name, for each of the modules.
+    # The plain attributes of each module, by name; then its buffers.
     attributes = [{k: v for k, v in vars(m).items() if isinstance(v, _PLAIN)} for m in modules]
     buffers = [dict(m._buffers) for m in modules]  # noqa: SLF001
     tensors = [x for held in (*attributes, *buffers) for x in held.values() if torch.is_tensor(x)]
@@ -107,8 +108,9 @@ def _reshard(model: torch.nn.Module) -> None:
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """A function mode in which torch's dropout of tokens drops nothing. Dropout of what all tokens
-    of a row share, as drop path does, still draws, so that :class:`Draws` notices it."""
+    """A function mode in which torch's dropout of the values of single tokens drops nothing.
+    Dropout with one mask for all tokens of a row, as in drop path, still draws random numbers, so
+    that a comparison of :class:`Draws` notices it."""
 
     def __torch_function__(
         self,
@@ -117,11 +119,12 @@ class _WithoutDropout(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The input of a dropout unchanged; the results of any other function."""
+        """Return the input of a dropout unchanged; call any other function."""
         named = kwargs or {}
         if func is functional.dropout or func is functional.alpha_dropout:
             x = args[0] if args else named["input"]
-            # One number, or one of each feature, [1, 1, ..., features]: all tokens share them.
+            # The mask has x's shape: for a single number, or one for each feature,
+            # [1, 1, ..., features], all tokens of a row share it.
             shared = x.numel() == 1 or (x.dim() > 2 and x[..., 0].numel() == 1)
             if not shared:
                 return x
@@ -175,10 +178,11 @@ class Draws:
 
 
 def who_draws(model: torch.nn.Module, again: Callable[[], Any]) -> str:
-    """The class name of the first innermost module that draws random numbers in its forward while
-    ``again()`` runs the model; that of the model where no module's forward does."""
+    """The class name of the module that draws random numbers in its forward while ``again()`` runs
+    the model: the first one to end, which is an innermost one; that of the model where none
+    does."""
     states_before = list[Draws]()  # of the forwards that run now, the innermost last
-    drawing = list[torch.nn.Module]()  # inner modules end, and so stand, before outer ones
+    drawing = list[torch.nn.Module]()  # in the order in which their forwards end
 
     def before(*_: Any) -> None:
         """Note the states as a module's forward begins."""

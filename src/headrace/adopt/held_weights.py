@@ -40,7 +40,8 @@ class HeldWeights:
 
     @classmethod
     def of(cls, model: torch.nn.Module, ranks: int) -> HeldWeights:
-        """Find out how a model's weights are held. Raises ModelError for FSDP1."""
+        """What holds the weights of ``model``, wrapped or not, on one of ``ranks`` ranks. Raises
+        ModelError for FSDP1."""
         for module in model.modules():
             if isinstance(module, Fsdp1):
                 raise ModelError(
@@ -58,7 +59,8 @@ class HeldWeights:
 
     @property
     def semantics(self) -> Semantics:
-        """The kind of plan that this model can run."""
+        """The kind of plan that this model can run: ``lockstep`` where FSDP2 shards it, else
+        ``free``."""
         return "lockstep" if self.sharded else "free"
 
     def step(self) -> AbstractContextManager[Any]:
@@ -69,8 +71,8 @@ class HeldWeights:
         return nullcontext()
 
     def shard_again(self) -> None:
-        """Drop weights that FSDP2 has gathered: it keeps those of the outermost module after a
-        forward without a backward."""
+        """Have FSDP2 free weights that it has gathered: after a forward without a backward it keeps
+        those of the outermost module."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

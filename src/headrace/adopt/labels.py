@@ -61,8 +61,9 @@ def convention_of(model: torch.nn.Module) -> Labels:
 
 
 def predicted(labels: torch.Tensor, kind: Labels) -> torch.Tensor:
-    """The label [b, S] that the logits at each place are compared with: for ``next``, labels are
-    shifted one place to the left, and the last place has none (IGNORED)."""
+    """The labels [b, S] that the logits at each place are compared with, made of ``labels`` [b, S]
+    of the tokens themselves: for ``next`` they are shifted one place to the left, and the last
+    place has none (IGNORED)."""
     if kind == "same":
         return labels
     last = labels.new_full((labels.shape[0], 1), IGNORED)
@@ -133,13 +134,15 @@ def loss_of(outputs: Any) -> torch.Tensor | None:
 
 
 class LossHead:
-    """Replaces the output head of ``model``, so that a forward for which labels were given by
-    :meth:`expect` computes the loss in chunks and never holds all logits. The loss stands in the
-    place of the logits, and :meth:`take` reads it there. Raises ModelError without a linear
-    head."""
+    """Replaces the forward of the linear output head of a transformers ``model``, so that the loss
+    is computed in chunks of tokens and the logits of all tokens are never held at once.
+
+    Before a forward, :meth:`expect` is given the labels. The head then returns the loss in the
+    place of logits, the model passes it on in its results, and :meth:`take` reads it there. Raises
+    ModelError for a model without a linear head."""
 
     def __init__(self, model: Any) -> None:
-        """Replace the forward of the model's output layer by one that gives the loss; raises
+        """Replace the forward of the model's output layer by one that returns the loss; raises
         ModelError where that layer is not linear."""
         find = getattr(model, "get_output_embeddings", None)
         head = find() if callable(find) else None
@@ -168,8 +171,10 @@ class LossHead:
         self._labels, self._targets, self._loss_made = labels, targets, None
 
     def take(self, logits: torch.Tensor) -> torch.Tensor:
-        """The loss [] that the head put in the place of ``logits`` [b, s_r, 1]. Raises ModelError
-        where the model changed it on the way, as by a softcap; asked in the first forward only."""
+        """The loss [] that the head returned in the place of ``logits`` [b, s_r, 1], which are
+        those of the model's results. Raises ModelError where the model has changed it in between,
+        as by a softcap; only the first forward is checked, as reading numbers waits for a
+        device."""
         loss, made = logits.flatten()[0], self._loss_made  # every place has the loss
         self._labels = self._loss_made = None
         if not self._seen_unchanged and not isinstance(loss, FakeTensor):
@@ -185,8 +190,9 @@ class LossHead:
 
     @torch.compiler.disable
     def _forward_or_loss(self, x: torch.Tensor) -> torch.Tensor:
-        """The head's forward: hidden states x [b, s_r, h] to logits [b, s_r, V]; where labels are
-        expected, to [b, s_r, 1] with the loss [] of all tokens at every place."""
+        """The head's new forward: hidden states x [b, s_r, h] to logits [b, s_r, V]; or where
+        labels are expected, to [b, s_r, 1], the loss [] of all tokens together, repeated for each
+        token."""
         if self._labels is None:
             return self._own_forward(x)
         weight, bias = self._head.weight, self._head.bias
@@ -210,7 +216,8 @@ class LossHead:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """The loss and its gradients, which are computed together in the forward."""
+    """The loss of a linear head as an autograd function, whose forward computes the gradients as
+    well, chunk by chunk, so that no logits are kept for the backward."""
 
     @staticmethod
     def forward(
@@ -239,8 +246,8 @@ class _HeadLoss(torch.autograd.Function):
 
 
 class _WeightGradient:
-    """A weight as :func:`head_loss` takes it, whose gradient is kept in ``grad`` here and not in
-    ``weight.grad``."""
+    """A weight in the form that :func:`head_loss` takes, which asks it for its rows and adds
+    gradients to it. The gradient is kept in ``grad`` of this object, not in ``weight.grad``."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight.detach()

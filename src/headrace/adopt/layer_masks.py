@@ -29,7 +29,8 @@ _RULE = "_headrace_rule"
 """The attribute of a mask that holds its rule."""
 
 MaskRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""A mask as transformers states it: whether a query sees a key, by row, head, query and key."""
+"""A mask as transformers states it: a function of the indices of row, head, query and key, which
+says whether the query sees the key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,28 +38,31 @@ class LayerMask:
     """Which tokens of its document a query sees.
 
     Attributes:
-        causal: Whether it sees none behind itself.
-        window: The tokens that it sees with itself (on either side, where not causal); 0 for all,
-            below 0 those of its chunk of so many.
+        causal: Whether it sees no later tokens.
+        window: w > 0 is a sliding window, in which it sees w tokens on one side, itself among them
+            (on each side, where not causal); 0 is none; -n means the tokens of its own chunk, where
+            the document is cut into chunks of n.
     """
 
     causal: bool
     window: int
 
     def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Whether the queries at places [n, 1] see the keys at places [n, m]: [n, m]."""
+        """Whether queries at the places ``queries`` [n, 1] see keys at the places ``keys`` [n, m]
+        of the same document, bool [n, m]."""
         seen = keys <= queries if self.causal else torch.ones_like(keys, dtype=torch.bool)
         if self.window > 0:
             seen = seen & ((queries - keys).abs() < self.window)
         elif self.window < 0:
-            seen = seen & (queries // -self.window == keys // -self.window)
+            chunk = -self.window
+            seen = seen & (queries // chunk == keys // chunk)
         return seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
-    """What an attention layer was given: the rule of its mask, which holds tensors of ``device``,
-    and the window in tokens, or None, that it passes along."""
+    """What an attention ``layer`` gave to its attention function: the rule of its mask, which takes
+    tensors on ``device``, and its argument ``sliding_window``, tokens or None."""
 
     layer: torch.nn.Module
     rule: MaskRule
@@ -118,7 +122,8 @@ def _record(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Record the mask of a layer, as its attention function; returns zeros [b, s, N, E]."""
+    """An attention function for the registry of transformers that only records the rule of the
+    layer's mask; returns (zeros [b, s, N, E], None for the attention weights)."""
     records: list[_Record] | None = getattr(module.config, _RECORDS, None)
     rule = getattr(attention_mask, _RULE, None)
     if attention_mask is not None and rule is not None and records is not None:
@@ -138,19 +143,23 @@ def _mask_with_its_rule(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> torch.Tensor:
-    """A mask [b, 1, queries, keys] that holds its rule, as transformers' mask function."""
+    """A mask function for the registry of transformers: a mask [b, 1, queries, keys] that hides
+    nothing, with the rule ``mask_function`` as an attribute."""
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
     setattr(mask, _RULE, mask_function)
     return mask
 
 
 def _mask_of(record: _Record) -> LayerMask:
-    """The mask that the rule of a record stands for. Raises ModelError where there is none."""
+    """The :class:`LayerMask` with which the rule of a record agrees. It is found by trial: the
+    masks for all widths that the layer and its configuration state, compared at places around their
+    borders. Raises ModelError where none agrees."""
     config: Any = record.layer.config
     named = (record.window, *(getattr(config, name, None) for name in _WIDTHS))
     widths = sorted({width for width in named if isinstance(width, int) and width > 0})
     candidates = [LayerMask(causal=causal, window=0) for causal in (True, False)]
     for width in widths:
+        # Families of models count a window of ``width`` tokens with or without the query itself.
         candidates += [
             LayerMask(causal=causal, window=width + more)
             for causal in (True, False)
@@ -158,7 +167,7 @@ def _mask_of(record: _Record) -> LayerMask:
         ]
         candidates.append(LayerMask(causal=True, window=-width))
     queries, keys = _borders(widths)
-    seen = _asked(record, queries, keys)
+    seen = _seen_by_rule(record, queries, keys)
     for mask in candidates:
         if torch.equal(mask.sees(queries, keys), seen):
             declared = getattr(record.layer, "is_causal", mask.causal)
@@ -184,8 +193,9 @@ _WIDTHS = ("sliding_window", "attention_chunk_size", "local_attention")
 
 
 def _borders(widths: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places of queries [n, 1] and of keys [n, m], among them the last and first tokens of windows
-    and chunks of each of ``widths``, and tokens far beyond these."""
+    """Places to compare masks at: (queries [n, 1], keys [n, m], m for each query). Among them are
+    pairs just within and just outside of windows and chunks of each of ``widths`` tokens, and pairs
+    far apart."""
     far = 4 * max(widths, default=16)
     steps = {0, 1, 2, far}
     for width in widths:
@@ -195,10 +205,11 @@ def _borders(widths: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return queries, (queries + torch.tensor(distances)[None]).clamp_min(0)
 
 
-def _asked(record: _Record, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Whether the rule of a record lets queries at places [n, 1] see keys at places [n, m]. Raises
-    ModelError for a rule that knows the places of the batch only."""
-    first = torch.zeros((), dtype=torch.int64, device=record.device)  # row and head
+def _seen_by_rule(record: _Record, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Whether the rule of a record lets queries at places [n, 1] see keys at places [n, m], bool
+    [n, m] on the CPU. Raises ModelError for a rule that fails there, as it looks up tensors of the
+    batch, which has fewer places."""
+    first = torch.zeros((), dtype=torch.int64, device=record.device)  # the first row, first head
     try:
         seen = record.rule(first, first, queries.to(first), keys.to(first))
         return torch.as_tensor(seen).cpu().expand(keys.shape)
@@ -212,7 +223,7 @@ def _asked(record: _Record, queries: torch.Tensor, keys: torch.Tensor) -> torch.
 
 
 def _side(causal: bool) -> str:
-    """The word for a mask that is causal or not."""
+    """The words for a mask in errors: ``causal`` or ``not causal``."""
     return "causal" if causal else "not causal"
 
 

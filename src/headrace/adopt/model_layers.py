@@ -24,8 +24,8 @@ class LayerCall:
 
 
 class _PassThrough(nn.Module):
-    """Replaces a ``layer``: appends each call to ``calls`` and returns the layer's input, in a
-    tuple where ``many``."""
+    """Takes the place of a ``layer`` in a model: appends the arguments of each call to ``calls``
+    and returns the first input unchanged, in a tuple where the layer returns one (``many``)."""
 
     def __init__(self, layer: nn.Module, calls: list[LayerCall], *, many: bool) -> None:
         super().__init__()
@@ -46,9 +46,10 @@ class _PassThrough(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layers:
-    """Equal layers of a model, ``modules`` in the order in which it calls them, which are the
-    entries of ``container``. Where ``many``, their result is a tuple, the first of which is the
-    next layer's input; the input has ``hidden`` features."""
+    """Equal layers of a model: ``modules``, in the order in which the model calls them, are the
+    entries of its list ``container``. Their first input has ``hidden`` features. ``many`` says that
+    a layer returns a tuple, whose first entry is the next layer's input, and not that input
+    alone."""
 
     container: nn.ModuleList
     modules: tuple[nn.Module, ...]
@@ -59,8 +60,8 @@ class Layers:
         return len(self.modules)
 
     def call(self, index: int, x: torch.Tensor, how: LayerCall) -> torch.Tensor:
-        """The output [..., hidden] of layer ``index`` (from 0) for the input ``x`` of this shape,
-        with the other arguments of the call ``how``."""
+        """Call layer ``index`` (from 0) with the input ``x`` [..., hidden] and the other arguments
+        of the recorded call ``how``; returns its output, of the shape of ``x``."""
         out = self.modules[index](x, *how.rest, **how.named)
         return out[0] if self.many else out  # type: ignore[no-any-return]
 
@@ -79,13 +80,15 @@ class Layers:
 
 
 def find_layers(model: nn.Module, run: Callable[[], Any]) -> Layers | None:
-    """The layers of ``model``, seen while ``run`` calls it: of all lists of two or more modules of
-    one class and equal parameters, each called once with a tensor that the one before gave, the one
-    with the most parameters. None where there is no such list."""
+    """The layers of ``model``, found while ``run`` calls it; None where there are none.
+
+    Layers are the entries of a ModuleList: two or more modules of one class with parameters of
+    equal shapes, each called once, with the output of the one before. Of several such lists the one
+    with the most parameters is taken."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and _are_equal(m)]
     calls: dict[int, list[tuple[Any, Any]]] = {}  # (inputs, output) of each call, by a module's id
-    note = _noting(calls)
-    handles = [layer.register_forward_hook(note) for layers in lists for layer in layers]
+    record = _recording_hook(calls)
+    handles = [layer.register_forward_hook(record) for layers in lists for layer in layers]
     try:
         with torch.no_grad():
             run()
@@ -105,9 +108,9 @@ def find_layers(model: nn.Module, run: Callable[[], Any]) -> Layers | None:
     )
 
 
-def _noting(calls: dict[int, list[tuple[Any, Any]]]) -> Callable[..., None]:
-    """A forward hook that appends (positional inputs, output) to the list in ``calls`` under the
-    id of its module."""
+def _recording_hook(calls: dict[int, list[tuple[Any, Any]]]) -> Callable[..., None]:
+    """A forward hook that records each call of a module in ``calls``: (positional inputs, output),
+    by the module's id."""
 
     def hook(module: nn.Module, inputs: tuple[Any, ...], out: Any) -> None:
         calls.setdefault(id(module), []).append((inputs, out))
@@ -133,6 +136,7 @@ def _is_chain(calls: Sequence[list[tuple[Any, Any]]]) -> bool:
     results = [_first(out) for _, out in single_calls]
     if not all(torch.is_tensor(x) and x.is_floating_point() for x in [*entries, *results]):
         return False
+    # The same memory: a layer's input is the tensor that the one before returned.
     return all(
         entry.shape == before.shape and entry.data_ptr() == before.data_ptr()
         for entry, before in zip(entries[1:], results, strict=False)
@@ -140,5 +144,5 @@ def _is_chain(calls: Sequence[list[tuple[Any, Any]]]) -> bool:
 
 
 def _first(out: Any) -> Any:
-    """The first of several results of a module, None for no results; a tensor itself."""
+    """The first result of a module that returns several, None for none; a single tensor itself."""
     return out if torch.is_tensor(out) else next(iter(out), None)

@@ -55,9 +55,9 @@ __all__ = [
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StandIn:
-    """Takes the place of a placement while a model is probed in one process. ``places`` [s] are the
-    places of the tokens in their rows, ``targets`` the number of tokens with a loss; ``calls``
-    counts the calls of attention."""
+    """Takes the place of a placement while a model is probed in one process, and replaces attention
+    by a function of each token alone. ``places`` [s] are the places of the tokens in their rows,
+    ``targets`` the number of tokens with a loss; ``calls`` counts the calls of attention."""
 
     places: np.ndarray
     targets: int
@@ -70,11 +70,12 @@ class StandIn:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Stand-in for attention: the values v [t, G, D], weighted by the similarity of q [t, N, D]
-        and k [t, G, D] of the same token; the results have the shapes of
-        :func:`headrace.adopt.operators.attend`. It has no backward."""
+        """Stand-in for attention: the values v [t, G, D] of each token, weighted by the similarity
+        of its own q [t, N, D] and k [t, G, D], so that errors in any of the three show. Returns
+        (out [t, N, D], nothing kept, no log-sum-exp, a serial number), as the operator
+        :func:`headrace.adopt.operators.attend` does. It has no backward."""
         self.calls += 1
-        # For each query head its key-value head.
+        # The key-value head of each query head [N]: neighbouring query heads share one.
         kv_heads = torch.arange(q.shape[1], device=q.device) * k.shape[1] // q.shape[1]
         similarity = torch.tanh((q * k[:, kv_heads]).sum(-1, keepdim=True))
         out = v[:, kv_heads] * (1 + similarity)
@@ -99,10 +100,10 @@ while those of eager forwards keep theirs."""
 
 class ModelSlot:
     """Holds the placement that one adopted model works on now; operators find the slot by its
-    ``handle``.
+    number ``handle``.
 
-    While something is in the slot the model is spread, else it is the user's plain model. When that
-    changes, each function in ``switches`` is called with whether the model is spread now.
+    While there is a placement in the slot, the model is spread, else it is the user's plain model.
+    When that changes, each function in ``switches`` is called with whether the model is spread now.
     """
 
     def __init__(self) -> None:
@@ -170,18 +171,24 @@ _SELECTIVE = tuple(type(context) for context in create_selective_checkpoint_cont
 
 
 def joins_inputs() -> bool:
-    """Whether a call of :func:`attend` here is to keep a copy of q, k and v where it switched
-    nothing (its argument ``joins``). An eager one is, except in a selective checkpoint, which
-    recomputes them; one in a graph is where there are several ranks."""
-    if torch.compiler.is_compiling() or _is_traced():
+    """The argument ``joins`` for a call of :func:`attend` at this point: whether it keeps a copy of
+    q, k and v for its backward where no exchange has brought them.
+
+    An eager call keeps one, except within a selective checkpoint, which computes q, k and v again.
+    A call that is traced keeps one where there are several ranks: the graph serves all exchanges,
+    and some of them keep what they have brought.
+    """
+    if torch.compiler.is_compiling() or _is_tracing():
         return dist.is_initialized() and dist.get_world_size() > 1
     return not any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
-def _is_traced() -> bool:
-    """Whether operators run on fake tensors with symbolic sizes, to make a graph."""
-    mode = detect_fake_mode()  # a rehearsal's has no symbols
-    return mode is not None and mode.shape_env is not None
+def _is_tracing() -> bool:
+    """Whether the calling code runs on fake tensors with symbolic sizes, as a compiler runs it to
+    trace a graph. A rehearsal runs on fake tensors as well, but their sizes are plain numbers: its
+    fake tensor mode has no shape environment, which is what holds the symbols."""
+    fake_mode = detect_fake_mode()
+    return fake_mode is not None and fake_mode.shape_env is not None
 
 
 @torch.library.custom_op("headrace::attend", mutates_args=())
@@ -201,10 +208,11 @@ def attend(
         q          [t, N, D]   rows of the local tokens, in the order of the placement
         k, v       [t, G, D]
         handle     the slot that holds the placement
-        window     tokens that a query sees with itself, 0 for all; -n: it sees those of its chunk,
-                   where each document is cut into chunks of n tokens
-        joins      keep q, k and v where the exchange switched none
-        softcap    c above 0: scores are c tanh(score / c)
+        window     w > 0: a sliding window, in which a query sees w tokens on one side, itself among
+                   them (on each side, where not causal); 0: all; -n: those of its chunk, where each
+                   document is cut into chunks of n tokens
+        joins      keep a copy of q, k and v for the backward where no exchange has brought them
+        softcap    c > 0: scores are c tanh(score / c); 0: they stay as they are
         sinks      [N] one more score of each head in the softmax's denominator, without a value
         returns    out [t, N, D]
                    kept, flat: what the backward needs besides, or nothing (see the module)
@@ -233,6 +241,7 @@ def attend(
             out, saved = sunk(out, saved, sinks)
     # What a switched core saves holds q, k and v already, as they were exchanged.
     keeps_local = joins and not isinstance(core, SwitchedCore)
+    # The last of what a core saves is the log-sum-exp.
     *parts, lse = (qkv, *saved) if keeps_local else saved
     kept = torch.cat([part.reshape(-1) for part in parts]) if parts else q.new_empty(0)
     return out.contiguous(), kept, lse.reshape(-1).clone(), torch.tensor([now.serial])
@@ -250,14 +259,14 @@ def _(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Empty results of ``attend``, for tracing: out as q [t, N, D], kept, lse and serial."""
-    kept, lse = _kept_sizes(
+    """Empty results of ``attend``, for tracing: out [t, N, D], kept, lse and serial."""
+    kept_size, lse_size = _kept_sizes(
         _heads(q, k, softcap), q, handle, causal=causal, window=window, joins=joins
     )
     return (
         torch.empty_like(q, memory_format=torch.contiguous_format),
-        q.new_empty(kept),
-        q.new_empty(lse, dtype=wide_dtype(q.dtype)),
+        q.new_empty(kept_size),
+        q.new_empty(lse_size, dtype=wide_dtype(q.dtype)),
         torch.empty(1, dtype=torch.int64, device="cpu"),
     )
 
@@ -265,9 +274,9 @@ def _(
 def _kept_sizes(
     heads: Heads, q: Tensor, handle: int, *, causal: bool, window: int, joins: bool
 ) -> tuple[int | torch.SymInt, int | torch.SymInt]:
-    """The numbers of elements of (kept, log-sum-exp) that :func:`attend` returns for q [t, N, D].
-    They are symbols in a graph, which serves all placements; where nothing is traced, as in a
-    rehearsal, the sizes for the current placement."""
+    """(elements of ``kept``, elements of the log-sum-exp) that :func:`attend` returns for
+    q [t, N, D]. Where a graph is traced they are symbols, as it serves all placements; else, as in
+    a rehearsal on fake tensors, numbers for the current placement."""
     context = torch.library.get_ctx()
     if context._shape_env is not None:  # noqa: SLF001
         return context.new_dynamic_size() if joins else 0, context.new_dynamic_size()
@@ -318,9 +327,10 @@ def _attend_backward(
     else:
         grads = core.backward(grad, qkv, out, saved)
         dsinks = dsinks if sinks is None else sink_gradient(grad, out, saved[-1], sinks)
+    # Results of an operator must share no memory, as views of one joint gradient would.
     if grads.joint is None:
         return grads.q.contiguous(), grads.k.contiguous(), grads.v.contiguous(), dsinks
-    return (  # results of an operator share no memory
+    return (
         grads.q.clone(memory_format=torch.contiguous_format),
         grads.k.clone(memory_format=torch.contiguous_format),
         grads.v.clone(memory_format=torch.contiguous_format),
@@ -331,12 +341,12 @@ def _attend_backward(
 def _unpack(
     core: Core, heads: Heads, kept: Tensor, lse: Tensor, rows: int, features: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The flat ``kept`` and ``lse`` of a forward in the shapes that the core expects: (qkv, what
-    the core saved).
+    """(qkv, what the core saved), as the backward of ``core`` takes them, from the flat tensors
+    ``kept`` and ``lse`` of a forward.
 
-    ``kept`` is the qkv of this rank's ``rows`` [rows, N + 2 G, D], N query heads, G of keys, D
-    ``features``; of a switched core that of its part of the heads and all rows of its block,
-    [T, n + 2 g, D], and behind it the result [T, n, D].
+    Of most cores ``kept`` is q, k and v of this rank's ``rows`` tokens, [rows, N + 2 G, D], with D
+    ``features``. Of a switched core it is q, k and v of all T tokens of its block and this rank's
+    part of the heads, [T, n + 2 g, D], followed by their result [T, n, D].
     """
     if not isinstance(core, SwitchedCore):
         qkv_heads = heads.queries + 2 * heads.keys
@@ -344,7 +354,7 @@ def _unpack(
     inner, total = core.inner, core.rows
     qkv_heads = inner.queries + 2 * inner.keys
     qkv, out = kept.split([total * qkv_heads * features, total * inner.queries * features])
-    # A switched core takes its qkv from what is saved; its first argument is not looked at.
+    # A switched core takes q, k and v from what it saved, and does not read its argument ``qkv``.
     return kept, (
         qkv.view(total, qkv_heads, features),
         out.view(total, inner.queries, features),
@@ -389,12 +399,13 @@ def _refuse_second(ctx: Any, *_: object) -> NoReturn:
 _attend_backward.register_autograd(_refuse_second)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save what the backward of ``attend`` needs in ``ctx``: its results and, where it kept
-    nothing itself, q, k and v."""
-    q, k, v, _, causal, window, _, softcap, sinks = inputs
-    _, kept, _, serial = output
-    ctx.save_for_backward(*output, sinks, *(() if _holds(kept) else (q, k, v)))
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save in ``ctx`` what :func:`_adjoint` needs of a call of ``attend``: its results, its sinks
+    and, where ``kept`` does not hold them, q, k and v."""
+    q, k, v, _handle, causal, window, _joins, softcap, sinks = inputs
+    _out, kept, _lse, serial = output
+    ctx.save_for_backward(*output, sinks, *(() if _holds_qkv(kept) else (q, k, v)))
+    # The arguments of _attend_backward between ``serial`` and ``sinks``; the first is G.
     ctx.rest = k.shape[1], causal, window, softcap
     if not torch.compiler.is_compiling() and not isinstance(serial, FakeTensor):
         # Placements are held weakly: this one must live until the backward looks it up by its
@@ -403,17 +414,17 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
 
 
-def _holds(kept: Tensor) -> bool:
-    """Whether ``kept`` has q, k and v for the backward, which is whether it is not empty. A size
-    that is a symbol of a graph means that it has them."""
+def _holds_qkv(kept: Tensor) -> bool:
+    """Whether the result ``kept`` of ``attend`` holds q, k and v, as it does unless it is empty. In
+    a graph its size is a symbol where it holds them, and 0 where it does not."""
     count = kept.numel()
     return not isinstance(count, int) or count > 0
 
 
 def _adjoint(ctx: Any, grad: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
-    """The gradients of the nine arguments of ``attend``: tensors for q, k, v and sinks, None for
-    the rest."""
-    if grad is None:
+    """The backward of ``attend``: gradients of its nine arguments, given ``grad`` [t, N, D] of its
+    first result; tensors for q, k, v and sinks, None for the rest."""
+    if grad is None:  # the result is not used
         return (None,) * 9
     out, kept, lse, serial, sinks, *qkv = ctx.saved_tensors
     *grads, dsinks = _attend_backward(grad, qkv, out, kept, lse, serial, *ctx.rest, sinks)
@@ -421,13 +432,14 @@ def _adjoint(ctx: Any, grad: Tensor | None, *_: object) -> tuple[Tensor | None, 
     return (*grads, None, None, None, None, None, sinks_grad)
 
 
-attend.register_autograd(_adjoint, setup_context=_keep)
+attend.register_autograd(_adjoint, setup_context=_save_for_backward)
 
 
 @torch.library.custom_op("headrace::positions", mutates_args=())
 def positions(like: Tensor, handle: int) -> Tensor:
-    """The places [s] of the local tokens in their rows, in the dtype and on the device of ``like``
-    [s], the model's own count of them from 0. Raises ModelError for another number of tokens."""
+    """The places [s] of the local tokens in their rows. ``like`` [s] is the model's own count
+    0, 1, 2, ..., which they replace; it gives their dtype and device. Raises ModelError where it
+    counts another number of tokens."""
     now = _current_in(handle)
     found = torch.from_numpy(now.positions()).to(like)
     if len(found) != len(like):

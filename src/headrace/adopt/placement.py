@@ -59,13 +59,14 @@ _serials = count(1)
 
 
 def placed_rows(documents: tuple[tuple[int, ...], ...], ranks: int, order: TokenOrder) -> TokenPlan:
-    """Plan which rank holds which tokens of some rows, ``documents`` being the lengths of the
-    documents of each row. A single row is divided as a pack of documents; of several rows every
-    rank gets the same range of tokens in each."""
+    """Plan which of ``ranks`` holds which tokens of some rows; ``documents`` are the lengths in
+    tokens of the documents of each row. A single row is divided as a pack of documents; of several
+    rows every rank gets the same range of tokens in each."""
     if len(documents) == 1:
         return TokenPlan(lengths=documents[0], ranks=ranks, order=order)
     width = sum(documents[0])
     ranges_in_one_row = TokenPlan(lengths=(width,), ranks=ranks, order=order).parts
+    # Tokens are counted through all rows, one after another.
     ranges_in_all_rows = tuple(
         tuple(
             Rows(row * width + part.start, row * width + part.stop)
@@ -104,14 +105,15 @@ def replica_blocks(ranks: int, replicas: int) -> list[Members]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Placement:
-    """One batch on a group of ranks, of which this one has the index ``member``.
+    """Where the tokens of one batch are on a group of ranks, of which this rank has the index
+    ``member``, and how attention reaches those of other ranks.
 
-    ``tokens`` tells which rank holds which tokens of ``rows`` rows; ``subgroup(members)`` is the
-    process group of some of the ranks by their indices, ``group`` that of all (None for one
-    process). ``targets`` is the number of tokens of the whole step that have a loss, None where it
-    is not known. ``places`` [S] are position ids of a row's tokens, None where they are counted
-    from 0. ``serial`` is the placement's unique number: an operator's backward finds the placement
-    of its forward by it.
+    ``tokens`` tells which rank holds which tokens of ``rows`` rows. ``group`` is the process group
+    of all ranks, None for one process; ``subgroup(members)`` that of some of them by their indices.
+    ``exchange`` is how ranks meet in attention. ``targets`` is the number of tokens of the whole
+    step that have a loss, None where it is not known. ``places`` [S] are position ids of a row's
+    tokens, None where they are counted from 0. ``serial`` is the placement's unique number: an
+    operator's backward finds the placement of its forward by it.
     """
 
     tokens: TokenPlan
@@ -133,7 +135,7 @@ class Placement:
         return self.tokens.sizes[self.member] // self.rows
 
     def index(self) -> np.ndarray:
-        """[s_r] int64: indices in a row of the tokens on this rank."""
+        """[s_r] int64: indices in a row of the tokens on this rank, the same in every row."""
         return self.tokens.index(self.member)[: self.width]
 
     def positions(self) -> np.ndarray:
@@ -141,8 +143,8 @@ class Placement:
         return self.index() if self.places is None else self.places[self.index()]
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather the local tensor [b, s_r, ...] of all ranks: [b, S, ...] on every rank, in the
-        order of the tokens in their rows. Without a gradient. Collective."""
+        """Gather a tensor x [b, s_r, ...] of the tokens of each rank: [b, S, ...] on every rank, in
+        the order of the tokens in their rows. Without a gradient. Collective."""
         widths, index = self._rank_by_rank()
         gathered = all_gather_rows(x.detach().transpose(0, 1).contiguous(), widths, self.group)
         ordered = torch.empty_like(gathered)  # [S, b, ...]
@@ -150,8 +152,8 @@ class Placement:
         return ordered.transpose(0, 1).contiguous()
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """:meth:`whole` with a gradient: this rank's tokens get the sum of the gradients that all
-        ranks have of them. Collective."""
+        """Like :meth:`whole`, with a gradient: in the backward, that of this rank's x is the sum
+        over all ranks of their gradients of its tokens. Collective."""
         widths, index = self._rank_by_rank()
         # Gathered tokens lie rank by rank; the inverse permutation puts them in order.
         back = torch.from_numpy(np.argsort(index, kind="stable")).to(x.device)
@@ -166,8 +168,9 @@ class Placement:
         return widths, np.concatenate(indices)
 
     def core(self, heads: Heads, causal: bool, window: int, device: torch.device) -> Core:
-        """The attention core of this rank for ``heads``, kept for further layers. A ``window``
-        above 0 is a sliding window in tokens, 0 is none, and -n means chunks of n tokens."""
+        """The object that computes attention of this rank's tokens over the group, for layers with
+        these ``heads``; it is made once for equal layers. A ``window`` above 0 is a sliding window
+        in tokens, 0 is none, and -n means chunks of n tokens."""
         key = (heads, causal, window, device)
         if key not in self._cores:
             self._cores[key] = self._make_core(heads, causal, window, device)
@@ -221,9 +224,10 @@ class Placement:
         mask_blocks: Callable[[Members, Members], tuple[Block, ...]],
         device: torch.device,
     ) -> Core:
-        """The core that exchanges heads for tokens within blocks of ranks, with a ring across the
-        blocks where there are several. ``mask_blocks(queries, keys)`` gives the blocks of the
-        attention mask for queries and keys on these ranks."""
+        """The core that switches from all heads of a rank's tokens to some heads of all tokens of
+        its block of ranks (Ulysses), with a ring across the blocks where there are several (2d).
+        ``mask_blocks(queries, keys)`` gives the blocks of the attention mask for queries and keys
+        on these ranks."""
         tokens, ranks = self.tokens, self.tokens.ranks
         everyone = tuple(range(ranks))
         mesh = RankBlocks(ranks=ranks, inner=self._block_size(heads))
@@ -266,9 +270,9 @@ class Placement:
         )
 
     def _block_size(self, heads: Heads) -> int:
-        """The number of ranks in a block, which exchange heads for tokens: all for ``ulysses``; for
-        ``2d`` the largest divisor of the ranks that divides the key heads, or else the query heads.
-        Raises SpecError where there is none."""
+        """The number of ranks in a block, within which heads are exchanged for tokens: all for
+        ``ulysses``; for ``2d`` the largest divisor of the number of ranks that divides the number
+        of key heads, or else that of query heads. Raises SpecError where there is none."""
         ranks = self.tokens.ranks
         if self.exchange == "ulysses":
             return ranks
@@ -397,7 +401,7 @@ def fingerprint(batch: Mapping[str, torch.Tensor], extra: Sequence[object]) -> s
     """A hash of what the ranks of a group must have in common: the tensors of a batch and ``extra``
     values. Of tensors on a device only two checksums each are read, in one copy for all."""
     digest = hashlib.blake2b(repr([sorted(batch), *extra]).encode(), digest_size=16)
-    on_device = list[torch.Tensor]()
+    on_device = list[torch.Tensor]()  # checksums [2] of each tensor that is not in host memory
     for name in sorted(batch):
         digest.update(f"{list(batch[name].shape)} {batch[name].dtype}".encode())
         value = batch[name].detach()
@@ -415,8 +419,9 @@ _SUMMED = 1 << 22
 
 
 def bit_sums(x: torch.Tensor) -> torch.Tensor:
-    """Two checksums [2] int64 of a tensor's bytes, computed on its device. Tensors whose bytes or
-    their order differ have other checksums, but for a chance of about 1 in 2^60."""
+    """Two checksums of a tensor's bytes, int64 [2], computed on its device. Tensors that differ in
+    their bytes or in the order of these have different checksums, but for a chance of about 1 in
+    2^60."""
     octets = x.contiguous().reshape(-1).view(torch.uint8)
     sums = torch.zeros(2, dtype=torch.int64, device=x.device)
     for start in range(0, len(octets), _SUMMED):

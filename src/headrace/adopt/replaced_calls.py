@@ -43,9 +43,9 @@ __all__ = [
 
 
 class Cut(NamedTuple):
-    """A component of the index in ``table[index]`` that takes the first rows along a dim:
-    component number ``at`` takes rows of dim ``dim`` of the table, which are dim ``made`` of the
-    result."""
+    """A component ``:n`` of the index in ``table[index]``, which takes the first rows along a dim:
+    component number ``at`` of the index cuts dim ``dim`` of the table, which is dim ``made`` of the
+    result. In ``table[None, :n]``, ``at`` is 1, ``dim`` 0 and ``made`` 1."""
 
     at: int
     dim: int
@@ -53,8 +53,9 @@ class Cut(NamedTuple):
 
 
 def cuts_of(index: Any, dims: int) -> list[Cut]:
-    """The components of an index of a tensor of ``dims`` dims that take the first rows, such as
-    ``:n``; none where the index has other components than slices, numbers, None and ``...``."""
+    """The components ``:n`` of the ``index`` of a tensor with ``dims`` dims, each as a
+    :class:`Cut`; none at all where the index has other components than slices, numbers, None and
+    ``...``."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(isinstance(part, (torch.Tensor, list, bool)) for part in parts):
         return []
@@ -77,11 +78,12 @@ def cuts_of(index: Any, dims: int) -> list[Cut]:
 def rows_of(
     table: torch.Tensor, index: Any, *, at: int, dim: int, made: int, handle: int
 ) -> torch.Tensor:
-    """``table[index]`` for this rank: where the :class:`Cut` (``at``, ``dim``, ``made``) takes as
-    many first rows as there are local tokens, the rows at their places. ``handle`` finds the
-    placement."""
-    counted = torch.arange(table[index].shape[made], device=table.device)
+    """``table[index]`` for this rank's tokens: where the index takes as many first rows as there
+    are local tokens, by the :class:`Cut` (``at``, ``dim``, ``made``), the rows at the places of
+    these tokens are taken instead. ``handle`` finds the placement."""
+    counted = torch.arange(table[index].shape[made], device=table.device)  # [local tokens]
     parts = index if isinstance(index, tuple) else (index,)
+    # The other components of the index stay as they are.
     rest = tuple(slice(None) if i == at else part for i, part in enumerate(parts))
     return table.index_select(dim, positions(counted, handle))[rest]
 
@@ -250,21 +252,23 @@ innermost first."""
 
 @dataclass(slots=True, kw_only=True)
 class _ProbedSizes:
-    """Sizes that a call at one site had in the probe, which runs with several numbers of tokens:
-    those that were the number of tokens (``equal``), and those that were not (``others``)."""
+    """Sizes that a call at one site had in the probe, which runs the model with several numbers of
+    tokens: those that were the number of tokens then (``equal``), and those that were not
+    (``others``)."""
 
     equal: set[int] = field(default_factory=set)
     others: set[int] = field(default_factory=set)
 
     @property
     def follows(self) -> bool:
-        """Whether the size was the number of tokens more than once, so not by chance."""
+        """Whether the size was the number of tokens for two different numbers or more, so that it
+        depends on them and does not equal them by chance."""
         return len(self.equal) > 1
 
 
 class ReplacedCalls(TorchFunctionMode):
-    """A torch function mode that replaces calls while ``model`` is spread and modules of its author
-    run, until :meth:`remove`."""
+    """A torch function mode that replaces calls of torch functions which depend on other tokens. It
+    is active while ``model`` is spread and one of its modules runs, until :meth:`remove`."""
 
     def __init__(self, model: torch.nn.Module, slot: ModelSlot) -> None:
         """Hook every module of the model that calls torch functions itself and is not compiled, so
@@ -273,9 +277,11 @@ class ReplacedCalls(TorchFunctionMode):
         self._slot, self._model = slot, model
         _remove_older(model)
         _replacing[model] = self
-        # Sizes in the probe of each call, by its site and the component of its index.
+        # Sizes that were seen in the probe, by the site of the call and the number of the component
+        # of its index (0 for calls without an index).
         self._sites: dict[tuple[Frames, int], _ProbedSizes] = {}
-        # The ids of the model's own tensors, as of the current call of its outermost module.
+        # The ids of the model's own tensors, listed once in each call of its outermost module; None
+        # where they are not listed yet.
         self._table_ids: set[int] | None = None
         self._thread_state = threading.local()
         self._module_ids = set(map(id, model.modules()))
@@ -309,7 +315,8 @@ class ReplacedCalls(TorchFunctionMode):
     def _enter(self, *_: Any) -> None:
         """The hook before a module: activates the mode where the model is spread and the mode is
         not active yet."""
-        # A backward starts without the modes of its forward, whatever is active on this thread.
+        # Torch's stack is asked, not the list of this class: a recompute in a backward runs modules
+        # without the modes of their forward.
         spread = self._slot.held is not None
         enters = spread and self not in _get_current_function_mode_stack()
         self._activations().append(enters)
@@ -324,8 +331,8 @@ class ReplacedCalls(TorchFunctionMode):
             self.__exit__(None, None, None)
 
     def _activations(self) -> list[bool]:
-        """For each module that is running on this thread, outermost first, whether its hook
-        activated the mode. The list itself, to append to."""
+        """This thread's list, to be changed by the hooks: for each module that is running now,
+        outermost first, whether its hook has activated the mode."""
         if not hasattr(self._thread_state, "activations"):
             self._thread_state.activations = []
         return self._thread_state.activations  # type: ignore[no-any-return]
@@ -372,8 +379,7 @@ class ReplacedCalls(TorchFunctionMode):
         return rows_of(table, index, **token_cuts[0]._asdict(), handle=self._slot.handle)
 
     def _is_held(self, table: torch.Tensor) -> bool:
-        """Whether ``table`` is a tensor of one of the model's modules, listed once for each call of
-        the outermost module."""
+        """Whether ``table`` is a parameter, buffer or attribute of one of the model's modules."""
         if self._table_ids is None:
             self._table_ids = set(map(id, _tables(self._model)))
         return id(table) in self._table_ids
@@ -384,9 +390,12 @@ class ReplacedCalls(TorchFunctionMode):
         return positions(out, self._slot.handle) if self._is_token_count(len(out)) else out
 
     def _is_token_count(self, size: int, part: int = 0) -> bool:
-        """Whether the ``size`` of the current call, or of component ``part`` of its index, is the
-        number of tokens and not just equal to it. In a probe the size is recorded for the site of
-        the call. Raises ModelError where the probe could not decide it."""
+        """Whether ``size``, that of the result of the current call or of component ``part`` of its
+        index, stands for the number of local tokens and does not just equal it by chance.
+
+        During the probe equality decides, and the size is recorded for the site of the call. Later
+        the record decides: the size of a site that followed the number of tokens in the probe
+        stands for it. Raises ModelError where there is no record, or it allows both."""
         now = self._slot.now
         tokens, frames = len(now.positions()), _site()
         probed = self._sites.get((frames, part))
@@ -394,7 +403,8 @@ class ReplacedCalls(TorchFunctionMode):
             probed = self._sites.setdefault((frames, part), _ProbedSizes())
             (probed.equal if size == tokens else probed.others).add(size)
             return size == tokens
-        # A size that the site has whatever the number of tokens is equals it by chance.
+        # A size that the site had in the probe for another number of tokens is a constant of the
+        # model, which equals the number of tokens by chance now.
         if size != tokens or (probed is not None and not probed.follows and size in probed.others):
             return False
         if probed is None or not probed.follows or size in probed.others:
@@ -431,8 +441,8 @@ def _remove_older(model: torch.nn.Module) -> None:
 
 
 def _calls_functions(module: torch.nn.Module) -> bool:
-    """Whether the forward of a module may call a replaced function: that of a class which is not
-    torch's own, of a module with submodules, and of a loss."""
+    """Whether the forward of a module may call a replaced function: where its class is not one of
+    torch's own, where it has submodules, and where it is a loss."""
     is_authors = not type(module).__module__.startswith("torch.nn.modules")
     return is_authors or any(True for _ in module.children()) or isinstance(module, _LOSSES)
 
@@ -457,10 +467,10 @@ def _begins_at_zero(*args: Any, **named: Any) -> bool:
 
 
 def _site() -> Frames:
-    """The site of the current call: the functions on the stack from the call out to the forward of
-    its module, without torch's own, so that it is the same however the module was called. Raises
-    ModelError where a checkpoint or an autograd function runs a function that is no module: calls
-    in its recompute would not be replaced."""
+    """The site of the current call: the functions on the call stack, innermost first, up to the
+    forward of the module that makes the call. Torch's own functions are left out, so that the site
+    is the same however the module was called. Raises ModelError where a checkpoint or an autograd
+    function runs a function that is no module: calls in its recompute would not be replaced."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     found = list[tuple[CodeType, int]]()
     while frame is not None and (file := frame.f_code.co_filename) != _MODULES:

@@ -115,7 +115,7 @@ def sample_of(
                 hint="leave out the columns that the loop does not use",
             )
     mask = found.pop("attention_mask", None)
-    if mask is not None:
+    if mask is not None:  # drop padding
         found = {name: x[mask != 0] for name, x in found.items()}
         labels = labels[mask != 0]
         if not len(labels):
@@ -138,10 +138,10 @@ def _labels(
     what: str,
     place: LabelPlace | None,
 ) -> tuple[torch.Tensor, bool]:
-    """The labels [count] int64 of an ``item``, removed from its tensors ``found``, and whether the
-    item has a single label of the sample, which is then repeated for all ``count`` tokens. Where
-    the item has none, the token ids are the labels of a model that predicts the next token. Raises
-    DataError for labels of another shape."""
+    """(labels [count] int64 of an ``item`` with ``count`` tokens, whether these are a single label
+    of the sample, repeated for each token). The labels are removed from ``found``, the item's
+    tensors by name. Where the item has none, the token ids are the labels for a model that predicts
+    the next token. Raises DataError for labels of another shape."""
     given = found.pop("labels", None)
     if "labels" not in item:
         if kind == "next":
@@ -174,8 +174,8 @@ def _labels(
 
 
 def packed(samples: Sequence[Item]) -> Item:
-    """The samples, tensors [n, ...] by name, concatenated in one row [1, t, ...]; where they have
-    no position ids, these start at 0 in each."""
+    """The samples, each with tensors [n, ...] by name, one after another in a single row: tensors
+    [1, t, ...] by name. Position ids start at 0 in each sample where the samples have none."""
     row = {name: torch.cat([sample[name] for sample in samples])[None] for name in samples[0]}
     if "position_ids" not in row:
         counts = [torch.arange(len(sample["labels"])) for sample in samples]
@@ -184,12 +184,12 @@ def packed(samples: Sequence[Item]) -> Item:
 
 
 def is_value(value: Any) -> bool:
-    """Whether a field of an item is a number, several, or a tensor."""
+    """Whether a field of an item is a number, a list of numbers, or a tensor."""
     return is_numbers(value) or isinstance(value, int | float | np.number)
 
 
 def is_numbers(value: Any) -> bool:
-    """Whether a field of an item is a tensor, or several numbers."""
+    """Whether a field of an item is a tensor, an array or a list of numbers."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return True
     filled = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0

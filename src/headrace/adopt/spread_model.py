@@ -124,8 +124,8 @@ class Levels:
         choose: A function that sets, for the next forward, the level of each layer in order:
             ``none`` or one of ``known``. Layers beyond the end of the list recompute nothing.
         known: The supported levels.
-        entries: How many tensors of the size of its input a layer saves when it recomputes
-            everything.
+        entries: How many tensors of the size of its input a layer keeps for its backward at the
+            level ``full``, at which it recomputes everything.
     """
 
     choose: Callable[[Sequence[Recompute]], None]
@@ -280,7 +280,7 @@ class SpreadModel(SampleReader, Protocol):
         ...
 
     def made(self, sample: Item, lengths: Sequence[int], ranks: int, *, document: int) -> Pack:
-        """Make a pack of samples of given lengths from one sample, to measure the model with.
+        """Make a pack of samples with given lengths from one sample, to measure the model with.
 
         Args:
             sample: The sample whose values are repeated or cut.

@@ -245,7 +245,8 @@ class TokenModel:
         self._last_called: Placement | None = None  # of the last batch that a forward was run on
         self._part: BatchPart | None = None  # the part given to take(), until release()
         self._fsdp_sums = False  # whether FSDP2 was told to sum gradients
-        # Whether a backward runs that began while the model was plain: at its end it is so again.
+        # Whether a backward runs that began while the model was plain. It spreads the model, and
+        # must make it plain again at its end.
         self._in_plain_backward = False
         self._reader: TokenReader | None = None  # made for the first item that is read
         self.label_place: LabelPlace | None = None
@@ -659,8 +660,8 @@ class TokenModel:
         return gather(local_sum, 0, now.group).sum(dim=0) / sum(now.tokens.sizes)
 
     def _last_placement(self, what: str) -> Placement:
-        """The placement of the last batch that the model was called with; raises ModelError about
-        ``what``, the caller's name, where there was none."""
+        """The placement that the model works on now, or of the last batch that it was called with;
+        raises ModelError about ``what``, the caller's name, where there was none."""
         now = self._slot.held or self._last_called
         if not isinstance(now, Placement):
             raise ModelError(what, got="no batch", wanted="a call of run(**shard.inputs) before")
@@ -750,8 +751,9 @@ class TokenModel:
             self._probe_mode(batch, training=self.inner.training)
 
     def _find_how_positions_count(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Set whether the plain model, given no position ids, skips masked tokens or padding as it
-        counts them, found by running it on a few tokens of the batch."""
+        """Find out how the plain model counts positions where it is given no position ids, by
+        running it on a few tokens of the batch, and set whether it skips masked tokens or
+        padding."""
         known, fixed = self._probe_inputs(batch), self._fixed_arguments
         self._counts_by_mask = counts_by_mask(self.model, known, self.tokens, **fixed)
         self._skipped_padding_id = counts_by_ids(self.model, known, self.tokens, **fixed)
@@ -808,6 +810,7 @@ class TokenModel:
         uninstall = self.install()
 
         def end() -> None:
+            """Undo the installation and detach the model."""
             self.release()
             uninstall()
             self.detach()
@@ -815,8 +818,9 @@ class TokenModel:
         return end
 
     def _user_labels(self, row: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A packed row [1, t] as a batch for :meth:`shard`, with labels that are not shifted yet.
-        Only a row of several samples keeps its ``position_ids``, which tell where each begins."""
+        """The fields of a packed row, tensors [1, t, ...] by name, as a user would give them to
+        :meth:`shard`: labels are not shifted yet, and only a row of several samples keeps its
+        ``position_ids``, which tell where each begins."""
         starts = row["position_ids"] == row["position_ids"][:, :1]  # where a sample begins
         several = int(starts.sum()) > 1
         batch = {
@@ -938,9 +942,9 @@ class TokenModel:
             )
 
     def _refuse_sharded(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """The hook before the model. Raises ModelError where the plain model receives a part of a
-        batch, whose tokens would see only this rank's; and where the spread model receives other
-        tokens than its part."""
+        """The hook before the model: refuse tokens that it must not be called with. Raises
+        ModelError where the plain model receives a part of a batch, whose tokens would see only
+        those of this rank; and where the spread model receives other tokens than its part."""
         if torch.compiler.is_compiling():
             return
         if self._slot.held is not None:
@@ -956,10 +960,11 @@ class TokenModel:
             )
 
     def _require_own(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Raise ModelError where the model, spread for a micro-batch, is called with other tokens:
-        it would take them to have the documents and positions of the micro-batch. Also where
-        position ids are missing. A call is right whose token ids or position ids are those of the
-        part: the others may have been changed on purpose."""
+        """Raise ModelError where the model, spread for a micro-batch, is called with other tokens
+        than its part, as it would take them to have the documents and positions of the micro-batch;
+        and where position ids are missing. ``args`` and ``named`` are the arguments of the call.
+        It suffices that the token ids or the position ids are those of the part: the user may have
+        changed the other ones on purpose."""
         if self._part is None:
             return
         given = {**dict(zip(self._argument_order, args, strict=False)), **named}
@@ -998,9 +1003,9 @@ class TokenModel:
         return self._entry.levels(blocks)
 
     def _with_backward_hooks(self, outputs: Any, placement: Placement | StandIn | None) -> Any:
-        """Hook the backward of ``outputs`` to put their placement in the slot, so that checkpoints
-        recompute on the right batch, whatever was run since; note the placement as that of the last
-        call. Returns ``outputs``."""
+        """Hook the backward of ``outputs``, the results of a forward, to put the placement of this
+        forward in the slot, so that checkpoints recompute on the right batch, whatever was run
+        since; note the placement as that of the last call. Returns ``outputs``."""
         if isinstance(placement, Placement):
             self._last_called = placement
 
@@ -1020,7 +1025,7 @@ class TokenModel:
         return outputs
 
     def _end_backward(self) -> None:
-        """End a backward that ran while the model was plain: the model is plain again."""
+        """Make the model plain again, after a backward that began while it was plain."""
         self._in_plain_backward = False
         self._slot.take(None)
 
@@ -1035,8 +1040,8 @@ class TokenModel:
             self._loss_head.expect(labels, self._slot.now.targets)
 
     def _with_loss(self, outputs: Any, labels: torch.Tensor | None) -> Any:
-        """The outputs of a transformers model with the loss [] of this rank's labels, in its
-        dataclass or in front of its tuple."""
+        """The outputs of a forward with the loss [] of this rank's ``labels`` [b, s_r] put in: as
+        the field ``loss`` of their dataclass, or in front of their tuple; unchanged for None."""
         if labels is None:
             return outputs
         logits = logits_of(outputs)
@@ -1052,10 +1057,11 @@ class TokenModel:
         return outputs
 
     def _compare_with_plain(self, part: BatchPart, batch: Mapping[str, torch.Tensor]) -> None:
-        """Compare loss and gradients of ``part``, this rank's part of a ``batch`` of all ranks,
-        with those of the plain model on the whole batch; raises ModelError where they differ. Rows
-        of several documents are given to it document by document: it may not keep them apart.
-        Warns and returns where the plain model cannot do the same. Collective."""
+        """Compare loss and gradients of the spread model on ``part``, this rank's part of a
+        ``batch`` of all ranks, with those of the plain model on the whole batch; raises ModelError
+        where they differ. The plain model is given rows of several documents document by document,
+        as its attention may not keep them apart. Warns and returns where that would not give the
+        same loss. Collective."""
         whole = dict(self._batch_by_tokens[part.inputs[self.tokens]])
         local = dict(part.inputs)
         # The inputs of each call of the plain model.
@@ -1100,10 +1106,12 @@ class TokenModel:
     def _documents_alone(
         self, whole: Mapping[str, torch.Tensor], documents: Sequence[Sequence[int]]
     ) -> list[dict[str, torch.Tensor]] | None:
-        """The inputs [1, length, ...] of each document, cut from ``whole`` rows [b, S, ...];
-        ``documents`` are the lengths in tokens of the documents of each row. All rows at once where
-        each is one document. None where the plain model would not make the same loss of documents
-        alone."""
+        """The inputs of each call of the plain model, by name, to run a batch document by document.
+
+        They are cut from ``whole``, inputs [b, S, ...] by name, to [1, length, ...]; ``documents``
+        are the lengths in tokens of the documents of each row. Where each row is one document, a
+        single call takes all rows. None where the losses of single documents would not add up to
+        that of the batch."""
         if all(len(lengths) == 1 for lengths in documents):
             return [dict(whole)]
         alone = []
@@ -1113,7 +1121,8 @@ class TokenModel:
                 # position_ids may have one row for all rows of the batch.
                 alone.append({k: x[min(row, len(x) - 1)][None, tokens] for k, x in whole.items()})
         labels = [inputs[self._label_name] for inputs in alone if self._label_name in inputs]
-        # A transformers model has no loss of a row's first label; within a longer row it has.
+        # A transformers model that shifts labels drops the first label of a row: that of a document
+        # alone, but not that of a document within a longer row.
         first_counts = self.labels == "next" and any(
             bool((x[:, 0] != IGNORED).any()) for x in labels
         )
@@ -1124,8 +1133,8 @@ class TokenModel:
     def _call_with_whole_head(
         self, head: WholeHead, placement: Placement, inputs: Mapping[str, torch.Tensor]
     ) -> Any:
-        """The results of a model whose own head and loss run on the whole batch on every rank, as
-        the loss is no cross entropy; ``inputs`` [b, s_r, ...] are this rank's, without labels.
+        """The results of a model whose own ``head`` and loss run on the whole batch on every rank,
+        as the loss is no cross entropy; ``inputs`` [b, s_r, ...] are this rank's, without labels.
         Raises ModelError for a step of several batches: the model's loss is a mean over one."""
         whole = self._batch_by_tokens.get(inputs[self.tokens])
         assert self._own_loss is not None, "it has one"
@@ -1151,6 +1160,8 @@ class TokenModel:
         these depend on its layers only through the last hidden states; else leave it None.
         ``known`` are inputs [b, S, ...] to test that with by ``run(**inputs)``, in ``training`` or
         evaluation mode."""
+        # The hooks of a WholeHead need an eager model whose attention a switch turns on and off,
+        # and the model's own loss needs the logits that a LossHead does not make.
         base = base_of(self.inner)
         registry = self.entry_point == "attention registry"
         if base is None or not registry or self.compiled or self._loss_head is not None:
@@ -1220,7 +1231,8 @@ class TokenModel:
 
     def _probe(self, batch: Mapping[str, torch.Tensor]) -> Probed:
         """Run the model on a few tokens of the batch and on parts of them: raises ModelError where
-        results differ, else returns how often it calls attention and where it counts from."""
+        results differ, else returns how often it calls attention and the position id of its first
+        token."""
         run = partial(self._call_with, self._entry.probing)
         return probe(
             self.model,
@@ -1268,8 +1280,10 @@ class TokenModel:
         self._probed_modes.add(training)
 
     def _probe_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The fields [b, S, ...] of a batch that the model takes, by name, to probe it with: for
-        transformers models without labels, and with padding ids replaced."""
+        """The fields [b, S, ...] of a batch that the model takes, by the names of its arguments, to
+        probe it with. Models of transformers get no labels, as their loss is tested apart, and no
+        padding ids, as some leave these out when they count positions."""
+        # In batches labels may stand under "labels", whatever the model calls them.
         named = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
         if self._from_transformers:
             named.pop(self._label_name, None)
@@ -1307,9 +1321,10 @@ def _refuse_options(arguments: Mapping[str, Any]) -> None:
 
 
 def _dynamic_rope_limit(config: Any) -> int | None:
-    """The row length in tokens up to which the frequencies of dynamic RoPE scaling (``dynamic``,
-    ``longrope``) are constant: beyond it they depend on the longest position. None for other RoPE
-    types. ``config`` is that of a transformers model, or None."""
+    """The longest row, in tokens, for which a model with dynamic RoPE scaling (the types
+    ``dynamic`` and ``longrope``) has constant frequencies: for longer ones they depend on the
+    longest position. None for other RoPE types. ``config`` is that of a transformers model, or
+    None."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     limits = list[int]()
     for rope in (given, *given.values()):  # one for all layers, or one for each kind
@@ -1347,7 +1362,8 @@ def arguments_of(model: Any) -> dict[str, inspect.Parameter]:
 
 
 def _passes_arguments_on(arguments: Mapping[str, inspect.Parameter]) -> bool:
-    """Whether a signature has ``*args`` or ``**kwargs``, which a forward may pass on."""
+    """Whether a forward with these parameters has ``*args`` or ``**kwargs``, which it may pass on
+    to another forward."""
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return any(p.kind in starred for p in arguments.values())
 

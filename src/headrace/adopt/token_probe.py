@@ -59,8 +59,9 @@ _MIXES_THE_BATCH = (
 
 
 def first_places(model: torch.nn.Module) -> tuple[int, ...]:
-    """The position ids that the first token of a row may have: 0, or in models such as RoBERTa,
-    which keep positions up to the padding's id for padding, the one after that id."""
+    """The position ids that a model may give to the first token of a row, to be tried in order: 0,
+    and the one after the padding's token id, as models such as RoBERTa keep the positions up to
+    that number for padding."""
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     return (0,) if padding is None else (0, padding + 1)
 
@@ -85,11 +86,13 @@ def probe(
     places: bool,
     firsts: Sequence[int] = (0,),
 ) -> Probed:
-    """Run ``model`` by ``run(**inputs)`` on a few tokens of ``batch``, and on parts of them.
+    """Test whether ``model`` can be run on parts of its tokens: run it by ``run(**inputs)`` on a
+    few tokens of ``batch`` and on parts of them, and compare the results.
 
-    Where the model takes position ids (``places``), parts are tried with ids that begin at each of
-    ``firsts``. ``tokens`` names the input with token ids; labels in the batch are given, too.
-    Raises ModelError, naming what it found, when results of parts differ from those of the whole.
+    ``tokens`` names the input with token ids; labels in the batch are given, too. Where the model
+    takes position ids (``places``), those of the parts are tried to begin at each of ``firsts``;
+    the first that gives the same results is returned. Raises ModelError, which names what it found,
+    where results of parts differ from those of the whole.
     """
     for name, module in model.named_modules():
         if isinstance(module, _MIXES_THE_BATCH):
@@ -100,7 +103,7 @@ def probe(
                 hint="its statistics are those of one rank's tokens",
             )
     few = few_of(batch, tokens)
-    error = ModelError("places of tokens", got="none to try")
+    error = ModelError("places of tokens", got="none to try")  # where ``firsts`` is empty
     with looked_at(model, slot, training=False):
         runs = _Runs(model=model, run=run, slot=slot, count=_TOKENS)
         whole = runs.outcome_of(few)
@@ -154,9 +157,13 @@ def own_loss(
     kind: Labels,
     training: bool,
 ) -> ModelError | None:
-    """Test whether the loss of a transformers model is the cross entropy of its logits: the error
-    that says it is not, or None. Labels are the token ids; one of them is ignored where ``batch``
-    has ignored labels, too. ``kind`` says whether the model's loss shifts labels."""
+    """Test whether the loss of a transformers model is the mean cross entropy of its logits.
+    Returns the error that says that it is not, or None where it is or cannot be compared.
+
+    The model is run on a few tokens of ``batch`` with their ids as labels, given under the name
+    ``label_name``; one of these is ignored where the batch has ignored labels, too. ``kind`` says
+    whether the model's loss shifts labels.
+    """
     few = few_of({k: v for k, v in batch.items() if k != "labels"}, tokens)
     labels = few[tokens].clone()
     if "labels" in batch and bool((batch["labels"] < 0).any()):
@@ -192,8 +199,9 @@ def _named_errors(model: torch.nn.Module, count: int) -> Iterator[None]:
     try:
         yield
     except _MODEL_ERRORS as error:
+        # These are not the model's fault: memory is short, or another rank is lost (gloo).
         if isinstance(error, torch.OutOfMemoryError) or "gloo" in str(error):
-            raise  # not the model's fault: this machine's, or another rank's
+            raise
         raise ModelError(
             f"forward of {type(model).__name__} on {count} tokens",
             got=" ".join(f"{type(error).__name__}: {error}".split())[:300],
@@ -216,9 +224,9 @@ class _Lookups(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def of_places(self) -> Iterator[torch.Tensor]:
-        """Yield the recorded indices [count] that may be the tokens' positions: lookups of one
-        index for each token (of the batch's last row) that are not the token ids themselves. Fake
-        tensors are passed over, as they have no values."""
+        """Yield those recorded indices [count], on the CPU, that may be the tokens' positions: of
+        lookups with one index for each token (the last row, where there are several), unless the
+        indices are the token ids themselves. Fake tensors are left out, as they have no values."""
         for indices in self._indices:
             flat = indices.reshape(-1)[-len(self._tokens) :]
             if isinstance(flat, FakeTensor) or len(flat) != len(self._tokens):
@@ -246,9 +254,11 @@ def run_plain(
 def counts_by_mask(
     model: torch.nn.Module, batch: Mapping[str, torch.Tensor], tokens: str, **always: Any
 ) -> bool:
-    """Whether a plain model that is given no position ids counts them from the first token that
-    its attention mask does not hide, as OPT does: then the positions that it looks up are
-    consecutive over the tokens, but not over the masked ones in front of them."""
+    """Whether a plain model that is given no position ids counts them from the first token that its
+    attention mask does not hide, as OPT does.
+
+    Tested with a mask that hides the first tokens of a row: such a model looks up positions that
+    are consecutive over the tokens behind them, but not over the whole row."""
     few = few_of(batch, tokens)[tokens]
     padding = _TOKENS // 3  # the first tokens, which are masked
     mask = torch.ones_like(few)
@@ -273,8 +283,8 @@ def _padding_of(model: torch.nn.Module) -> tuple[int, int] | None:
 
 
 def without_padding(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Token ids [b, S] with the padding's id replaced by the next id of the vocabulary, as some
-    models skip padding when they count positions."""
+    """Token ids [b, S] for a probe, with the padding's id replaced by the next id of the
+    vocabulary: some models skip padding when they count positions, which would upset the probe."""
     found = None if isinstance(ids, FakeTensor) else _padding_of(model)
     if found is None:
         return ids
@@ -286,8 +296,8 @@ def without_padding(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 def counts_by_ids(
     model: torch.nn.Module, batch: Mapping[str, torch.Tensor], tokens: str, **always: Any
 ) -> int | None:
-    """The padding's token id, for a model that is given no position ids and skips tokens with this
-    id when it counts them, as RoBERTa does; None for other models."""
+    """The padding's token id, for a model that skips tokens with this id when it counts positions
+    by itself, as RoBERTa does; None for other models. Tested with one such token amid a row."""
     found = _padding_of(model)
     if found is None:
         return None
@@ -307,8 +317,9 @@ def counts_by_ids(
 
 @contextmanager
 def _add_noise(model: torch.nn.Module) -> Iterator[None]:
-    """Add fixed noise to the logits of the output head within the context. A loss beside the cross
-    entropy, such as a z-loss, may be zero on the logits of fresh weights, and so stay unseen."""
+    """Context in which fixed noise is added to the logits of the model's output head. A loss beside
+    the cross entropy, such as a z-loss, may be zero for the logits of fresh weights, and would go
+    unnoticed without it."""
     find = getattr(getattr(model, "module", model), "get_output_embeddings", None)
     head = find() if callable(find) else None
 
@@ -378,8 +389,9 @@ def tried_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> int:
 def few_of(
     batch: Mapping[str, torch.Tensor], tokens: str, count: int = _TOKENS
 ) -> dict[str, torch.Tensor]:
-    """Inputs [1, count, ...] by name: the first ``count`` tokens of the first row, which is
-    repeated where it is shorter. There is no mask; position ids are consecutive."""
+    """Inputs [1, count, ...] by name to run a probe on: the first ``count`` tokens of the first row
+    of ``batch``, which is repeated where it is shorter. There is no mask; position ids, where the
+    batch has some, are consecutive."""
     repeats = -(-count // batch[tokens].shape[1])  # rounded up
     found = {
         name: value[:1].repeat(1, repeats, *[1] * (value.dim() - 2))[:, :count]
@@ -390,7 +402,7 @@ def few_of(
     for name, value in found.items():
         if value.shape == found[tokens].shape and not value.is_floating_point():
             found[name] = torch.where(value < 0, found[tokens].to(value), value)
-    if "position_ids" in batch:  # from the least one on, as models may begin above 0
+    if "position_ids" in batch:  # from the batch's lowest on, as models may begin above 0
         start = int(batch["position_ids"].min())
         found["position_ids"] = torch.arange(count)[None].to(batch["position_ids"]) + start
     return found
@@ -430,10 +442,12 @@ class _Runs:
 
     @property
     def parts(self) -> tuple[slice, ...]:
-        """Three parts of the tokens, not all of one length. Each has two tokens or more, as
-        compilers make another graph for a size of 1."""
+        """Three parts of the tokens, not all of one length: about 5, 3 and 5 thirteenths of them.
+        Each has two tokens or more, as compilers make another graph for a size of 1."""
         first_cut, second_cut = 5 * self.count // 13, 8 * self.count // 13
-        if self.count > _TOKENS:  # odd cuts fall within any blocks of an even number of tokens
+        if self.count > _TOKENS:
+            # Odd cuts are no multiples of an even number of tokens in which a model may work, so
+            # that they cut its blocks apart.
             first_cut, second_cut = first_cut | 1, second_cut | 1
         return slice(0, first_cut), slice(first_cut, second_cut), slice(second_cut, self.count)
 
@@ -441,8 +455,9 @@ class _Runs:
         self, few: Mapping[str, torch.Tensor], part: slice | None = None, *, target_factor: int = 1
     ) -> _Outcome:
         """Run the model on one ``part`` of the tokens of ``few``, inputs [1, count, ...] by name,
-        or on all where it is None. Its loss is divided by ``target_factor`` times the number of all
-        tokens. Raises ModelError where the forward fails or draws random numbers."""
+        or on all where it is None. The stand-in has it believe that the step has ``target_factor``
+        times ``count`` targets, by which the model's loss is divided. Raises ModelError where the
+        forward fails or draws random numbers."""
         part = part or slice(0, self.count)
         stand_in = StandIn(
             places=np.arange(part.start, part.stop), targets=target_factor * self.count
@@ -465,8 +480,9 @@ class _Runs:
     def difference_error(
         self, whole: _Outcome, given: Mapping[str, torch.Tensor]
     ) -> ModelError | None:
-        """Run the parts of the inputs ``given`` and compare them with the ``whole``: each token's
-        result must be the same, and losses must sum to the whole's. Returns the error or None."""
+        """Run the model on each part of the inputs ``given`` and compare with the ``whole``: each
+        token's result must be the same, and the losses must sum to the whole's. Returns the error
+        that says what differs, or None."""
         single = whole.logits.dtype in (torch.float32, torch.float64)
         tolerance = 1e-4 if single else 5e-2
         limit = tolerance * max(float(whole.logits.abs().max()), 1e-30)
@@ -503,18 +519,19 @@ class _Runs:
     def undivided_error(
         self, loss: torch.Tensor, given: Mapping[str, torch.Tensor]
     ) -> ModelError | None:
-        """Find a term of the ``loss`` [] of the whole inputs ``given`` that is not divided by the
-        step's targets, however small, such as a mean over experts: its parts must sum to that of
-        the whole. Returns the error or None.
-        """
+        """Test the term of the ``loss`` [] that is not divided by the step's targets, such as a
+        mean over experts, however small it is beside the rest: those of the parts must sum to that
+        of the whole inputs ``given``. Returns the error that says that they do not, or None."""
 
         def constant_term(part: slice | None) -> float:
-            """The term of the loss of a part that targets T do not divide: c, where
-            loss(T) = s / T + c, so that 2 loss(2 T) - loss(T) = c."""
+            """The term c of the loss of a ``part`` (None for the whole) that is not divided by the
+            number T of targets: of loss(T) = s / T + c two runs with T and 2 T targets give
+            c = 2 loss(2 T) - loss(T)."""
             once, twice = (self.outcome_of(given, part, target_factor=n).loss for n in (1, 2))
             return 0.0 if once is None or twice is None else 2 * float(twice) - float(once)
 
         wanted, got = constant_term(None), sum(map(constant_term, self.parts))
+        # Allowed: some roundings of the losses that were subtracted, and 1 % of the term.
         limit = 16 * torch.finfo(loss.dtype).eps * abs(float(loss)) + 1e-2 * abs(wanted)
         if abs(got - wanted) <= limit:
             return None
@@ -522,7 +539,8 @@ class _Runs:
 
 
 def _shape_error(part: _Outcome, whole: _Outcome, where: slice) -> ModelError:
-    """The error for a model whose results are not one for each token, for the part at ``where``."""
+    """The error for a model that does not give one result for each token, as seen in its results
+    for the ``part`` of the tokens at ``where``."""
     return ModelError(
         "results of parts of the tokens",
         got=f"{list(part.logits.shape)} of {where.stop - where.start} tokens",

@@ -54,7 +54,8 @@ class _RunningCall:
 
 
 class WholeHead:
-    """Calls ``inner`` with whole batches while its base model works on parts of them."""
+    """Calls the user's module ``inner`` with whole batches, so that its own head and loss see all
+    tokens, while hooks give its base model this rank's tokens alone."""
 
     def __init__(self, inner: torch.nn.Module, base: torch.nn.Module, slot: ModelSlot) -> None:
         """Hook ``base``, the base model within ``inner``: its arguments become local and its
@@ -150,15 +151,16 @@ def _replace_states(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def _own_part(outputs: Any, loss: torch.Tensor, placement: Placement, width: int) -> Any:
-    """Change results of a whole batch of rows of ``width`` tokens into this rank's: one over the
-    number of ranks of the loss, and of tensors [b, S, ...] the entries of this rank's tokens."""
+    """Change the results for a whole batch, rows of ``width`` tokens, into this rank's part of them
+    and return them: its ``loss`` divided by the number of ranks, and of other tensors [b, S, ...]
+    the entries [b, s_r, ...] of this rank's tokens."""
     index = torch.from_numpy(placement.index()).to(loss.device)
-
+    # All ranks have the same loss, and losses are summed over ranks.
     local_loss = loss / placement.tokens.ranks
 
     def part(x: Any) -> Any:
-        """This rank's part of the loss, or of a tensor [b, S, ...] its tokens [b, s_r, ...];
-        anything else unchanged."""
+        """This rank's part of one result: of the loss, or the entries [b, s_r, ...] of a tensor
+        [b, S, ...]; anything else unchanged."""
         if x is loss:
             return local_loss
         if isinstance(x, torch.Tensor) and x.dim() >= 2 and x.shape[1] == width:
@@ -177,10 +179,13 @@ def _own_part(outputs: Any, loss: torch.Tensor, placement: Placement, width: int
 def sees_hidden_states_alone(
     base: torch.nn.Module, run: Callable[..., Any], few: Mapping[str, torch.Tensor], tokens: str
 ) -> bool:
-    """Whether the loss of a plain model depends on its base model through the last hidden states of
-    one call alone. Tested by two runs ``run(**few)`` on inputs [1, n, ...]: in the second the base
-    model gets the token ids, which ``tokens`` names, in reverse, and the first run's hidden states
-    replace its result; the loss must stay the same."""
+    """Whether the loss of a plain model depends on its base model ``base`` only through the last
+    hidden states that a single call of it returns.
+
+    Tested by two runs ``run(**few)`` on inputs [1, n, ...], of which ``tokens`` names the token
+    ids. In the second run the base model gets the token ids in reverse order, but its result is
+    replaced by the hidden states of the first run: the loss must stay the same.
+    """
     calls = 0  # of the base model in both runs
     states_of_calls = list[torch.Tensor]()  # [1, n, h] each
     replacement = list[torch.Tensor]()  # the hidden states of the first run, once it has ended
@@ -195,9 +200,10 @@ def sees_hidden_states_alone(
         return args, {k: reverse if v is few[tokens] else v for k, v in named.items()}
 
     def after(module: Any, args: Any, out: Any) -> Any:
-        """Note the hidden states, and in the second run put those of the first in their place."""
+        """Record the hidden states, and in the second run put those of the first in their place."""
 
         def change(x: torch.Tensor) -> torch.Tensor:
+            """Record the hidden states x [1, n, h]; return those of the first run, or x in it."""
             states_of_calls.append(x)
             return replacement[0] if replacement else x
 
@@ -218,4 +224,5 @@ def sees_hidden_states_alone(
         for undo in hooks:
             undo()
     first, second = losses
+    # Two calls in all: one in each run.
     return calls == 2 and abs(first - second) <= 1e-6 * abs(first)

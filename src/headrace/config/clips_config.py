@@ -56,12 +56,12 @@ class ClipsDataConfig(Section):
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """(frames, patches) of each shape."""
+        """(frames, patches) of each of ``shapes``, in their order."""
         return tuple((int(t), int(s)) for t, s in (text.split("x") for text in self.shapes))
 
     @property
     def cache_folder(self) -> Path:
-        """``cache``, or the folder that stands for it."""
+        """The folder of caches: ``cache``, or the default folder where that is left out."""
         return cache_folder(self.cache)
 
     @field_validator("shapes")

@@ -67,8 +67,8 @@ def apply_overrides(value: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def _read_value(text: str, what: str) -> Any:
-    """The value of a text such as ``[1, 2]``, as TOML reads it; a text that is no TOML is a
-    string."""
+    """The value of ``text``, such as ``[1, 2]``, as TOML reads it; the text itself where it is no
+    TOML. ``what`` names it in errors."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -78,8 +78,9 @@ def _read_value(text: str, what: str) -> Any:
 
 
 def _resolve_paths(value: dict[str, Any], folder: Path) -> None:
-    """Make paths of data, tokenizer and model relative to the folder of the configuration's file,
-    in place."""
+    """Change relative paths of data, tokenizer and model in the tables ``value``, in place, to
+    paths in ``folder``, that of the configuration's file. A tokenizer is changed only where such a
+    file exists, as it may be a name instead."""
     data = value.get("data")
     if not isinstance(data, dict):
         return
@@ -95,12 +96,12 @@ def _resolve_paths(value: dict[str, Any], folder: Path) -> None:
 
 
 def _resolve(path: str, folder: Path) -> str:
-    """A path relative to ``folder``; those of Python and packages, and of a home folder that is not
-    known, stay."""
+    """``path`` as a path in ``folder`` where it is relative. Names of Python's and of packages'
+    sources, and paths in the home folder of an unknown user, stay as they are."""
     if path.startswith(("python:", "package:")):
         return path
     expanded = os.path.expanduser(path)
-    return path if expanded.startswith("~") else str(folder / expanded)
+    return path if expanded.startswith("~") else str(folder / expanded)  # absolute ones stay
 
 
 def _problems(model: type[BaseModel], errors: list[dict[str, Any]]) -> list[str]:
@@ -112,8 +113,9 @@ def _problems(model: type[BaseModel], errors: list[dict[str, Any]]) -> list[str]
 
 
 def _problem(model: type[BaseModel], error: dict[str, Any]) -> str:
-    """One of pydantic's errors as a line that names the key, with a similar key for an unknown
-    one."""
+    """One of pydantic's errors as a line of text that names the key, and for an unknown key a
+    similar known one."""
+    # The path of keys; pydantic adds names of validator functions to it.
     at = ".".join(str(part) for part in error["loc"] if not str(part).startswith("function-"))
     if error["type"] == "extra_forbidden":
         hint = did_you_mean(str(error["loc"][-1]), _keys(model, error["loc"][:-1]))

@@ -109,13 +109,14 @@ class IterationsConfig(Section):
         return self
 
     def options(self, seed: int) -> DrawOptions:
-        """These keys as a value, with the seed of the order of samples."""
+        """These keys as :class:`DrawOptions`, with ``seed`` for the order in which samples are
+        drawn."""
         return DrawOptions(seed=seed, **self.model_dump())
 
 
 def _flow(value: Any) -> Any:
-    """``"dcp"`` as ``{"flow": "dcp"}``: a text stands for a table of iterations with this flow.
-    Other values are returned as they are."""
+    """The value of ``iterations`` as a table: the text ``"dcp"`` stands for ``{"flow": "dcp"}``.
+    Values that are no text are returned as they are."""
     return {"flow": value} if isinstance(value, str) else value
 
 
@@ -187,7 +188,7 @@ class DataConfig(Section):
 
     @property
     def cache_folder(self) -> Path:
-        """``cache``, or the folder that stands for it."""
+        """The folder of caches: ``cache``, or the default folder where that is left out."""
         return cache_folder(self.cache)
 
     @model_validator(mode="after")
@@ -246,8 +247,8 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _options(self) -> OptimizerConfig:
-        """Refuse options that the chosen optimizer does not have, or that have keys of their
-        own."""
+        """Refuse keys and options of another optimizer than the chosen one, and options for which
+        this section has a key."""
         if self.name == "adamw" and self.options:
             raise ValueError("options of AdamW are beta1, beta2 and eps")
         for key in ("beta1", "beta2", "eps"):
@@ -314,7 +315,7 @@ class DevicesConfig(Section):
     @field_validator("hardware")
     @classmethod
     def _hardware(cls, value: str | None) -> str | None:
-        """The hardware with its usual links written out; refuse unknown names."""
+        """The text of the hardware with its usual links written out; refuse unknown names."""
         return None if value is None else str(number(Hardware.parse)(value))
 
     @field_validator("implementation")
@@ -449,8 +450,8 @@ class Config(Section):
     def _tokenizer_of_the_model(self) -> Config:
         """Take the tokenizer of the model's folder where no tokenizer is named."""
         if self.model.from_ is not None and "tokenizer" not in self.data.model_fields_set:
-            # Set in the data section, so that a saved configuration names the tokenizer. Sections
-            # are frozen, so it is set past pydantic.
+            # The data section is replaced by one with this tokenizer, so that a saved configuration
+            # names it. Sections are frozen, so it is set past pydantic.
             self.__dict__["data"] = self.data.model_copy(update={"tokenizer": self.model.from_})
         return self
 

@@ -102,6 +102,7 @@ class ModelConfig(Section):
             k: v for k, v in self.model_dump(exclude={"preset", "from_"}).items() if v is not None
         }
         kind = given.get("kind") or (PRESETS[self.preset].kind if self.preset in PRESETS else None)
+        # How many ids the vocabulary must have, as a text for errors and as a number.
         wanted, needed = f"at least the tokenizer's {vocabulary}", vocabulary
         given["mask_id"] = None
         if kind == "bert":

@@ -14,7 +14,7 @@ __all__ = ["PlannerConfig"]
 
 def _strategy(value: Any) -> Any:
     """The text of a strategy in its usual form, largest scheme first; values that are no text are
-    left to pydantic. Raises ValueError for a malformed text."""
+    returned unchanged, for pydantic to refuse. Raises ValueError for a malformed text."""
     return str(number(Strategy.parse)(value)) if isinstance(value, str) else value
 
 
@@ -113,7 +113,7 @@ class PlannerConfig(Section):
     than what is alive, and 0.1 on a device; a peak too near to the limit raises it."""
 
     @model_validator(mode="after")
-    def _static(self) -> PlannerConfig:
+    def _check_keys_together(self) -> PlannerConfig:
         """Refuse keys of the planner that the chosen planner does not read, and empty lists."""
         if (self.name == "static") != (self.static_size is not None):
             raise ValueError("planner 'static' and static_size go together")

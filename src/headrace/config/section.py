@@ -17,11 +17,11 @@ _MOST = 2**63 - 1  # what arrays and files hold
 
 
 def number(parse: Callable[[str], object]) -> Callable[[Any], Any]:
-    """A pydantic validator that reads a text by ``parse`` and leaves other values alone. Errors of
-    ``parse`` become ValueErrors, as pydantic wants them."""
+    """Make a validator for pydantic of ``parse``: a function that parses a text and returns any
+    other value unchanged. Errors of ``parse`` become ValueErrors, which pydantic collects."""
 
     def read(value: Any) -> Any:
-        """``value``, parsed if it is a text."""
+        """Return ``value``, parsed where it is a text."""
         try:
             return parse(value) if isinstance(value, str) else value
         except HeadraceError as error:
@@ -31,8 +31,8 @@ def number(parse: Callable[[str], object]) -> Callable[[Any], Any]:
 
 
 def _checked_path(text: str) -> str:
-    """The text of a path, unchanged; raises ValueError for one that no file can have, or of an
-    unknown user's home."""
+    """The text of a path, unchanged; raises ValueError for a text with null characters, which no
+    path can have, and for the home folder of an unknown user."""
     if "\0" in text:
         raise ValueError("wanted a path without null characters")
     try:
@@ -52,8 +52,8 @@ Place = Annotated[str, AfterValidator(_checked_path)]
 
 
 class Section(BaseModel):
-    """A table of the file: no unknown keys, no inf and NaN, which checkpoints cannot hold, and a
-    docstring after each known key."""
+    """The base class of the tables of a configuration file. It refuses unknown keys, and inf and
+    NaN, which checkpoints cannot hold; the docstring after each key explains it to users."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True

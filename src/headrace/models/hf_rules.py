@@ -58,7 +58,8 @@ class Rule:
 
 
 def rules_of(architecture: Architecture) -> list[Rule]:
-    """The rules of all weights. Raises SpecError for a GPT-2 or BERT with fewer key-value heads."""
+    """The rules of all weights, one for each of ours. Raises SpecError for a GPT-2 or BERT that has
+    fewer key-value heads than query heads, as their files cannot state that."""
     if architecture.kind == "llama":
         return _llama_rules(architecture)
     if architecture.kv_heads != architecture.heads:
@@ -68,7 +69,7 @@ def rules_of(architecture: Architecture) -> list[Rule]:
 
 
 def _llama_rules(a: Architecture) -> list[Rule]:
-    """How each weight of a Llama here is made from those of transformers, and they from it."""
+    """The rules of a Llama: for each of our weights those of transformers, and how they convert."""
     rules = [_same("embed.weight", EMBEDDING["llama"])]
     for i in range(a.layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
@@ -92,7 +93,7 @@ def _llama_rules(a: Architecture) -> list[Rule]:
 
 
 def _gpt_rules(a: Architecture) -> list[Rule]:
-    """How each weight of a GPT-2 here is made from those of transformers, and they from it."""
+    """The rules of a GPT-2: for each of our weights those of transformers, and how they convert."""
     rules = [
         _same("embed.weight", EMBEDDING["gpt"]),
         _same("positions.weight", "transformer.wpe.weight"),
@@ -116,7 +117,7 @@ def _gpt_rules(a: Architecture) -> list[Rule]:
 
 
 def _bert_rules(a: Architecture) -> list[Rule]:
-    """How each weight of a BERT here is made from those of transformers, and they from it."""
+    """The rules of a BERT: for each of our weights those of transformers, and how they convert."""
     rules = [
         _same("embed.weight", EMBEDDING["bert"]),
         _same("positions.weight", "bert.embeddings.position_embeddings.weight"),
@@ -147,6 +148,7 @@ def _bert_rules(a: Architecture) -> list[Rule]:
     ]
     if a.tied:
         return [*rules, _same("head.bias", HEAD_BIASES[0])]
+    # Where the head is not tied, transformers computes with the second of both biases.
     both_biases = Rule(
         ours="head.bias", theirs=HEAD_BIASES, split=lambda t: (t, t.clone()), join=lambda ts: ts[1]
     )
@@ -164,9 +166,9 @@ def _transposed(ours: str, theirs: str) -> Rule:
 
 
 def _grouped(ours: str, theirs: tuple[str, ...], part: str, a: Architecture) -> Rule:
-    """The rule of ``part``, weight or bias, of our fused projection ``ours``, of which they hold
-    query, key and value apart under the names ``theirs``: [n d, h] and twice [g d, h] (or without
-    h)."""
+    """The rule of our fused projection of queries, keys and values, of which they have the three
+    apart: our ``part``, ``weight`` [(n + 2 g) d, h] or ``bias`` [(n + 2 g) d], of the module
+    ``ours``, and theirs of the three modules ``theirs``, [n d, ...] and twice [g d, ...]."""
     return Rule(
         ours=f"{ours}.{part}",
         theirs=tuple(f"{name}.{part}" for name in theirs),
@@ -176,8 +178,8 @@ def _grouped(ours: str, theirs: tuple[str, ...], part: str, a: Architecture) -> 
 
 
 def _fused(ours: str, theirs: str, a: Architecture) -> Rule:
-    """The rule of GPT-2's c_attn: q, k and v in one, not by groups, weight [h, 3 h] (in, out) or
-    bias [3 h]."""
+    """The rule of GPT-2's c_attn: a weight [h, 3 h], stored as [in, out], or a bias [3 h], with all
+    queries, then all keys, then all values, which ours has by groups."""
     return Rule(
         ours=ours,
         theirs=(theirs,),
@@ -187,26 +189,28 @@ def _fused(ours: str, theirs: str, a: Architecture) -> Rule:
 
 
 def _join_groups(qkv: Sequence[torch.Tensor], a: Architecture) -> torch.Tensor:
-    """Join q [n d, ...], k and v [g d, ...] to [(n + 2 g) d, ...]: per KV group its q, k, v."""
+    """Join the rows of q [n d, ...], k and v [g d, ...] to [(n + 2 g) d, ...]: of each KV group its
+    n / g query heads, then its key, then its value."""
     parts = [part.unflatten(0, (a.kv_heads, -1)) for part in qkv]
     return torch.cat(parts, 1).flatten(0, 1)
 
 
 def _split_groups(qkv: torch.Tensor, a: Architecture) -> tuple[torch.Tensor, ...]:
-    """The inverse of :func:`_join_groups`: q [n d, ...], k and v [g d, ...] from rows
-    [(n + 2 g) d, ...] in groups of n / g queries, a key and a value."""
+    """The inverse of :func:`_join_groups`: (q [n d, ...], k [g d, ...], v [g d, ...]) from rows
+    [(n + 2 g) d, ...] in groups of n / g query heads, a key and a value."""
     d = a.head_features
     parts = qkv.unflatten(0, (a.kv_heads, -1)).split([a.group_heads * d, d, d], 1)
     return tuple(part.flatten(0, 1) for part in parts)
 
 
 def _join_blocks(both: Sequence[torch.Tensor], a: Architecture) -> torch.Tensor:
-    """Join gate and up [f, h] to [2 f, h]: blocks of ``ffn_block`` rows of both in turn."""
+    """Join (gate, up), [f, h] each, to [2 f, h]: a block of ``ffn_block`` rows of gate, one of up,
+    the next of gate, and so on."""
     parts = [part.unflatten(0, (-1, a.ffn_block)) for part in both]
     return torch.stack(parts, 1).flatten(0, 2)
 
 
 def _split_blocks(both: torch.Tensor, a: Architecture) -> tuple[torch.Tensor, ...]:
-    """The inverse of :func:`_join_blocks`: gate and up [f, h] from [2 f, h]."""
+    """The inverse of :func:`_join_blocks`: (gate, up), [f, h] each, from [2 f, h]."""
     blocks = both.unflatten(0, (-1, 2, a.ffn_block))
     return tuple(part.flatten(0, 1) for part in blocks.unbind(1))

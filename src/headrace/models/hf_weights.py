@@ -84,10 +84,12 @@ def from_hugging_face(
 def _join_weights(
     weights: Mapping[str, torch.Tensor], architecture: Architecture
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(our name, our whole weight), one after the other, each made when it is asked for from the
-    ``weights`` of Hugging Face; raises CheckpointError where these do not fit the architecture."""
+    """Yield (our name, our whole weight) for each of our weights, made only when it is asked for
+    from the ``weights`` of Hugging Face; raises CheckpointError where these do not fit the
+    architecture."""
     shapes = {weight.name: weight.shape for weight in weight_table(architecture)}
     rules = rules_of(architecture)
+    # The shapes of theirs follow from ours, on a device without memory.
     expected: dict[str, tuple[int, ...]] = {}
     for rule in rules:
         parts = rule.split(torch.empty(shapes[rule.ours], device="meta"))
@@ -101,8 +103,9 @@ def _join_weights(
 def _named_weights(
     weights: Mapping[str, torch.Tensor], architecture: Architecture
 ) -> dict[str, torch.Tensor]:
-    """The weights of a file under the names that transformers uses today: the prefix that bare
-    models lack is added, weights that are not used and second names of tied ones are left out."""
+    """The weights of a file under the names that transformers uses today. The model's prefix is
+    added where all names lack it, as in files of a model without its head; weights that are not
+    used and second names of tied ones are left out."""
     kind = architecture.kind
     prefix = PREFIX[kind]
     bare = not any(name.startswith(prefix) for name in weights)

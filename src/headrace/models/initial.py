@@ -21,11 +21,12 @@ _AT_ONCE = 1 << 18
 def initial_rows(
     weight: WeightSpec, rows: Rows, architecture: Architecture, seed: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The first values of ``rows`` of a weight, [len(rows), ...].
+    """The initial values of ``rows`` of a weight, [len(rows), ...].
 
-    Norm weights are one, biases zero, matrices normal with deviation 0.02, and 0.02 / sqrt(2 L)
-    for the two that write to the residual stream (GPT-2) unless norms follow its sums (BERT).
-    Each row has its own words of a Philox stream, so any rank draws any rows alike.
+    Norm weights are one and biases zero. Matrices are normal with standard deviation 0.02; as in
+    GPT-2 it is 0.02 / sqrt(2 L) for the last matrix of each branch of the L layers, whose output is
+    added to the residual stream, unless a norm follows the sum (BERT). Each row is drawn from its
+    own place in a Philox stream, so that every rank draws the same values for a row.
     """
     shape = (len(rows), *weight.shape[1:])
     if weight.name.endswith(".bias"):
@@ -57,14 +58,17 @@ def initial_rows(
 
 
 def _normal(key: list[int], first: int, count: int, columns: int) -> NDArray[np.float64]:
-    """Standard normal numbers [count, columns] of ``count`` rows from row ``first`` on: two by Box
-    and Muller from the two halves of each 64-bit random word. So each row takes as many words, and
-    its numbers do not depend on where drawing begins."""
-    blocks = -(-columns // 8)  # of a row: Philox makes four words at a time
+    """Standard normal numbers [count, columns] for ``count`` rows from row ``first`` on, by a
+    Philox generator with ``key``. The Box-Muller transform makes two of them from the two halves of
+    each 64-bit random word. So every row takes the same number of words, and its numbers do not
+    depend on the row at which drawing begins."""
+    # Philox makes blocks of four words, eight numbers; a row has this many, rounded up.
+    blocks = -(-columns // 8)
     words = np.random.Philox(key=key, counter=[first * blocks, 0, 1, 0]).random_raw(
         count * blocks * 4
     )
     halves = words.view(np.uint32).reshape(-1, 2) * 2.0**-32  # two uniform numbers of each word
+    # Half a step is added, as the logarithm of 0 is infinite.
     radius = np.sqrt(-2 * np.log(halves[:, 0] + 2.0**-33))
     angle = halves[:, 1] * (2 * np.pi)
     pairs = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=-1)

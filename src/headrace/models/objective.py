@@ -45,8 +45,9 @@ class Objective(Protocol):
     """The objective of one step."""
 
     def example(self, document: NDArray[np.int32], sample: int, mask: Mask = None) -> Example:
-        """(ids to read, labels) of a document [L] that is number ``sample`` of the corpus; ``mask``
-        [L] is False for tokens that nobody predicts."""
+        """(ids [L] that the model reads, labels [L]) of a ``document`` of token ids [L], which is
+        number ``sample`` of the corpus; ``mask`` [L] is False for tokens that are not to be
+        predicted."""
 
     def count(self, lengths: Lengths, masks: LossMasks = ()) -> int:
         """Tokens with a loss in a whole batch, at least 1."""
@@ -67,13 +68,15 @@ class NextToken:
     """Each token but the last of its document predicts the next."""
 
     def example(self, document: NDArray[np.int32], sample: int, mask: Mask = None) -> Example:
-        """Labels are the document shifted by one, before tokens are split over ranks: no rank
-        needs its neighbour's first token."""
+        """(ids [L], labels [L]) of a document [L]: the document itself, and for each token the next
+        one, IGNORED where ``mask`` [L] leaves that out. Labels are shifted here, before tokens are
+        split over ranks, so that no rank needs its neighbour's first token."""
         targets = document if mask is None else np.where(mask, document, np.int32(IGNORED))
         return document, np.append(targets[1:], np.int32(IGNORED))
 
     def count(self, lengths: Lengths, masks: LossMasks = ()) -> int:
-        """All tokens but the first of each document, unless its mask leaves them out."""
+        """The number of tokens with a loss in a batch, at least 1: all but the first of each
+        document, without those that its mask leaves out."""
         if not masks:
             return max(1, lengths.predicted)
         learned = 0
@@ -94,7 +97,9 @@ class Masked:
     vocabulary: int
 
     def example(self, document: NDArray[np.int32], sample: int, mask: Mask = None) -> Example:
-        """Labels are the picked tokens as they were. Raises DataError for a mask."""
+        """(ids [L], labels [L]) of a document [L], number ``sample`` of the corpus: the document
+        with its picked tokens hidden, and the picked tokens as they were, IGNORED elsewhere. Raises
+        DataError for a mask."""
         if mask is not None:
             wanted = "none, as the model hides its tokens itself"
             raise DataError("mask of the loss", got="one", wanted=wanted)
@@ -102,24 +107,26 @@ class Masked:
         bits = _bits(self.seed, self.step, samples, positions)
         # The upper half of a token's bits picks it, the lower half says what is read in its place.
         picked = _below(bits >> _HALF, self.share)
-        replacement = bits & _LOW
-        hidden = picked & _below(replacement, 0.8)
-        changed = picked & ~hidden & _below(replacement, 0.9)
+        choice = bits & _LOW
+        hidden = picked & _below(choice, 0.8)
+        changed = picked & ~hidden & _below(choice, 0.9)
         ids = document.astype(np.int32)
         ids[hidden] = self.mask_id
         ids[changed] = _mix(bits[changed]) % np.uint64(self.vocabulary)
         return ids, np.where(picked, document, np.int32(IGNORED)).astype(np.int32)
 
     def count(self, lengths: Lengths, masks: LossMasks = ()) -> int:
-        """The picked tokens of all documents."""
-        return max(1, _pick_tokens(lengths, self.seed, self.step, self.share))
+        """The number of picked tokens of all documents of a batch, at least 1."""
+        return max(1, _count_picked(lengths, self.seed, self.step, self.share))
 
 
 @lru_cache(maxsize=4)
-def _pick_tokens(lengths: Lengths, seed: int, step: int, share: float) -> int:
-    """The number of picked tokens of a batch; kept, as each of its micro-batches asks for it."""
+def _count_picked(lengths: Lengths, seed: int, step: int, share: float) -> int:
+    """The number of tokens of a whole batch that :class:`Masked` picks. It is cached, as each
+    micro-batch of the batch asks for it."""
     tokens = np.array(lengths.tokens)
-    starts = np.repeat(np.cumsum(tokens) - tokens, tokens)  # of each token's document
+    # For each of all tokens: where its document starts, and its document's number.
+    starts = np.repeat(np.cumsum(tokens) - tokens, tokens)
     samples = np.repeat(np.array(lengths.ids), tokens)
     bits = _bits(seed, step, samples, np.arange(lengths.total) - starts)
     return int(_below(bits >> _HALF, share).sum())
@@ -138,15 +145,16 @@ def _below(numbers: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
 def _bits(
     seed: int, step: int, samples: NDArray[np.int64], positions: NDArray[np.int64]
 ) -> NDArray[np.uint64]:
-    """[t] 64 random bits of each token, which is at ``positions`` [t] of its document; ``samples``
-    [t] are the documents' numbers in the corpus."""
+    """64 pseudo-random bits for each of t tokens, [t]: a hash of the seed, the step, the number of
+    the token's document in the corpus (``samples`` [t]) and its position in the document
+    (``positions`` [t])."""
     step_key = _mix(_mix(np.array([seed % 2**64], np.uint64)) ^ np.uint64(step))
     sample_keys = _mix(samples.astype(np.uint64) ^ step_key)
     return _mix(sample_keys + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64: a hash of each number."""
+    """A hash of each 64-bit number, of the shape of ``x``: the finaliser of SplitMix64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -32,7 +32,13 @@ def whole_weights(
 def plain_logits(
     ids: torch.Tensor, lengths: Sequence[int], weights: Mapping[str, torch.Tensor], a: Architecture
 ) -> torch.Tensor:
-    """Logits [T, V] of a pack of documents ``ids`` [T], each attending within itself."""
+    """Logits [T, V] of a pack with token ids ``ids`` [T]: documents of these ``lengths``, one after
+    another, each of which attends within itself.
+
+    ``weights`` are the whole weights by name. In each layer norms come before attention and
+    feed-forward (``a.norm_first``), or after the residual sums (BERT).
+    """
+    # Embedding.
     positions = torch.cat([torch.arange(n, device=ids.device) for n in lengths])
     x = weights["embed.weight"][ids]
     if a.learned_positions:
@@ -41,21 +47,24 @@ def plain_logits(
         x = _norm(x + weights["types.weight"][0], weights, "embed_norm", a)
     for layer in range(a.layers):
         prefix = f"layers.{layer}"
+        # Attention with its residual sum.
         y = _norm(x, weights, f"{prefix}.norm1", a) if a.norm_first else x
         y = F.linear(y, weights[f"{prefix}.qkv.weight"], weights.get(f"{prefix}.qkv.bias"))
         y = _attention(y, positions, lengths, a)
         x = x + _linear_in_out(y, weights, f"{prefix}.proj")
         x = x if a.norm_first else _norm(x, weights, f"{prefix}.norm1", a)
+        # Feed-forward with its residual sum.
         y = _norm(x, weights, f"{prefix}.norm2", a) if a.norm_first else x
         y = F.linear(y, weights[f"{prefix}.in.weight"], weights.get(f"{prefix}.in.bias"))
         if a.gated:
-            # Blocks of gate and up by turns: [T, blocks, gate or up, features of a block].
+            # SwiGLU: features are blocks of gate and up by turns, [T, blocks, 2, of a block].
             pairs = y.view(len(ids), a.ffn // a.ffn_block, 2, a.ffn_block)
             y = (F.silu(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(len(ids), a.ffn)
         else:
             y = F.gelu(y, approximate=a.gelu)
         x = x + _linear_in_out(y, weights, f"{prefix}.out")
         x = x if a.norm_first else _norm(x, weights, f"{prefix}.norm2", a)
+    # Head; BERT's has a dense layer of its own before the norm.
     if a.masked:
         x = F.gelu(F.linear(x, weights["head_dense.weight"], weights["head_dense.bias"]))
     x = _norm(x, weights, "head_norm" if a.masked else "norm", a)
@@ -81,9 +90,9 @@ def plain_loss(
 def _attention(
     qkv: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int], a: Architecture
 ) -> torch.Tensor:
-    """Attention within each of the packed documents of ``lengths`` tokens: qkv [T, g (m + 2) d], m
-    queries, a key and a value of d features in each of g groups, to [T, h]. ``positions`` [T] are
-    those of the tokens in their documents."""
+    """Attention within each of the packed documents of ``lengths`` tokens: qkv [T, g (m + 2) d] to
+    [T, h]. In qkv each of g groups has m query heads, a key and a value of d features;
+    ``positions`` [T] are those of the tokens in their documents."""
     g, m, d = a.kv_heads, a.group_heads, a.head_features
     groups = qkv.view(qkv.shape[0], g, m + 2, d)
     q, k, v = groups[:, :, :m].reshape(-1, g * m, d), groups[:, :, m], groups[:, :, m + 1]
@@ -124,8 +133,8 @@ def _rotate(x: torch.Tensor, positions: torch.Tensor, a: Architecture) -> torch.
 def _norm(
     x: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str, a: Architecture
 ) -> torch.Tensor:
-    """The layer norm, or without biases the RMS norm, of x [tokens, features] with the weights
-    ``name``."""
+    """The norm ``name`` of x [tokens, features], of the same shape: a layer norm where the model
+    has biases, else an RMS norm."""
     weight = weights[f"{name}.weight"]
     if a.biased:
         return F.layer_norm(x, (a.hidden,), weight, weights[f"{name}.bias"], a.norm_eps)
@@ -133,8 +142,8 @@ def _norm(
 
 
 def _linear_in_out(x: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """x W + b of the weights ``name``, where W is stored as [in, out]; without b where there is
-    none."""
+    """The linear layer ``name`` of x [tokens, in] whose matrix W is stored as [in, out]: x W + b,
+    or x W where there is no bias."""
     y = x @ weights[f"{name}.weight"]
     bias = weights.get(f"{name}.bias")
     return y if bias is None else y + bias

@@ -54,9 +54,12 @@ class Transformer:
             x = x + _embed_rows(positions, "positions.weight", weights, sizes, context)
         if a.kind != "bert":
             return x
-        one_each = (1,) * len(sizes)  # the same type for all tokens
+        # Row 0 of the types, looked up once on each rank and added to all of its tokens.
+        one_each = (1,) * len(sizes)
         x = x + _embed_rows(ids.new_zeros(1), "types.weight", weights, one_each, context)
         x = normalise(x, weights, "embed_norm", a)
+        # The branches of the layers have the dropout sites 0 to 2 L - 1; this is the one after
+        # them.
         return dropout(x, dropout_rate(context), context.dropout, 2 * a.layers)
 
     def layer(
@@ -71,6 +74,7 @@ class Transformer:
         if option.recompute == "full":
 
             def whole(x: torch.Tensor) -> torch.Tensor:
+                """The layer's forward, x [T / R, h] to [T / R, h], to be run again."""
                 return self._layer(x, option, state, inner)
 
             return region(whole, x)
@@ -109,10 +113,10 @@ class Transformer:
     def ending(
         self, x: torch.Tensor, labels: torch.Tensor, weights: State
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What comes between the layers' output x [T / R, h] and the head's matrix: the last norm;
-        of a masked model dense layer, GELU and norm, of the tokens with a label only.
+        """Apply to the layers' output x [T / R, h] what comes before the head's matrix: the last
+        norm, or in a masked model (BERT) dense layer, GELU and norm, of tokens with a label only.
 
-        Returns (rows [t, h], their labels [t]).
+        Returns (rows [t, h] for the head, their labels [t]).
         """
         a = self.architecture
         if not a.masked:
@@ -126,10 +130,11 @@ class Transformer:
     def head(
         self, x: torch.Tensor, labels: torch.Tensor, weights: State, scale: float, context: Context
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(loss [], its gradient with respect to x [t, h]), of the rows and labels that
+        """(loss [], its gradient with respect to x [t, h]) of the rows x [t, h] and labels [t] that
         :meth:`ending` gave; see ops.head_loss.
 
-        The loss is that of this rank's tokens, also where a block holds the vocabulary together.
+        The loss is the sum over this rank's tokens times ``scale``, also where the ranks of a block
+        hold the rows of the head's matrix together.
         """
         name = "embed.weight" if self.architecture.tied else "head.weight"
         bias = weights.get("head.bias")
@@ -153,12 +158,14 @@ class Transformer:
 def _embed_rows(
     ids: torch.Tensor, name: str, weights: State, sizes: tuple[int, ...], context: Context
 ) -> torch.Tensor:
-    """The rows ``ids`` [t] of the table ``name``, [t, h]; ``sizes`` are the numbers of ids on the
-    ranks of the block.
+    """The rows ``ids`` [t] of the table ``name``, [t, h], also where the ranks of a block hold it
+    together; ``sizes`` are the numbers of ids on the ranks of the block.
 
     Raises SpecError for an id outside a table that a block holds together: no rank would have it.
     """
     weight = weights[name]
+    # Neither ids nor weights are tensors that need a gradient: this one has autograd run the
+    # backward, which adds the weight's gradient to its source.
     anchor = torch.empty(0, device=ids.device, requires_grad=torch.is_grad_enabled())
     if context.place.tensor == 1:
         return embed(ids, weight, anchor)
@@ -172,15 +179,17 @@ def _embed_rows(
 
 
 def _cuts(weight: Weight, context: Context) -> list[Rows]:
-    """The rows of a weight that each member of the group holds, by its place in its block."""
+    """The range of rows of a weight that each member of the group holds: the ranks of a block hold
+    all rows together, and blocks follow each other in the group."""
     tensor = context.place.tensor
     cuts = weight.split(tensor)
     return [cuts[member % tensor] for member in range(context.ranks)]
 
 
 def _spread(sizes: tuple[int, ...], context: Context) -> Spread:
-    """How the rows of activations are sharded over the block: ``sizes[r]`` of them on its rank r;
-    they travel in as many chunks as ranks, fewer where rows are few."""
+    """How activations are sharded over the ranks of the block: ``sizes[r]`` rows on its rank r.
+    They are sent in as many chunks as there are ranks, or in fewer of at least ``_CHUNK_TOKENS``
+    rows."""
     group = context.place.subgroup(context.place.block)
     chunks = min(len(sizes), max(1, sum(sizes) // _CHUNK_TOKENS))
     return Spread(sizes=sizes, group=group, chunks=chunks)
@@ -192,7 +201,7 @@ def _block_sizes(context: Context) -> tuple[int, ...]:
 
 
 def _gathered_sizes(x: torch.Tensor, context: Context) -> tuple[int, ...]:
-    """The number of rows of x on each rank of the block, which the ranks tell each other."""
+    """The number of rows of x on each rank of the block, gathered from these ranks. Collective."""
     block = context.place.block
     own_size = torch.tensor([len(x)], device=x.device)
     sizes = all_gather_rows(own_size, [1] * len(block), context.place.subgroup(block))

@@ -30,7 +30,8 @@ __all__ = ["SHAPES_2D", "Attend2D", "Block2D", "Shape2D", "Transformer2D", "atte
 Mixed = Literal["t", "s"]
 
 Attend2D = Callable[[torch.Tensor], torch.Tensor]
-"""Attention of queries, keys and values [b, t, s, n, 3, d] over one axis: [b, t, s, n, d]."""
+"""A function for attention over one axis: queries, keys and values in one tensor [b, t, s, n, 3, d]
+to [b, t, s, n, d]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +67,19 @@ SHAPES_2D = {
 
 
 def attend_over(axis: Mixed) -> Attend2D:
-    """Attention over one axis of tensors that have all of it."""
+    """A function that computes attention over one axis, time (``t``) or space (``s``), of tensors
+    that have all places of it."""
 
-    # From [b, t, s, n, d] to [b, other axis, n, axis, d], and back.
+    # The dim of the other axis, and how dims are permuted: [b, t, s, n, d] to [b, other axis, n,
+    # axis, d], and back.
     other = 2 if axis == "t" else 1
     order = (0, 2, 3, 1, 4) if axis == "t" else (0, 1, 3, 2, 4)
     back = (0, 3, 1, 2, 4) if axis == "t" else (0, 1, 3, 2, 4)
 
     def attend(qkv: torch.Tensor) -> torch.Tensor:
-        """[b, t, s, n, 3, d] to [b, t, s, n, d]."""
-        # Four dims: with five, kernels keep all scores, and Inductor gets shapes wrong.
+        """Attention of queries, keys and values [b, t, s, n, 3, d]: [b, t, s, n, d]."""
+        # The other axis is joined to the batch. With five dims instead of four, torch's kernels
+        # would hold all scores, and Inductor gets shapes wrong.
         q, k, v = (x.permute(order).flatten(0, 1) for x in qkv.unbind(-2))
         out = f.scaled_dot_product_attention(q, k, v)
         return out.unflatten(0, (qkv.shape[0], qkv.shape[other])).permute(back)
@@ -84,7 +88,8 @@ def attend_over(axis: Mixed) -> Attend2D:
 
 
 class Block2D(nn.Module):
-    """Attention over one axis and a feed-forward, both shifted, scaled and gated by the time."""
+    """A transformer block: attention over one axis and a feed-forward, the inputs of both shifted
+    and scaled, and their outputs gated, by what the model makes of the diffusion's time."""
 
     def __init__(self, hidden: int, heads: int, mixes: Mixed) -> None:
         """A block whose attention is over space (``s``) or time (``t``), as ``mixes`` says."""
@@ -98,22 +103,25 @@ class Block2D(nn.Module):
         self.attend = attend_over(mixes)
 
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """x [b, t, s, h], time [b, 6, h] to [b, t, s, h]."""
+        """The block's output [b, t, s, h] for its input x of that shape and the embedded ``time``
+        [b, 6, h] of each clip."""
         shift, scale, gate, shift2, scale2, gate2 = self.modulation(time)
         x = x + gate * self.attention(self.norm(x) * (1 + scale) + shift)
         return x + gate2 * self.feed_forward(self.norm2(x) * (1 + scale2) + shift2)
 
     def modulation(self, time: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Six tensors [b, 1, 1, h]: shift, scale and gate of both branches."""
+        """Shift, scale and gate of attention, then those of the feed-forward, six tensors
+        [b, 1, 1, h], for the embedded ``time`` [b, 6, h]."""
         return (self.table + time)[:, :, None, None].unbind(1)
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
-        """[b, t, s, h] to the same. The projection's rows are those of head after head."""
+        """Attention over this block's axis with its projections, x [b, t, s, h] to [b, t, s, h].
+        The rows of the input projection are q, k and v of the first head, then of the next."""
         qkv = self.qkv(x).unflatten(-1, (self.heads, 3, -1))
         return self.out(self.attend(qkv).flatten(-2))
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[b, t, s, h] to the same."""
+        """The feed-forward, x [b, t, s, h] to [b, t, s, h]."""
         return self.down(f.gelu(self.up(x)))
 
 
@@ -130,7 +138,8 @@ class Layer2D(nn.Module):
         self.temporal = Block2D(hidden, heads, "t")
 
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """x [b, t, s, h], time [b, 6, h] to [b, t, s, h]."""
+        """The layer's output [b, t, s, h] for its input x of that shape and the embedded ``time``
+        [b, 6, h] of each clip."""
         for block in (self.spatial, self.temporal):
             if self.gradient_checkpointing:
                 x = self._gradient_checkpointing_func(block, x, time)
@@ -157,11 +166,12 @@ class Transformer2D(nn.Module):
     def forward(
         self, x: torch.Tensor, timestep: torch.Tensor, frames: torch.Tensor, patches: torch.Tensor
     ) -> torch.Tensor:
-        """Values of every channel.
+        """Predict a value for every channel of every patch.
 
-        x          [b, t, s, c]
-        timestep   [b]           of the diffusion
-        frames     [t], patches [s]: their places
+        x          [b, t, s, c]  noisy clips
+        timestep   [b]           the time of the diffusion
+        frames     [t]           the numbers of the frames in their clip
+        patches    [s]           the numbers of the patches in their frame
         returns    [b, t, s, c]
         """
         hidden, dtype = self.shape.hidden, x.dtype
@@ -174,8 +184,8 @@ class Transformer2D(nn.Module):
 
 
 def _sinusoids(places: torch.Tensor, features: int, dtype: torch.dtype) -> torch.Tensor:
-    """The sinusoidal embedding of places or times, [n] to [n, features] of ``dtype``: sines, then
-    cosines, of growing wavelength."""
+    """The sinusoidal embedding of places or times [n], [n, features] of ``dtype``: half of the
+    features are sines, half cosines, with wavelengths from 2 pi up to almost 2 pi 10^4."""
     half = features // 2
     exponents = torch.arange(half, device=places.device, dtype=torch.float64) / half
     angles = places.double()[:, None] * torch.exp(-math.log(1e4) * exponents)

@@ -161,7 +161,7 @@ def spread_head_loss(
 
 
 def _own_words(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For ids [T_c] of words, of which this rank holds ``count`` from ``first`` on: (the row of
+    """For ids [T_c] of words, of which this rank holds ``count`` > 0 from ``first`` on: (the row of
     each in its table [T_c], whether another rank holds it [T_c]). Words of others get some row, to
     be masked; different ones, as adding to few rows is slow on a device. No size depends on the
     ids, as the host would have to wait for them."""

@@ -593,7 +593,9 @@ class StageCosts:
     def _moments(self, stage: Stage) -> tuple[Floats, Floats]:
         """Bytes of a micro-batch in a stage as lines, slope and constant of its tokens: those kept
         until its backward [plans, 2], and those at each moment that may be the peak [plans,
-        moments, 2], one while each layer runs and in the last stage one while the head does."""
+        moments, 2], one while each layer runs and in the last stage one while the head does. While
+        a layer runs, it and all layers before it keep theirs. What the ends keep counts from the
+        last stage's first layer on, which is never less than is there."""
         options = self.table.layers[:, stage.start : stage.stop]
         kept, passing = self.table.kept[options], self.table.passing[options]
         held = kept.cumsum(axis=1)

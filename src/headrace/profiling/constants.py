@@ -35,13 +35,14 @@ _ROOMY = 0.5
 def working_bytes(a: Architecture, ranks: int, p: int, dtype: torch.dtype) -> dict[Working, int]:
     """Bytes of working weights and gradients of a rank that works in groups of p among ``ranks``.
 
-    Sharded: the shards of all weights, and in passing one layer's matrices, gathered, with their
-    gradients. Rows that are worked with by the rank that stores them, as on a single rank and of
-    weights that are sharded over all, need no gradients of their own, and no values either where
-    their type is the stored one or they are matrices' shards, which are cast when they are used.
+    ``replicated``: a value and a gradient of every weight. ``sharded``: those of this rank's shards
+    of all weights, and in passing those of one layer's whole matrices, which are gathered when the
+    layer runs. A weight that the rank both stores and works with needs less, as on a single rank,
+    and where the shards of a group of all ranks are the stored ones: its gradient goes into the
+    stored one, and the stored value is used, or a copy of it in the working type.
     """
-    # Bytes of an element with its gradient, which is of fp32 at least. Where the rank stores the
-    # element, only a cast value takes bytes.
+    # Bytes of an element's value and gradient; gradients are of fp32 at least. Where the rank
+    # stores the element, only a copy in a narrower type takes bytes.
     both_bytes = dtype.itemsize + max(4, dtype.itemsize)
     stored_bytes = dtype.itemsize if dtype.itemsize < 4 else 0
     replicated = shards = gathered = 0
@@ -51,12 +52,16 @@ def working_bytes(a: Architecture, ranks: int, p: int, dtype: torch.dtype) -> di
         parts = group_shards(weight, p)
         if p != ranks or parts != storage_partition(weight, ranks).parts:
             shard_bytes = both_bytes
-        else:  # every rank works with the rows that it stores
-            shard_bytes = 0 if is_sharded else stored_bytes
+        elif is_sharded:  # a stored shard is cast only while its layer is gathered: counted there
+            shard_bytes = 0
+        else:
+            shard_bytes = stored_bytes
         shards += shard_bytes * max(map(len, parts)) * weight.row_elements
         # Matrices of the first layer, bucket 1: all layers are alike, and one is there at a time.
         if is_sharded and weight.bucket == 1:
             gathered += both_bytes * weight.elements
+    # Of one layer or few, what is gathered is nearly all of the model, beside its shards: more than
+    # a replica, which the rank then needs at most.
     return {"replicated": replicated, "sharded": min(replicated, shards + gathered)}
 
 

@@ -177,12 +177,15 @@ class Rehearsal:
     ) -> ProfilePoint:
         """The profile point of one target on one sequence of ``tokens`` tokens: measured on the
         device, or by the hardware's roofline where there is none."""
+        two_layers = two.two  # the architecture, of two layers
         probe = two.probe(groups, self._members(target.p), target, (tokens,))
         if self.device is None:
+            # One run gives both, as a clock that computes seconds is not slowed by counting.
             with self._clock() as clock:
                 seconds, (kept, transient) = observe(probe, clock, ByteCounter())
         else:
             seconds = self._seconds(probe)
+            # A CPU's allocator tells no peak, so the results of operators are counted there.
             kept, transient = bytes_of(probe, ByteCounter if self.device == "cpu" else DeviceBytes)
         return ProfilePoint(
             p=target.p,
@@ -192,8 +195,8 @@ class Rehearsal:
             backward_s=seconds[1],
             kept_bytes=kept,
             transient_bytes=transient,
-            order=target.order(two.two),
-            fetched=target.fetched(two.two),
+            order=target.order(two_layers),
+            fetched=target.fetched(two_layers),
         )
 
     def _seconds(self, probe: Probe) -> list[float]:
