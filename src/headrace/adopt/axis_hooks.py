@@ -28,7 +28,7 @@ from headrace.adopt.axis_stages import AxisStage, modules_of
 from headrace.adopt.joint_attention import JointAttention
 from headrace.adopt.operators import ModelSlot
 from headrace.adopt.own_hooks import hook_after, hook_before
-from headrace.errors import ModelError, SpecError
+from headrace.errors import DataError, ModelError, SpecError
 from headrace.ops.traced_switch import GroupSlot, traced_switch
 from headrace.spec.axes import AxisChoice, MixingStage, plan_axes
 from headrace.spec.method_facts import Members
@@ -82,19 +82,29 @@ class ArgumentCut:
     count: int
 
     def of(self, x: torch.Tensor, known: Mapping[str, int]) -> torch.Tensor:
-        """This rank's part of ``x``; ``x`` itself where the size of its dim is no multiple of the
-        places of all ranks, as it is this rank's part already. ``known`` are sizes of names that
-        are not in ``totals``."""
+        """This rank's part of ``x``, which has the places of all ranks or is this rank's part
+        already: its shape tells which. ``known`` are sizes of names that are not in ``totals``.
+        Raises DataError for a shape that fits neither or both."""
         sizes = {**known, **self.totals}
         axis = self.dims.flat[self.at]
         dim, names = next(
             (dim, names) for dim, names in enumerate(self.dims.names) if axis in names
         )
-        places = math.prod([sizes[name] for name in names if name in sizes])
-        if x.shape[dim] % places:
+        size, total = x.shape[dim], sizes[axis]
+        others = math.prod([sizes[name] for name in names if name in sizes and name != axis])
+        if any(name not in sizes for name in names):  # a name that has any size
+            whole, part = size % (total * others) == 0, size % (self.count * others) == 0
+        else:
+            whole, part = size == total * others, size == self.count * others
+        if whole == part and total != self.count:
+            raise DataError(
+                f"argument of dims {self.dims}",
+                got=f"{list(x.shape)}" + (", which may be either" if whole else ""),
+                wanted=f"{self.count} or {total} places of {axis}",
+            )
+        if not whole:
             return x
-        part = self.dims.opened(x, sizes).narrow(self.at, self.start, self.count)
-        return self.dims.closed(part)
+        return self.dims.closed(self.dims.opened(x, sizes).narrow(self.at, self.start, self.count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -894,7 +894,7 @@ class AxisModel:
         """Do nothing: samples may have any fields."""
 
     def length(self, sample: Item) -> int:
-        """Count the places of a sample."""
+        """The length by which a sample is planned, as every spread model tells it: its places."""
         return self.places(sample)
 
     def begin(self, sample: Item, device: str) -> Callable[[], None]:

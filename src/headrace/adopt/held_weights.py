@@ -40,7 +40,7 @@ class HeldWeights:
 
     @classmethod
     def of(cls, model: torch.nn.Module, ranks: int) -> HeldWeights:
-        """What holds the weights of ``model``, wrapped or not, on one of ``ranks`` ranks. Raises
+        """The weights of ``model``, wrapped or not, in a world of ``ranks`` ranks. Raises
         ModelError for FSDP1."""
         for module in model.modules():
             if isinstance(module, Fsdp1):

@@ -128,7 +128,8 @@ def issue_all_gather(
         return Arriving(Transfer(work, group, x), lambda: out, keep=sent)
     if x.device.type != "cpu" and max(sizes) - min(sizes) == 1:
         return _padded_gather(x, sizes, group)
-    # gloo has no uneven all-gather: each rank sends its rows to every other, the same bytes.
+    # No backend gathers sizes that differ freely: each rank sends its rows to every other, which
+    # is as many bytes.
     repeated = x.repeat(ranks, *([1] * (x.dim() - 1)))
     return issue_all_to_all(repeated, [len(x)] * ranks, sizes, group)
 

@@ -89,7 +89,8 @@ def serve(fd: int, note: int, parent: int) -> None:
     """The loop of a producer, a process of its own: plan the items that arrive over ``fd``, and
     write the number of each to ``note`` as it is begun. The first message has the pickled functions
     (planning, and the second one) and the most items in work; each later one is (number, pickled
-    item)."""
+    item). It ends when the process ``parent`` is gone. :func:`_send` puts planned items back into
+    the queue for the second function."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all ranks
     connection = Connection(fd)
     plan, after, depth = _received_functions(connection)

@@ -33,7 +33,8 @@ _UNUSED: Mapping[str, tuple[str, ...]] = {
 
 
 class ClipsDataConfig(Section):
-    """Clips to train on. They are synthetic: waves that travel, with noise to be found."""
+    """Clips to train on, which are synthetic: travelling waves under noise. The model learns to
+    predict the noise, as diffusion models do."""
 
     kind: Literal["synthetic-clips"]
     """``synthetic-clips``: drawn by their numbers, the same on every machine."""

@@ -200,7 +200,9 @@ class LoopMicroBatch:
 @dataclass(slots=True, kw_only=True)
 class _MicroBatchTimes:
     """Clock marks of a micro-batch on this rank: its start, and (begin, end) of the forward and of
-    the backward of each of its packs; ``tokens`` of all its packs."""
+    the backward of each of its packs; ``tokens`` of all its packs. ``forward_action`` names the
+    micro-batch in the rows of a report: its forward on all ranks of its pipeline, whichever of
+    them a pack runs on."""
 
     forward_action: Forward
     tokens: int
@@ -665,6 +667,7 @@ class LoopRunner:
             return None
         index = action.micro_batch
         if index not in self._times:
+            # An action has the ranks of one pack; the rows are of the whole micro-batch.
             ranks = plan.pipelines[plan.micro_batches[index].pipeline].ranks
             forward = Forward(stage=0, micro_batch=index, group=ranks)
             self._times[index] = _MicroBatchTimes(

@@ -243,7 +243,8 @@ class SampleOrder(Protocol):
         ...
 
     def facts(self) -> dict[str, Any]:
-        """What is known of the data before it is read, for reports."""
+        """What is known of the data before it is read, for a report: any keys, with values that
+        JSON can hold."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -124,9 +125,13 @@ class PackCore:
 
 def _sum_dtype(qkv: torch.Tensor, blocks: Sequence[Block]) -> torch.dtype:
     """The type for gradients of q, k and v over ``blocks``: that of :func:`sum_dtype` where several
-    blocks have the same query rows, so that their gradients add up, else that of qkv."""
-    starts = {block.q_start for block in blocks}
-    return qkv.dtype if len(starts) == len(blocks) else sum_dtype(qkv)
+    blocks have the same query or key rows, so that their gradients add up, else that of qkv."""
+    queries = sorted((block.q_start, block.q_stop) for block in blocks)
+    keys = sorted((block.k_start, block.k_stop) for block in blocks)
+    apart = all(
+        stop <= start for rows in (queries, keys) for (_, stop), (start, _) in pairwise(rows)
+    )
+    return qkv.dtype if apart else sum_dtype(qkv)
 
 
 def sum_dtype(x: torch.Tensor) -> torch.dtype:

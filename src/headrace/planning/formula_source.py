@@ -42,6 +42,9 @@ class FormulaSource:
         simulates: False, as a schedule is timed when it is packed.
         flat: None: no bound is known of only those plans that have no stages and tensor blocks.
         table: The prices.
+
+    ``_table_bound`` is the bound of the table alone, to which :attr:`bound` adds what pipelines
+    that share no device imply.
     """
 
     problem: Problem
@@ -49,11 +52,11 @@ class FormulaSource:
     simulates: bool = False
     flat: Bound | None = None
     table: PriceTable = field(init=False)
-    _low: Bound = field(init=False)
+    _table_bound: Bound = field(init=False)
 
     def __post_init__(self) -> None:
         self.table = formula_table(self.problem, self.batch)
-        self._low = bounded(self.table)
+        self._table_bound = bounded(self.table)
 
     def offers(self, kind: TableKind, best_s: Callable[[], float]) -> Iterator[Offer]:
         """The one table, where the costs and the semantics have tables of this kind.
@@ -67,15 +70,15 @@ class FormulaSource:
         """
         exists = kind != "groups" and (kind != "nested" or self.problem.nests)
         if exists:
-            yield Offer(table=self.table, bound_s=self._low.seconds)
+            yield Offer(table=self.table, bound_s=self._table_bound.seconds)
 
     @property
     def bound(self) -> Bound:
         """Seconds that no plan of the table beats."""
         if not self.problem.apart or self.problem.others is not None:
-            return self._low
+            return self._table_bound
         rows = BoundRows.of(self.table)
-        return lower_bound(rows, self.table.devices, apart=True, known_s=self._low.seconds)
+        return lower_bound(rows, self.table.devices, apart=True, known_s=self._table_bound.seconds)
 
     def closer(self, bound: Bound, found: Sequence[Assignment]) -> Bound:
         """A bound at least as close as ``bound``, given packed schedules, the quickest first. Of

@@ -605,9 +605,8 @@ class StageCosts:
         end_kept, end_passing = _lines([ends.kept, ends.transient])
         kept[:, 0] += end_kept
         so_far = kept.cumsum(axis=1)
-        return held[:, -1] + end_kept, np.concatenate(
-            [so_far + passing, so_far[:, -1:] + end_passing], axis=1
-        )
+        moments = np.concatenate([so_far + passing, so_far[:, -1:] + end_passing], axis=1)
+        return so_far[:, -1], moments
 
     def seconds(self, squares: Floats, tokens: Floats) -> Floats:
         """Seconds of micro-batches on the slowest stage by plan [micro-batches, plans], given the

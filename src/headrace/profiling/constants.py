@@ -41,16 +41,19 @@ def working_bytes(a: Architecture, ranks: int, p: int, dtype: torch.dtype) -> di
     and where the shards of a group of all ranks are the stored ones: its gradient goes into the
     stored one, and the stored value is used, or a copy of it in the working type.
     """
-    # Bytes of an element's value and gradient; gradients are of fp32 at least. Where the rank
-    # stores the element, only a copy in a narrower type takes bytes.
+    # Bytes of an element's value and gradient; gradients are of fp32 at least. Weights are stored
+    # in fp32 at least: where the rank stores the element, only a copy in a narrower type takes
+    # bytes.
     both_bytes = dtype.itemsize + max(4, dtype.itemsize)
     stored_bytes = dtype.itemsize if dtype.itemsize < 4 else 0
     replicated = shards = gathered = 0
     for weight in weight_table(a):
         replicated += (stored_bytes if ranks == 1 else both_bytes) * weight.elements
-        is_sharded = p > 1 and weight.unit is not None  # weights without units are never cut
-        parts = group_shards(weight, p)
-        if p != ranks or parts != storage_partition(weight, ranks).parts:
+        # A weight with a unit is cut between groups of so many rows; others are never cut.
+        is_sharded = p > 1 and weight.unit is not None
+        parts = group_shards(weight, p)  # the rows of each rank of the group
+        stores_them = p == ranks and parts == storage_partition(weight, ranks).parts
+        if not stores_them:
             shard_bytes = both_bytes
         elif is_sharded:  # a stored shard is cast only while its layer is gathered: counted there
             shard_bytes = 0

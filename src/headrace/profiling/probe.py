@@ -29,10 +29,10 @@ class Probe(Protocol):
     segments: int
 
     def forward(self, passed: Passed) -> None:
-        """Run forward; ``passed`` before the first segment and after each."""
+        """Run forward; call ``passed`` before the first segment and after each."""
 
     def backward(self, passed: Passed) -> None:
-        """Run backward; ``passed`` after each segment."""
+        """Run backward; call ``passed`` after each segment."""
 
 
 class ChainProbe:

@@ -53,7 +53,12 @@ from headrace.trainers.stand_ins import (
     WholeModel,
     fused_head,
 )
-from headrace.trainers.token_scores import ScoredModel, scores_of_tokens, without_labels
+from headrace.trainers.token_scores import (
+    ScoredModel,
+    scores_by_token,
+    scores_of_tokens,
+    without_labels,
+)
 from headrace.trainers.train_loader import Collated, longest_of, train_loader
 from headrace.units import parse_count
 
@@ -494,7 +499,7 @@ class _Planned(_Trainer):
         with self._spread_forward():
             self._run.backward(
                 samples,
-                _scores if scores else _log_probs,
+                scores_by_token if scores else _log_probs,
                 gradients,
                 more=None if scores else fused_head,
             )
@@ -656,11 +661,6 @@ def _log_probs(outputs: Any, micro: Any) -> torch.Tensor:
     """The log-probability of each local token's label, [1, s_r]."""
     log_probs: torch.Tensor = outputs.log_probs
     return log_probs
-
-
-def _scores(outputs: torch.Tensor, micro: Any) -> torch.Tensor:
-    """The score of each local token, [1, s_r]."""
-    return outputs[..., 0]
 
 
 def _tokens(value: int | str | None) -> int | None:

@@ -19,7 +19,7 @@ from headrace.errors import ModelError
 from headrace.trainers.rows import RowSample, samples_of
 from headrace.trainers.stand_ins import ModelStandIn, Outcome
 
-__all__ = ["ScoredModel", "scores_of_tokens", "without_labels"]
+__all__ = ["ScoredModel", "scores_by_token", "scores_of_tokens", "without_labels"]
 
 
 @contextmanager
@@ -94,7 +94,7 @@ class ScoredModel(ModelStandIn):
         samples = samples_of(named, "input_ids", "a batch")
         given = [_unlabelled(sample) for sample in samples]
         with scores_of_tokens(self.stands_for, self._around):
-            by_sample = self._run.map(given, _scores)
+            by_sample = self._run.map(given, scores_by_token)
         # [b]: every row is one sample, whose score is that of its last token.
         scores = torch.stack([tokens[-1] for tokens in by_sample]).to(named["input_ids"].device)
         if self._outcomes is not None and torch.is_grad_enabled():
@@ -135,6 +135,6 @@ def without_labels(ids: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> dic
     return {**fields, "input_ids": ids, "labels": torch.zeros_like(ids)}
 
 
-def _scores(outputs: torch.Tensor, micro: Any) -> torch.Tensor:
-    """The score of each local token, [1, s_r]."""
+def scores_by_token(outputs: torch.Tensor, micro: Any) -> torch.Tensor:
+    """The score of each local token, [1, s_r], in single precision."""
     return outputs[..., 0].float()

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import headrace as hr
-from headrace.errors import HeadraceError, ModelError
+from headrace.adopt.axis_hooks import ArgumentCut
+from headrace.adopt.axis_shards import Dims
+from headrace.errors import DataError, HeadraceError, ModelError
 from ranks import run_ranks
 from running.adopt.axial import DIMS, Axial, stages, table
 from running.adopt.test_adapted import EXACT, adapted, alone, drawn, gradients
@@ -70,6 +72,19 @@ def test_sides_are_cut_without_a_name_of_samples(ranks: int) -> None:
     samples."""
     for eager, graph in run_ranks(ranks, with_sides):
         assert max(eager, graph) <= EXACT
+
+
+def test_a_side_that_may_be_whole_or_a_part_is_refused_in_graphs_too() -> None:
+    """Catches a side that is taken for whole, and cut once more, where eager models refuse it."""
+    cut = ArgumentCut(dims=Dims.parse("(b t) c"), totals={"t": 4}, at=1, start=2, count=2)
+    whole = torch.arange(24.0).view(8, 3)
+    part = whole.view(2, 4, 3)[:, 2:].reshape(4, 3)
+    for side in (whole, part):
+        assert torch.equal(cut.of(side, {"b": 2}), part)
+        with pytest.raises(DataError, match="which may be either"):
+            cut.of(side, {})
+    with pytest.raises(DataError, match="2 or 4 places of t"):
+        cut.of(whole[:6], {"b": 2})
 
 
 class TemporalRows(Axial):

@@ -22,6 +22,7 @@ from headrace.ops.attention import (
     attend_blocks,
     attend_blocks_backward,
 )
+from headrace.ops.core import Heads, PackCore
 from headrace.ops.kernels import Backend, Plain
 from headrace.spec.blocks import Block, document_blocks, scores_of
 from oracles import reference_attention
@@ -288,6 +289,28 @@ def test_parts_of_other_precisions_are_summed_wide(dtype: torch.dtype, causal: b
 
     for parts, single in zip(errors(blocks), errors(whole), strict=True):
         assert parts <= 1.5 * single + 1e-7
+
+
+def test_keys_that_several_blocks_see_are_summed_wide() -> None:
+    """Would catch gradients of keys and values added up in bf16, where no two blocks have the same
+    queries: more error with each block than one call makes."""
+    qkv, heads = (
+        torch.cat([x.detach() for x in _draw(256, 4, 2, d=16)], dim=1),
+        Heads(queries=4, keys=2),
+    )
+    qkv, grad = qkv.bfloat16(), torch.randn(256, 4, 16).bfloat16()
+
+    def of(qkv: torch.Tensor, rows: int) -> torch.Tensor:
+        # Rising neighbours would be joined to one block.
+        starts = reversed(range(0, 256, rows))
+        blocks = [Block(start, start + rows, 0, 256, False) for start in starts]
+        core = PackCore(heads=heads, blocks=blocks)
+        out, saved = core.forward(qkv)
+        return core.backward(grad.to(qkv.dtype), qkv, out, saved).whole
+
+    wanted = of(qkv.double(), 256)
+    whole, parts = (float((of(qkv, rows).double() - wanted).norm()) for rows in (256, 8))
+    assert parts <= 1.5 * whole
 
 
 def test_rows_of_one_block_are_those_of_a_single_call() -> None:
