@@ -28,7 +28,7 @@ SOURCE = ROOT / "src" / "headrace"
 PAGE = ROOT / "docs" / "_generated" / "flows.md"
 
 LIMITS = {
-    "hr.plan": 28,
+    "hr.plan": 25,
     "native step": 75,
     "attached step": 60,
     "hr.adapt forward": 12,

@@ -134,7 +134,6 @@ def test_a_place_that_cannot_be_written(comparison: Comparison, tmp_path: Path) 
         written(comparison, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_a_browser_draws_every_figure(comparison: Comparison, tmp_path: Path) -> None:
     """Catches a page that is whole but blank."""

@@ -218,7 +218,6 @@ def test_the_plan_is_shown_with_orders_and_layers(page: Path, folder: Path) -> N
     assert table.count('<td class="number">') == 4 * len(wanted)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("how", [{}, {"steps": 1, "ranks": 1}, {"steps": 8, "ranks": 64}])
 def test_a_browser_draws_every_figure(tmp_path: Path, how: dict[str, int]) -> None:

@@ -40,7 +40,7 @@ from headrace.adopt.first_step import FirstStep, compare_first_step, ranks_that_
 from headrace.adopt.gradients import add_plainly, add_up, is_wrapped, summed_loss
 from headrace.adopt.labels import logits_of, result_tensors
 from headrace.adopt.placement import fingerprint, replica_blocks
-from headrace.adopt.samples import is_numbers
+from headrace.adopt.samples import numbers_of
 from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
 from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.loop_watch import CallWatch
@@ -875,20 +875,21 @@ class AxisModel:
         self._known_groups, self._groups_are_known = groups, True
         self._label_name = label_name
 
-    def read(self, item: Any, what: str) -> Item:
+    def read(self, item: Any, what: str, *, labelled: bool = True) -> Item:
         """Make a sample of an item of the data set: its tensors and numbers as tensors, each with a
         dim of samples, of size 1, where inputs have that dim; other fields are left out. Raises
         DataError for an item without the main input, and for other dims; ``what`` is what errors
-        call the item."""
+        call the item. Whether it is ``labelled`` makes no difference here, as labels are read where
+        a loss is computed."""
         if not isinstance(item, Mapping) or self._main_input not in item:
             got = ", ".join(map(str, item)) if isinstance(item, Mapping) else type(item).__name__
             raise DataError(what, got=got or "nothing", wanted=f"a field {self._main_input!r}")
-        tensors = {
-            name: torch.as_tensor(value)
-            for name, value in item.items()
-            if is_numbers(value) or isinstance(value, int | float)
+        read = {name: numbers_of(value, f"{name} of {what}") for name, value in item.items()}
+        return {
+            name: self._with_batch_dim(name, value, what)
+            for name, value in read.items()
+            if value is not None
         }
-        return {name: self._with_batch_dim(name, value, what) for name, value in tensors.items()}
 
     def forget_fields(self) -> None:
         """Do nothing: samples may have any fields."""

@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace.adopt.labels import Labels, predicted
 from headrace.adopt.spread_model import Item
 from headrace.errors import DataError
 from headrace.ops.loss import IGNORED
 
-__all__ = ["LabelPlace", "TokenReader", "is_numbers", "is_value", "packed", "sample_of"]
+__all__ = ["LabelPlace", "TokenReader", "named_labels", "numbers_of", "packed", "sample_of"]
 
 
 LabelPlace = Literal["first", "last"]
@@ -40,13 +41,23 @@ class TokenReader:
     label_place: LabelPlace | None = None
     fields: frozenset[str] | None = None
 
-    def read(self, item: Any, what: str) -> Item:
+    def read(self, item: Any, what: str, *, labelled: bool = True) -> Item:
         """The tensors [n, ...] of an item by name, without padding, with labels at the places that
-        predict them; ``what`` names the item in errors. Raises DataError for items without tokens,
-        with labels that are not of its tokens, with values that are neither of tokens nor of
+        predict them; ``what`` names the item in errors. An item that need not be ``labelled``
+        and has no labels gets its tokens, or IGNORED where the model predicts the same place.
+        Raises DataError for items without tokens, without the labels that ``label_name``
+        names, with labels that are not of its tokens, with values that are neither of tokens nor of
         samples, or with other fields than the first."""
-        if isinstance(item, Mapping) and self.label_name in item and self.label_name != "labels":
-            item = {("labels" if k == self.label_name else k): v for k, v in item.items()}
+        if isinstance(item, Mapping):
+            item = named_labels(item, self.label_name, what)
+            if labelled and self.label_name != "labels" and "labels" not in item:
+                raise DataError(
+                    f"fields of {what}",
+                    got=", ".join(map(str, item)),
+                    wanted=f"a field {self.label_name!r} with labels",
+                )
+            if not labelled and self.kind == "same" and "labels" not in item:
+                item = {**item, "labels": _ignored(item.get(self.tokens))}
         found = sample_of(item, self.tokens, self.kind, what, label_place=self.label_place)
         # Labels that were made of the tokens are no field of a mapping.
         names = item if isinstance(item, Mapping) else found
@@ -75,17 +86,25 @@ def sample_of(
     item: Any, tokens: str, kind: Labels, what: str, *, label_place: LabelPlace | None = None
 ) -> Item:
     """An item of a data set as tensors [n, ...] by name, without padding. The item is a mapping,
-    a pair (tokens, labels), or tokens alone, which are their own labels where the model predicts
-    the next token. A value of the whole sample is repeated for each of its tokens. Labels are
-    moved to the places that predict them; a single label of the sample stays at the token that
-    ``label_place`` says. ``what`` names the item in errors.
+    whose texts and other things that are no numbers are left out, a pair (tokens, labels), or
+    tokens alone, which are their own labels where the model predicts the next token. A value of the
+    whole sample is repeated for each of its tokens. Labels are moved to the places that predict
+    them; a single label of the sample stays at the token that ``label_place`` says. ``what`` names
+    the item in errors.
 
     Raises DataError for items without tokens, for labels that are not of the tokens, and for values
     that are neither of tokens nor of the sample.
     """
     if not isinstance(item, Mapping):
-        pair = item if isinstance(item, tuple) else (item,)
-        item = dict(zip((tokens, "labels"), pair, strict=False))
+        values = item if isinstance(item, tuple) else (item,)
+        if len(values) > 2:
+            raise DataError(
+                what,
+                got=f"a tuple of {len(values)}",
+                wanted=f"(tokens, labels), or a dict such as {{{tokens!r}: ..., 'labels': ...}}",
+                hint="which of them are labels cannot be seen",
+            )
+        item = dict(zip((tokens, "labels"), values, strict=False))
     if tokens not in item:
         raise DataError(
             what,
@@ -93,7 +112,8 @@ def sample_of(
             wanted=f"a field {tokens!r}",
             hint="say which field has the token numbers: samples=hr.SampleOptions(tokens=...)",
         )
-    found = {name: torch.as_tensor(x) for name, x in item.items() if is_value(x)}
+    read = {name: numbers_of(value, f"{name} of {what}") for name, value in item.items()}
+    found = {name: value for name, value in read.items() if value is not None}
     if tokens not in found or found[tokens].dim() != 1 or not len(found[tokens]):
         shape = list(found[tokens].shape) if tokens in found else type(item[tokens]).__name__
         raise DataError(
@@ -153,6 +173,14 @@ def _labels(
             hint="a model that predicts the next token learns from tokens alone: say "
             'samples=hr.SampleOptions(labels="next")',
         )
+    if given is not None and given.is_floating_point() and not torch.equal(given, given.trunc()):
+        raise DataError(
+            f"labels of {what}",
+            got="fractions",
+            wanted="whole numbers: classes, or IGNORED (-100)",
+            hint="give values to be fitted as a column of another name: it comes in micro.rest, "
+            "and labels say which tokens have a loss",
+        )
     if given is not None and given.numel() == 1 and (count > 1 or not given.dim()):
         if place is None:
             raise DataError(
@@ -183,14 +211,67 @@ def packed(samples: Sequence[Item]) -> Item:
     return row
 
 
-def is_value(value: Any) -> bool:
-    """Whether a field of an item is a number, a list of numbers, or a tensor."""
-    return is_numbers(value) or isinstance(value, int | float | np.number)
+def named_labels(
+    values: Mapping[str, Any], label_name: str, what: str = "the batch"
+) -> dict[str, Any]:
+    """A copy of ``values`` in which the labels, which stand under ``label_name``, are called
+    ``labels``. Raises DataError where there is another field of that name; ``what`` names the
+    values."""
+    if label_name != "labels" and label_name in values and "labels" in values:
+        raise DataError(
+            f"fields of {what}",
+            got=f"{label_name!r}, which has the labels, and 'labels'",
+            wanted="one field with labels",
+            hint="leave out the other column, or give it another name",
+        )
+    return {("labels" if name == label_name else name): x for name, x in values.items()}
 
 
-def is_numbers(value: Any) -> bool:
-    """Whether a field of an item is a tensor, an array or a list of numbers."""
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return True
-    filled = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-    return filled and isinstance(value[0], int | float | bool)
+def _ignored(tokens: Any) -> list[int]:
+    """Labels without a loss for each of ``tokens``; none where these are no list of numbers."""
+    return [IGNORED] * len(tokens) if hasattr(tokens, "__len__") else []
+
+
+def numbers_of(value: Any, what: str) -> torch.Tensor | None:
+    """A field of an item as a tensor: a number, an array or a tensor, or a list of these that may
+    be nested. None for texts and other things that are no numbers, and for empty lists. ``what``
+    names the field in errors. Raises DataError for lists whose parts differ in size."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, np.ndarray):
+        return _of_array(value)
+    leaf = value
+    while isinstance(leaf, Sequence) and not isinstance(leaf, str | bytes) and len(leaf):
+        leaf = leaf[0]
+    if not isinstance(leaf, int | float | np.generic | np.ndarray | torch.Tensor):
+        return None
+    try:
+        if isinstance(leaf, torch.Tensor):
+            return _stacked(value)
+        found = _of_array(np.asarray(value))
+    except (ValueError, RuntimeError):
+        found = None
+    if found is None and isinstance(value, Sequence):
+        raise DataError(
+            what,
+            got="lists of several lengths, or of numbers and other things",
+            wanted="numbers, or lists of equal length",
+            hint="leave out the columns that the loop does not use",
+        )
+    # Numbers of Python are of torch's default type, as in torch.tensor.
+    return (
+        found.to(torch.get_default_dtype()) if type(leaf) is float and found is not None else found
+    )
+
+
+def _stacked(value: Any) -> torch.Tensor:
+    """Nested lists of tensors of one shape as one tensor."""
+    return value if isinstance(value, torch.Tensor) else torch.stack([_stacked(x) for x in value])
+
+
+def _of_array(array: NDArray[Any]) -> torch.Tensor | None:
+    """An array of numbers or truth values as a tensor; None for other arrays. Unsigned numbers, for
+    which torch has few operators, become signed."""
+    if array.dtype.kind == "u" and array.itemsize > 1:
+        array = array.astype(np.int64)
+    return torch.as_tensor(array) if array.dtype.kind in "biuf" else None

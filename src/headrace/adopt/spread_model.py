@@ -85,12 +85,13 @@ class BatchPart(Mapping[str, Any]):
 class SampleReader(Protocol):
     """Makes samples of the items of a data set."""
 
-    def read(self, item: Any, what: str) -> Item:
+    def read(self, item: Any, what: str, *, labelled: bool = True) -> Item:
         """Make a sample of an item of the data set.
 
         Args:
             item: The item.
             what: What the item is called in errors.
+            labelled: Whether it must have labels, where the model does not learn from tokens alone.
 
         Returns:
             Its fields as tensors.

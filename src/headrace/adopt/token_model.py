@@ -63,7 +63,7 @@ from headrace.adopt.placement import (
     replica_blocks,
     require_tokens,
 )
-from headrace.adopt.samples import LabelPlace, TokenReader, packed
+from headrace.adopt.samples import LabelPlace, TokenReader, named_labels, packed
 from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
 from headrace.adopt.token_probe import (
     Probed,
@@ -350,7 +350,7 @@ class TokenModel:
             PlanMismatch: Where ranks have other batches.
             ModelError: Where the model cannot be run on parts of its tokens.
         """
-        batch = {"labels" if k == self._label_name else k: v for k, v in batch.items()}
+        batch = named_labels(batch, self._label_name)
         self._refuse_embedded_inputs(batch)
         require_tokens(batch, self.tokens)
         world = dist.get_world_size() if self._groups is not None else 1
@@ -837,9 +837,10 @@ class TokenModel:
             batch[self._label_name] = labels
         return batch
 
-    def read(self, item: Any, what: str) -> Item:
+    def read(self, item: Any, what: str, *, labelled: bool = True) -> Item:
         """Make a sample of an item: tensors [n, ...] by name, with labels moved to the places that
-        predict them; ``what`` names the item in errors."""
+        predict them; ``what`` names the item in errors. An item that is not ``labelled`` needs no
+        labels."""
         if self._reader is None:
             self._reader = TokenReader(
                 tokens=self.tokens,
@@ -847,7 +848,7 @@ class TokenModel:
                 label_name=self._label_name,
                 label_place=self.label_place,
             )
-        return self._reader.read(item, what)
+        return self._reader.read(item, what, labelled=labelled)
 
     def forget_fields(self) -> None:
         """Let the samples that follow have other fields than those before."""

@@ -174,7 +174,7 @@ class GivenOrder:
             together: Groups of samples that stay in one micro-batch, by their numbers.
             beside: Given the tokens of each sample, makes the tensors that go with each.
             open_step: What is wrong with the step before, if anything is.
-            learned: Whether a token of the batch must have a label.
+            learned: Whether samples must have labels, and one of their tokens a loss.
 
         Returns:
             The batch.
@@ -188,7 +188,7 @@ class GivenOrder:
         here, failure = _Given(), open_step
         if failure is None:
             try:
-                here = self._read_given(samples, together, beside)
+                here = self._read_given(samples, together, beside, labelled=learned)
             except Exception as error:  # told to all ranks, which would wait for this one
                 failure = error
         same = "" if self.own else here.fingerprint()  # own samples differ between ranks
@@ -226,7 +226,7 @@ class GivenOrder:
         ahead. Collective; arguments and errors are those of :meth:`batch`."""
         here, failure = _Given(), None
         try:
-            here = self._read_given(samples, together, None)
+            here = self._read_given(samples, together, None, labelled=True)
         except Exception as error:  # told to all ranks, which would wait for this one
             failure = error
         same = "" if self.own else str(here.lengths)
@@ -240,10 +240,13 @@ class GivenOrder:
         samples: Iterable[Any],
         together: Iterable[Sequence[int]],
         beside: Callable[[Sequence[int]], Sequence[Item]] | None,
+        *,
+        labelled: bool,
     ) -> _Given:
-        """Read what this rank gives. Raises DataError for what cannot be read, is longer than the
-        longest, or cannot be kept together."""
-        items = self._read(samples)
+        """Read what this rank gives; samples that are not ``labelled`` need no labels. Raises
+        DataError for what cannot be read, is longer than the longest, or cannot be kept together.
+        """
+        items = self._read(samples, labelled=labelled)
         counts = [self.reader.length(item) for item in items]
         units = _units(together, len(items))
         given = _Given(
@@ -282,7 +285,7 @@ class GivenOrder:
             groups=groups,
         )
 
-    def _read(self, samples: Iterable[Any]) -> list[Item]:
+    def _read(self, samples: Iterable[Any], *, labelled: bool) -> list[Item]:
         """The tensors by name that the reader makes of each item of ``samples``. Raises DataError
         for what is no list of samples, and for an empty one unless each rank gives its own."""
         if isinstance(samples, (dict, torch.Tensor, str)):
@@ -293,7 +296,10 @@ class GivenOrder:
                 hint="a batch [b, S] with padding is a list of its rows: give one dict for each",
             )
         self.reader.forget_fields()
-        items = [self.reader.read(item, f"sample {at}") for at, item in enumerate(samples)]
+        items = [
+            self.reader.read(item, f"sample {at}", labelled=labelled)
+            for at, item in enumerate(samples)
+        ]
         if self.own:  # those of other ranks come by way of the host
             return [{name: value.cpu() for name, value in item.items()} for item in items]
         if not items:
@@ -583,4 +589,4 @@ def _example_for(model: SpreadModel, example: Any, longest: int) -> Item:
     draw = torch.Generator().manual_seed(0)
     count = max(1, min(_EXAMPLE_TOKENS, longest))
     ids = torch.randint(0, embedding.num_embeddings, (count,), generator=draw)
-    return model.read({model.tokens: ids, "labels": ids}, "example")
+    return model.read((ids, ids), "example")

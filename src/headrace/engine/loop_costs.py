@@ -25,8 +25,16 @@ from headrace.adopt.spread_model import BatchPart, Item, Levels, SpreadModel
 from headrace.comm.mesh import Groups
 from headrace.errors import InfeasiblePlan
 from headrace.native.counted import SavedBytes
-from headrace.profiling.probe import ChainProbe, Counter, Passed, Probe
-from headrace.profiling.sweep import Sweep, Sweeper, SweepOptions, blocks, slowest
+from headrace.native.spans import Clock
+from headrace.profiling.probe import ChainProbe, Counter, Passed, Probe, seconds_of
+from headrace.profiling.sweep import (
+    Sweep,
+    Sweeper,
+    SweepOptions,
+    blocks,
+    first_of_each_node_first,
+    slowest,
+)
 from headrace.spec.cluster import Cluster
 from headrace.spec.known_methods import SINGLE_RANK
 from headrace.spec.layer_plan import LayerOption, Recompute
@@ -187,6 +195,9 @@ _EVERY_SIZE_UP_TO = 8
 """Up to this many ranks every group size is measured; above it, powers of two and the number of
 all ranks."""
 
+_WARM_TOKENS = 64
+"""Tokens of the pack that warms up a rank: few, as only its kernels matter."""
+
 _LEAST_COUNTED = 2
 """How many points with counted bytes the fit of a line (bytes by tokens) needs."""
 
@@ -278,6 +289,8 @@ class LoopProfiler:
             for block in blocks(self.groups.ranks, p)
             for group in self.probes.model.groups_of(block)
         )
+        if not self.held.sharded:  # no rank runs sharded weights alone
+            first_of_each_node_first(self.groups, lambda: self._warm_up(sweeper.clock))
         points = list[ProfilePoint]()
         for done, p in enumerate(self.sizes):
             self.progress(f"profile cp{p}", done, len(self.sizes))
@@ -300,6 +313,14 @@ class LoopProfiler:
             working_bytes={p: {"replicated": 0, "sharded": 0} for p in sizes},
             measured_in_s=slowest(self.groups, [time.perf_counter() - started])[0],
         )
+
+    def _warm_up(self, clock: Clock) -> None:
+        """Run a small pack through two layers and the ends on this rank alone: kernels that the
+        first rank of a node compiles are in the node's caches for the others."""
+        alone, lengths = (self.groups.rank,), (min(_WARM_TOKENS, self.longest),)
+        exchange = self.exchanges[0]
+        seconds_of(self.probes.layer(self.groups, alone, lengths, exchange, "none"), clock)
+        seconds_of(_ends_probe(self.probes, exchange, self.groups, alone, lengths), clock)
 
     def _no_room(self, sweeper: Sweeper) -> InfeasiblePlan:
         """The error for a model of which no group size could be measured."""

@@ -214,6 +214,9 @@ ITEMS: dict[str, tuple[Any, str]] = {
     "one class in a list": ({"ids": IDS, "labels": [3]}, "label_place"),
     "no labels": ({"ids": IDS}, r"got none, wanted \[7\]"),
     "labels that are words": ({"ids": IDS, "labels": ["a"] * 7}, "no numbers"),
+    "a mask where labels stand": ((IDS, torch.ones(7), IDS), "a tuple of 3"),
+    "values to be fitted": ({"ids": IDS, "labels": torch.rand(7)}, "fractions.*micro.rest"),
+    "a value of a sample": ({"ids": IDS, "labels": 0.7}, "fractions"),
     "values of others": ({"ids": IDS, "labels": IDS, "old": [1, 2]}, "columns that the loop does"),
     "a collated batch": ({"ids": IDS[None], "labels": IDS[None]}, "batch_size=None"),
     "padding alone": (
@@ -262,6 +265,72 @@ def test_one_label_of_a_sample_has_a_token(place: str, tmp_path: Path) -> None:
         total += float(cross_entropy(logits[at][None], torch.tensor([n % 7])).detach()) / 4
     for got in run_ranks(2, classified, place, tmp_path, timeout_s=100):
         assert got == pytest.approx([total], rel=1e-9)
+
+
+def bert() -> Any:
+    """A small BERT, whose embeddings of the two segments differ."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return BertForMaskedLM(config).double().train()
+
+
+def segmented() -> list[dict[str, Any]]:
+    """Samples of two segments with masks as tokenizers give them."""
+    return [
+        {
+            "input_ids": torch.arange(n) * 7 % 61,
+            "labels": torch.arange(n) * 5 % 61,
+            "token_type_ids": (torch.arange(n) >= n // 3).long(),
+            "special_tokens_mask": (torch.arange(n) == n - 1).long(),
+        }
+        for n in (6, 31, 12, 20)
+    ]
+
+
+def of_segments(folder: Path) -> list[float]:
+    """Losses of a model of segments in a loop, special tokens at half the weight."""
+    model = bert()
+    run = attached(model, sgd(model), segmented(), folder, costs=costs(2), labels="same", steps=2)
+
+    def loss(model: Any, micro: Any) -> torch.Tensor:
+        inputs = {name: value for name, value in micro.inputs.items() if name != "labels"}
+        logged = log_softmax(model(**inputs).logits[0], -1)
+        labels = micro.labels[0]
+        picked = logged.gather(1, labels.clamp(min=0)[:, None])[:, 0] * (labels != -100)
+        return -(picked * (1 - micro.rest["special_tokens_mask"][0] / 2)).sum() / micro.targets
+
+    return trained(run, model, loss)
+
+
+def test_segments_and_special_tokens_travel_as_tokens_do(tmp_path: Path) -> None:
+    """Catches a tokenizer's columns that are lost, cut elsewhere, or given to a model that does not
+    take them."""
+    model, losses = bert(), list[float]()
+    optimizer = sgd(model)
+    for _ in range(2):
+        total = torch.zeros((), dtype=torch.float64)
+        for item in segmented():
+            ids, kinds = item["input_ids"][None], item["token_type_ids"][None]
+            logged = log_softmax(model(input_ids=ids, token_type_ids=kinds).logits[0], -1)
+            picked = logged.gather(1, item["labels"][:, None])[:, 0]
+            total = total - (picked * (1 - item["special_tokens_mask"] / 2)).sum() / 69
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(total.detach()))
+    for got in run_ranks(2, of_segments, tmp_path, timeout_s=100):
+        assert got == pytest.approx(losses, rel=1e-9)
 
 
 class Outside(torch.nn.Module):

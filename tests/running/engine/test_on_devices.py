@@ -13,6 +13,7 @@ import torch
 
 from headrace.cli import doctor
 from headrace.comm.gpus import settings_text
+from headrace.comm.rerendezvous import Rerendezvous
 from headrace.config.model import DevicesConfig
 from headrace.engine import rank as rank_module
 from headrace.engine import step_engine
@@ -86,6 +87,21 @@ def test_actions_of_a_step_have_minutes() -> None:
             actions.expect(predicted_s)
             actions.enters("0F0")
     assert told == [1800.0, 120.0, 600.0, 1800.0, None, None, None, None]
+
+
+def test_meeting_anew_has_a_limit_of_its_own() -> None:
+    """Catches a recovery that waits as long as a step may, or is cut off by a step's limit."""
+    told = list[tuple[str, float]]()
+
+    def refuse() -> None:
+        raise Stop
+
+    watcher = SimpleNamespace(enter=lambda what, limit_s: told.append((what, limit_s)), keep=refuse)
+    for timeout_s in (1800.0, 60.0):
+        rank = SimpleNamespace(_watcher=watcher, _timeout_s=timeout_s)
+        with pytest.raises(Stop):
+            Rerendezvous.meet_anew(rank, groups=None, drop_attempt=refuse)  # type: ignore[arg-type]
+    assert told == [("meeting anew", 300.0), ("meeting anew", 60.0)]
 
 
 def test_settings_of_devices_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

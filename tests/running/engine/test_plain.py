@@ -326,3 +326,44 @@ def test_labels_by_another_name() -> None:
     reader = TokenReader(tokens="ids", kind="same", label_name="wanted")
     item = {"ids": torch.tensor([1, 2, 3]), "wanted": torch.tensor([7, 8, -100])}
     assert reader.read(item, "item")["labels"].tolist() == [7, 8, -100]
+    with pytest.raises(DataError, match="'wanted', which has the labels, and 'labels'"):
+        reader.read({**item, "labels": item["ids"]}, "item")
+    with pytest.raises(DataError, match="a field 'wanted' with labels"):
+        reader.read({"ids": item["ids"], "want": item["wanted"]}, "item")
+    unlabelled = reader.read({"ids": item["ids"]}, "item", labelled=False)
+    assert unlabelled["labels"].tolist() == [-100] * 3
+
+
+def test_numbers_in_lists_of_any_kind_are_columns() -> None:
+    """Catches columns that vanish: nested lists, lists of numpy's numbers or of tensors, unsigned
+    arrays, one truth value; words are left out, ragged lists are told."""
+    columns: dict[str, Any] = {
+        "boxes": [[1, 2, 3, 4]] * 3,
+        "worths": list(np.arange(3, dtype=np.float32)),
+        "marks": list(np.array([True, False, True])),
+        "parts": [torch.tensor([1.0, 2.0])] * 3,
+        "ids16": np.arange(3, dtype=np.uint16),
+        "halves": [0.5, 1.0, 1.5],
+        "whole": np.bool_(True),
+        "words": ["a", "b", "c"],
+        "turns": [[{"role": "user"}], [{"role": "user"}, {"role": "tool"}], []],
+        "text": "abc",
+    }
+    reader = TokenReader(tokens="ids", kind="next")
+    found = reader.read({"ids": [1, 2, 3], **columns}, "item")
+    assert {name: list(x.shape) for name, x in found.items()} == {
+        "ids": [3],
+        "boxes": [3, 4],
+        "worths": [3],
+        "marks": [3],
+        "parts": [3, 2],
+        "ids16": [3],
+        "halves": [3],
+        "whole": [3],
+        "labels": [3],
+    }
+    assert found["ids16"].dtype == found["ids"].dtype == torch.int64
+    assert found["halves"].dtype == found["worths"].dtype == torch.float32
+    for ragged in ([[1], [1, 2], [3]], [1, None, 2], [torch.ones(1), torch.ones(2), torch.ones(1)]):
+        with pytest.raises(DataError, match=r"odd of item.*lists of several lengths"):
+            reader.read({"ids": [1, 2, 3], "odd": ragged}, "item")
