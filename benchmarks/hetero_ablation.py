@@ -48,7 +48,7 @@ from headrace.spec import Lengths
 __all__ = ["ablation", "ablation_tables"]
 
 _FILLED = (Static(), SideBySide(role=ANY_SCHEME, exchanged=0))
-_PACKED = Improvement(steps=0)
+_PACKED = Improvement(looks=0)
 
 
 def ablation(o: argparse.Namespace) -> dict[str, Any]:

@@ -30,7 +30,7 @@ examples:
     python benchmarks/worlds.py --groups 32b 70b --restrict --known benchmarks/results/worlds.json
     python benchmarks/worlds.py --ablate --groups 8b groups
     python benchmarks/worlds.py --without "side by side" --known benchmarks/results/worlds.json
-    python benchmarks/worlds.py --set nested.near=0.02 improvement.steps=0
+    python benchmarks/worlds.py --set nested.near=0.02 improvement.looks=0
 """
 
 from __future__ import annotations

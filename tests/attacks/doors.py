@@ -474,15 +474,20 @@ class Axes:
     returns: bool
     alike: bool
     replicas: int = 1
+    ranks: int = 1
+    loss: str = "squares"
+    given: tuple[str, ...] = ()
+    looped: bool = False
 
 
-_BLOCKS = ("mix i", "mix j", "local", "conv i", "norm", "places", "cumsum j", "pool")
+_BLOCKS = ("mix i", "mix j", "local", "conv i", "norm", "places", "cumsum j", "pool", "trains")
 _MIXES = {"mix i": "i", "mix j": "j", "conv i": "i", "cumsum j": "j"}
+_AXES_LOSSES = ("squares", "alike beside", "share of alike", "penalty")
 
 
 def _drawn_axes(rng: np.random.Generator, ranks: int) -> Axes:
     odd = 0.08
-    shares = np.array([0.3, 0.3, 0.15, *[odd] * 5])
+    shares = np.array([0.3, 0.3, 0.15, *[odd] * 5, odd / 2])
     blocks = tuple(
         str(b) for b in rng.choice(_BLOCKS, size=int(rng.integers(1, 6)), p=shares / shares.sum())
     )
@@ -490,14 +495,20 @@ def _drawn_axes(rng: np.random.Generator, ranks: int) -> Axes:
     if rng.random() < 0.15 and right:  # a stage that is forgotten, or named wrongly
         right[int(rng.integers(len(right)))] = str(rng.choice(["", "i", "j"]))
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    loss = str(rng.choice(_AXES_LOSSES, p=[0.4, 0.2, 0.2, 0.2]))
+    looped = bool(rng.random() < 0.25)
     return Axes(
         seed=int(rng.integers(1 << 20)),
         sizes=(int(rng.integers(1, 3)), int(rng.integers(4, 9)), int(rng.integers(4, 9))),
         blocks=blocks,
         declared=tuple(right),
         returns=bool(rng.random() < 0.5),
-        alike=bool(rng.random() < 0.3),
-        replicas=int(rng.choice(divisors)) if rng.random() < 0.3 else 1,
+        alike=bool(rng.random() < 0.3) and loss == "squares" and not looped,
+        replicas=int(rng.choice(divisors)) if rng.random() < 0.3 and not looped else 1,
+        ranks=ranks,
+        loss=loss,
+        given=tuple(name for name in ("sides", "counts") if rng.random() < 0.2 and not looped),
+        looped=looped,
     )
 
 
@@ -512,8 +523,14 @@ class _Block(nn.Module):
         self.norm = nn.GroupNorm(2, features)
         self.table = nn.Parameter(torch.randn(16, features))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
+    def forward(
+        self, x: torch.Tensor, beside: torch.Tensor | None = None, count: int | None = None
+    ) -> torch.Tensor:
+        if count is not None and count != x.shape[1]:
+            raise ValueError(f"{count} places, {x.shape[1]} here")
+        y = self.linear(x if beside is None else x + beside[:, :, None])
+        if self.what == "trains":
+            return x - x.mean(dim=(1, 2), keepdim=True) if self.training else x + y
         if self.what == "mix i":
             z = y.transpose(1, 2)
             return x + f.scaled_dot_product_attention(z, z, z).transpose(1, 2)
@@ -535,50 +552,102 @@ class _Block(nn.Module):
 
 
 class _Stack(nn.Module):
+    """Blocks in turn, which are given something for each place of ``i`` (``sides``) and the number
+    of these places (``counts``)."""
+
     def __init__(self, axes: Axes) -> None:
         super().__init__()
         torch.manual_seed(axes.seed)
+        self.given = axes.given
         self.blocks = nn.ModuleList(_Block(what) for what in axes.blocks)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, time: torch.Tensor | None = None, count: int | None = None
+    ) -> torch.Tensor:
         for block in self.blocks:
-            x = block(x)
+            x = block(x, time, count)
         return x
 
 
 _AXES_DIMS = "b i j c"
 
 
+def _axes_stages(axes: Axes) -> list[hr.AxisStage]:
+    """What is declared of the blocks; all blocks are stages where they are given something."""
+    sides = {1: "b i c"} if "sides" in axes.given else {}
+    counts = {2: "i"} if "counts" in axes.given else {}
+    return [
+        hr.AxisStage(
+            modules=f"blocks.{at}",
+            mixes=mixed,
+            dims=_AXES_DIMS,
+            returns=axes.returns,
+            sides=sides,
+            counts=counts,
+        )
+        for at, mixed in enumerate(axes.declared)
+        if mixed or axes.given
+    ]
+
+
+def _axes_loss(
+    axes: Axes, out: torch.Tensor, whole: Any, share: Any, model: Any, targets: float = 1.0
+) -> torch.Tensor:
+    """The loss of this rank's result, or of the whole one in one process. ``whole()`` gives the
+    collected result, ``share()`` this rank's share of a term that does not depend on places."""
+    loss = out.square().sum() / targets
+    if axes.loss == "alike beside":  # each rank adds it
+        return loss + whole().sin().sum() / targets
+    if axes.loss == "share of alike":
+        return loss + share() * whole().sin().mean()
+    if axes.loss == "penalty":
+        return loss + share() * sum(p.square().sum() for p in model.parameters())
+    return loss
+
+
 def _of_axes(groups: Groups, axes: Axes, folder: Path) -> float:
     """The error of loss and gradients over ``hr.adapt``."""
+    if axes.looped:
+        return _of_looped_axes(groups, axes, folder)
     model = _Stack(axes).double()
     plain = copy.deepcopy(model)
-    stages = [
-        hr.AxisStage(modules=f"blocks.{at}", mixes=mixed, dims=_AXES_DIMS, returns=axes.returns)
-        for at, mixed in enumerate(axes.declared)
-        if mixed
-    ]
     draw = torch.Generator().manual_seed(axes.seed)
     shape = (*axes.sizes, 4)
     batches = [
         torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(axes.replicas)
     ]
+    more: dict[str, Any] = {}
+    if "sides" in axes.given:
+        more["time"] = torch.randn((*shape[:2], 4), generator=draw, dtype=torch.float64)
+    if "counts" in axes.given:
+        more["count"] = shape[1]
     run = hr.adapt(
-        model, stages=stages, inputs={"x": _AXES_DIMS}, axis="i", batch="b", groups=groups
+        model,
+        stages=_axes_stages(axes),
+        inputs={"x": _AXES_DIMS},
+        axis="i",
+        batch="b",
+        groups=groups,
+        counts={"count": "i"},
     )
     mine = groups.rank * axes.replicas // groups.ranks
-    part = run.shard({"x": batches[mine]}, replicas=axes.replicas)
+    part = run.shard({"x": batches[mine], **more}, replicas=axes.replicas)
     for _ in range(2):  # the order of stages is learnt in the first
         model.zero_grad()
         out = run(**part)
         if axes.alike:
             out = run.collect(out, _AXES_DIMS)
-        loss = out.square().sum()
+        given = out
+        loss = _axes_loss(
+            axes, out, lambda out=given: run.collect(out, _AXES_DIMS), lambda: run.share, model
+        )
         run.backward(loss, alike=axes.alike)
         total = float(run.add_up(loss, alike=axes.alike))
     wanted = 0.0
     for x in batches:
-        one = plain(x).square().sum()
+        out = plain(x, **more)
+        result = out
+        one = _axes_loss(axes, out, lambda out=result: out, lambda: 1.0, plain)
         one.backward()
         wanted += float(one.detach())
     run.detach()
@@ -586,7 +655,77 @@ def _of_axes(groups: Groups, axes: Axes, folder: Path) -> float:
     return max(abs(total / wanted - 1), gradient_error(*grads))
 
 
+def _of_looped_axes(groups: Groups, axes: Axes, folder: Path) -> float:
+    """The error of a step's loss and weights in a loop whose loss has a declared column of places,
+    which the model does not take."""
+    model = _Stack(axes).double()
+    plain = copy.deepcopy(model)
+    draw = torch.Generator().manual_seed(axes.seed)
+    items = [
+        {
+            "x": torch.randn((*axes.sizes[1:], 4), generator=draw, dtype=torch.float64),
+            "mask": torch.rand(axes.sizes[1:], generator=draw, dtype=torch.float64),
+        }
+        for _ in range(axes.sizes[0])
+    ]
+    adapted = hr.adapt(
+        model,
+        stages=_axes_stages(axes),
+        inputs={"x": _AXES_DIMS, "mask": "b i j"},
+        axis="i",
+        batch="b",
+    )
+    run = hr.attach(
+        adapted,
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        items,
+        batch_sequences=len(items),
+        steps=1,
+        samples=hr.SampleOptions(shuffle=False),
+        planner=hr.PlannerConfig(name="static", static_size=groups.ranks, ahead=0),
+        measure=hr.MeasureOptions(
+            cache=folder / f"axes-{axes.seed}",
+            costs=costs(groups.ranks, layers=_axes_layers(axes)),
+        ),
+        say=lambda text: None,
+    )
+    total, targets = 0.0, 1
+    try:
+        for step in run:
+            for micro in step:
+                targets = targets if micro.checking else micro.targets
+                mine = model(**micro.inputs) * micro.rest["mask"][..., None]
+
+                def whole(mine: torch.Tensor = mine) -> torch.Tensor:
+                    return adapted.collect(mine, _AXES_DIMS)
+
+                def share(micro: Any = micro) -> torch.Tensor:
+                    return micro.share  # type: ignore[no-any-return]
+
+                micro.backward(_axes_loss(axes, mine, whole, share, model, micro.targets))
+            total = step.loss
+    finally:
+        run.detach()
+    x, mask = (torch.stack([item[name] for item in items]) for name in ("x", "mask"))
+    out = plain(x) * mask[..., None]
+    wanted = _axes_loss(axes, out, lambda: out, lambda: 1.0, plain, targets)
+    wanted.backward()
+    torch.optim.SGD(plain.parameters(), lr=1e-3).step()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    off = max(float((mine - other).detach().abs().max()) for mine, other in pairs)
+    return max(abs(total / float(wanted.detach()) - 1), off)
+
+
+def _axes_layers(axes: Axes) -> int:
+    """How many layers a loop finds: blocks are a chain of equal ones where there are several."""
+    return len(axes.blocks) if len(axes.blocks) > 1 else 1
+
+
 def _takes_axes(axes: Axes) -> bool | None:
+    if "trains" in axes.blocks or (axes.loss == "alike beside" and axes.ranks > axes.replicas):
+        return False
+    if "sides" in axes.given and axes.sizes[0] > 1:
+        return None  # without dims of its own it may be of all samples
     known = set(axes.blocks) <= {"local", *_MIXES}
     right = axes.declared == tuple(_MIXES.get(block, "") for block in axes.blocks)
     # Where one axis alone is mixed, no other can be in shards meanwhile: only attention is spread.

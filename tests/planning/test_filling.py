@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import headrace as hr
 from headrace.planning import Problem
 from headrace.planning.batch import PriceTable, SortedBatch, prices
-from headrace.planning.filling import _LOOKS as LOOKS
 from headrace.planning.filling import Filler
 from headrace.planning.generators import Effort, least_time
 from headrace.planning.nested import Nesting
@@ -143,8 +142,7 @@ def one_by_one(
             need, tokens = table.seconds(k)[i], table.batch.listed(table.alike(k))[i]
             own = sorted((rests[g], g) for g, (kind, _) in enumerate(found) if kind == k)
             own = [(rest, g) for rest, g in own if rest >= need]
-            looked = [*own[:LOOKS], *[one for one in own[LOOKS:] if one[0] >= need + table.c[k]]]
-            for rest, g in looked:
+            for rest, g in own:
                 after_s = rest - need - paid_s(table, k, spaces[g], tokens)
                 if need <= longest[g] and after_s >= 0:
                     place = g

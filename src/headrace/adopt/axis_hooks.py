@@ -212,6 +212,26 @@ def route(
     return routes
 
 
+class _OwnForward:
+    """Takes the place of a module's ``forward``, and calls ``around(forward, ...)``. In its deep
+    copies and pickles ``forward`` itself stands, as a copied model is the user's plain one."""
+
+    def __init__(self, forward: Callable[..., Any], around: Callable[..., Any]) -> None:
+        self._forward, self._around = forward, around
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """The result of the module."""
+        return self._around(self._forward, *args, **named)
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Callable[..., Any]]]:
+        return _itself, (self._forward,)
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what is given, where a pickle is read."""
+    return forward
+
+
 _adapted: WeakSet[torch.nn.Module] = WeakSet()
 """Models that have hooks of a :class:`HookManager`."""
 
@@ -328,8 +348,12 @@ class HookManager:
         for number, (module, stage) in enumerate(self.stages.items()):
             if self.axes <= set(stage.mixed):
                 # No axis is left to shard: its attention runs over ranks.
-                self._hooks.callback(partial(setattr, module, "forward", module.forward))
-                module.forward = partial(self._jointly, stage, module, module.forward)
+                own = vars(module).get("forward")  # it may hide that of the class
+                if own is None:
+                    self._hooks.callback(vars(module).pop, "forward", None)
+                else:
+                    self._hooks.callback(setattr, module, "forward", own)
+                module.forward = _OwnForward(module.forward, partial(self._jointly, stage))
             entering = partial(self._enter, number, stage)
             self._hooks.callback(hook_before(module, entering, named=True))
             self._hooks.callback(hook_after(module, partial(self._leave, number, stage)))
@@ -662,15 +686,14 @@ class HookManager:
         return (first, *rest) if isinstance(out, tuple) else first
 
     def _jointly(
-        self, stage: AxisStage, module: Any, forward: Callable[..., Any], *args: Any, **named: Any
+        self, stage: AxisStage, forward: Callable[..., Any], *args: Any, **named: Any
     ) -> Any:
         """Take the place of ``forward`` of a module whose stage mixes all axes, so that one of them
         has to stay sharded: attention in it is spread over the ranks (:class:`JointAttention`), and
         its number of heads recorded. While the model is plain it is ``forward`` itself. Raises
         ModelError for a stage that calls no attention."""
         shards = self.shards
-        plain = not self.spread or module not in self.stages  # a copy of the model is plain, too
-        if plain or shards is None or shards.group is None:
+        if not self.spread or shards is None or shards.group is None:
             return forward(*args, **named)
         chosen = shards.chosen.get(shards.position - 1)  # this stage's: it has been counted
         method = None if chosen is None or chosen.method == "none" else chosen.method

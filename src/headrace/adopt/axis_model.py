@@ -23,7 +23,8 @@ import inspect
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain, repeat
 from typing import Any
 
@@ -32,8 +33,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from headrace.adopt.alike_guards import AlikeGuards
 from headrace.adopt.axis_hooks import HookManager
-from headrace.adopt.axis_probe import WholeFails, probe_axes, refuse_batch_norms
+from headrace.adopt.axis_probe import WholeFails, mixes_batch, probe_axes, refuse_batch_norms
 from headrace.adopt.axis_shards import AxisShards, Dims
 from headrace.adopt.axis_stages import AxisStage
 from headrace.adopt.first_step import FirstStep, compare_first_step, ranks_that_add_up
@@ -60,6 +62,9 @@ __all__ = ["AxisModel", "axis_groups"]
 
 _GRAPHS = 1 << 16
 """Graphs that a compiler may make of one model before it gives up."""
+
+_FACTS = (bool, int, float, str)
+"""Types of values of a batch, beside tensors and None, that ranks compare."""
 
 _FEWEST = 3
 """Places that a sample on which a model is tried has on every axis, at least."""
@@ -116,17 +121,17 @@ class AxisModel:
         self.inner = model.module if isinstance(model, DistributedDataParallel) else model
         self.inputs = {name: Dims.parse(text) for name, text in inputs.items()}
         self.axis, self.batch = axis, batch
-        self._sizes, self.check = sizes, bool(check)
+        self._sizes = sizes
+        # Whether to try the model, and in which modes (whether training) that was done.
+        self._checks, self._probed_modes = bool(check), set[bool]()
         self._first_step = check == "first step"
         # A batch on which the plain model raised in ``shard``: the probe is tried again on it in
         # the first call, which may have what was missing.
         self._unprobed_batch: Mapping[str, Any] | None = None
-        # From the probe, for each tensor that the model returns: whether every rank has it whole.
-        self._alike = tuple[bool, ...]()
-        # Guards are hooks on tensors that ranks have alike: they raise in a backward that would
-        # count such a tensor once for each rank. Whether there are guards; and, while a backward
-        # runs, whether all of them raise, and whether those on losses that the model returns do.
-        self._has_guards, self._refuses_alike, self._refuses_own = False, False, False
+        # From the probe, by mode (whether training), for each tensor that the model returns:
+        # whether every rank has it whole.
+        self._alike_by_mode = dict[bool, tuple[bool, ...]]()
+        self._guards = AlikeGuards()  # on tensors that ranks have alike
         self._alike_of_backwards = set[bool]()  # given to backwards since the last add_up
         if sizes is None and not any(axis in dims for dims in self.inputs.values()):
             raise SpecError("axis of the inputs", got=axis, wanted="one of an input's dims")
@@ -135,15 +140,29 @@ class AxisModel:
         self._manager.switched = tuple(switched)
         self.traceable = True
         self._compiled: Callable[..., Any] | None = None
-        inputs_with_axis = [name for name, dims in self.inputs.items() if axis in dims]
-        self._main_input = inputs_with_axis[0] if inputs_with_axis else None
         self._label_name = "labels"
-        self._argument_names = {*inspect.signature(self.inner.forward).parameters, *self.inputs}
+        arguments = inspect.signature(self.inner.forward).parameters
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in arguments.values())
+        # Declared inputs that the forward does not take are cut for the loss.
+        self._argument_names = {*arguments, *(self.inputs if takes_any else ())}
+        inputs_with_axis = [name for name, dims in self.inputs.items() if axis in dims]
+        taken = [name for name in inputs_with_axis if name in self._argument_names]
+        self._main_input = next(iter((*taken, *inputs_with_axis)), None)
         self._watch = CallWatch()
         weakref.finalize(self, self._watch.close)
 
     exchanges: tuple[str, ...] = ("dsp",)
     whole = False
+
+    @property
+    def check(self) -> bool:
+        """Whether the model is still to be tried on shards in its present mode, training or
+        evaluation."""
+        return self._checks and self.inner.training not in self._probed_modes
+
+    @check.setter
+    def check(self, value: bool) -> None:
+        self._checks = value
 
     def install(self) -> Callable[[], None]:
         """Have a call of the model itself, while it is spread, give what a call of this object
@@ -243,9 +262,9 @@ class AxisModel:
     @property
     def mates(self) -> int:
         """The number of ranks that work on this rank's samples. Losses of ranks are summed, so a
-        loss that these ranks compute alike has to be divided by it. Who reads it is taken to do so:
-        the next backward refuses no loss for being alike."""
-        self._has_guards = False
+        loss that these ranks compute alike has to be divided by it. Who reads it, or :attr:`share`,
+        is taken to do so: the next backward refuses no term for being alike."""
+        self._guards.divides = True
         return self._manager.at_work.ranks
 
     @property
@@ -293,7 +312,7 @@ class AxisModel:
                 groups.prepare(needed if replicas == 1 else any_needed)
                 if self._compare:
                     replica = groups.world if replicas == 1 else groups.get(members)
-                    agree("inputs", fingerprint(_all_tensors(batch), (needed,)), replica)
+                    agree("inputs", _fingerprint(batch, needed), replica)
                 if replicas > 1:
                     places_by_rank = gather_floats([float(places)], groups.world)
                     places = round(sum(places_by_rank[block[0]][0] for block in blocks))
@@ -302,6 +321,7 @@ class AxisModel:
         labels = self._local_labels(inputs, shards)
         if self._label_name not in self._argument_names:
             inputs.pop(self._label_name, None)
+        rest = {name: inputs.pop(name) for name in [*inputs] if self._is_for_loss(name)}
         if self._first_step and replicas == 1 and self._unprobed_batch is None:
             self._first_step = False
             self._compare_whole(inputs, {k: v for k, v in batch.items() if k in inputs})
@@ -314,7 +334,13 @@ class AxisModel:
             targets=places,
             tokens=self._local_places(shards),
             placed=shards,
+            rest=rest,
         )
+
+    def _is_for_loss(self, name: str) -> bool:
+        """Whether a field has declared dims but is no argument of the model: it is cut for the loss
+        alone."""
+        return name in self.inputs and name not in self._argument_names
 
     def _compare_whole(self, local: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
         """Compare the spread model on this rank's ``local`` inputs with the plain one on the
@@ -324,7 +350,8 @@ class AxisModel:
         def spread() -> torch.Tensor:
             """The loss of all ranks, [], after its backward."""
             values = list(result_tensors(self(**local)))
-            known = self._alike if len(self._alike) == len(values) else [False] * len(values)
+            alike_here = self._alike
+            known = alike_here if len(alike_here) == len(values) else [False] * len(values)
             # What ranks with the same samples have alike counts once in the sum over ranks.
             squares = [
                 x.square().sum() / (self.mates if alike else 1)
@@ -391,6 +418,7 @@ class AxisModel:
     def take(self, part: BatchPart) -> None:
         """Spread the model: its forwards work on the shards of ``part`` until :meth:`release`."""
         self._manager.take(part.placed)
+        self._guards.divides = False
         self._manager.spread = True
         self._manager.inputs = tuple(
             x for x in part.inputs.values() if isinstance(x, torch.Tensor) and x.dim()
@@ -453,20 +481,24 @@ class AxisModel:
                 cut[name] = self._manager.at_work.counted(axis)
         return cut
 
-    def _probe_once(self, batch: Mapping[str, Any], *, may_postpone: bool = False) -> None:
+    def _probe_once(
+        self, batch: Mapping[str, Any], *, may_postpone: bool = False, training: bool = False
+    ) -> None:
         """Try the model on shards of a batch, unless that was done, is not wanted, or the axis has
         too few places for two ranks. Raises ModelError, on all ranks, where results differ on any.
         Collective.
 
         With ``may_postpone``, where the plain model raises, the probe is postponed: the batch is
         kept for the first call of the model, which may have the inputs that were missing here, or
-        another dtype (autocast)."""
+        another dtype (autocast). It is tried in evaluation and, where it is in training now or
+        ``training`` asks for it, in training."""
         refuse_batch_norms(self.inner)
         if not self.check or self._places_of_axis(batch) < 2:
             return
+        modes = {False, training or self.inner.training}
         error: Exception | None = None
         try:
-            self._run_probe(batch)
+            self._run_probe(batch, training=True in modes)
         except Exception as found:
             error = found
         postponed = isinstance(error, WholeFails) and may_postpone
@@ -481,13 +513,20 @@ class AxisModel:
         self._unprobed_batch = batch if postponed else None
         if error is not None and not postponed:
             raise error
-        self.check = postponed
+        if not postponed:
+            self._probed_modes |= modes
 
     def _places_of_axis(self, batch: Mapping[str, Any]) -> int:
         """The size, in a whole batch, of the axis that is sharded at first."""
         return self._totals(self._declared_inputs(batch))[self.axis]
 
-    def _run_probe(self, batch: Mapping[str, Any]) -> None:
+    @property
+    def _alike(self) -> tuple[bool, ...]:
+        """For each tensor that the model returns in its present mode, whether every rank has it
+        whole; empty where the model was not tried."""
+        return self._alike_by_mode.get(self.inner.training, ())
+
+    def _run_probe(self, batch: Mapping[str, Any], *, training: bool) -> None:
         """Try the model on shards of a batch in this process, by :func:`probe_axes`, and record
         which results are alike on all ranks. To save time the batch is cut to two samples, unless
         it has a number or a tensor without declared dims, as that may count samples or have a value
@@ -495,7 +534,8 @@ class AxisModel:
         inputs = {
             name: value
             for name, value in batch.items()
-            if name != self._label_name or name in self._argument_names
+            if (name != self._label_name or name in self._argument_names)
+            and not self._is_for_loss(name)
         }
         others = [value for name, value in inputs.items() if name not in self.inputs]
         if not any(isinstance(x, torch.Tensor) or type(x) is int for x in others):
@@ -517,7 +557,9 @@ class AxisModel:
             for name, x in _all_tensors(inputs).items()
             if name not in self.inputs and totals[self.axis] in x.shape
         ]
-        self._alike = probe_axes(self._manager, inputs, totals, placed, suspects=suspects)
+        self._alike_by_mode |= probe_axes(
+            self._manager, inputs, totals, placed, training=training, suspects=suspects
+        )
 
     def _local_labels(self, values: Mapping[str, Any], shards: AxisShards) -> torch.Tensor | None:
         """This rank's part of the labels among ``values``; None where there are none. Labels with
@@ -710,51 +752,21 @@ class AxisModel:
 
         values = list(result_tensors(out))
         was_probed = len(self._alike) == len(values)
-        # Without a probe single numbers, such as losses, are taken to be alike.
-        flags = self._alike if was_probed else [not x.dim() for x in values]
+        flags = self._alike if was_probed else [True for _ in values]
         for value, alike in zip(values, flags, strict=True):
             if value.grad_fn is not None:
                 value.grad_fn.register_prehook(begin)
+            # Without a probe single numbers are taken to be losses where samples are apart.
             is_own_loss = not value.dim() and (was_probed or shards.across is not None)
             if alike and (is_own_loss or shards.group is not None):
-                self._guarded(value, own=is_own_loss)
+                self._guarded(value, own=is_own_loss, known=was_probed or is_own_loss)
         return out
 
-    def _guarded(self, x: torch.Tensor, *, own: bool = False) -> torch.Tensor:
-        """Guard a tensor ``x`` that ranks have alike: a backward that would count it once for each
-        rank raises ModelError when it comes to ``x``. ``own`` says that it is a loss that the model
-        itself returns, a mean over samples. Returns ``x``."""
-
-        def refuse(_: torch.Tensor) -> None:
-            """Refuse a backward that would count the tensor's gradient once for every rank."""
-            if self._refuses_alike or (own and self._refuses_own):
-                raise ModelError(
-                    "loss that the model makes of its samples" if own else "loss of what is alike",
-                    got="a backward that counts it for every rank",
-                    wanted="run.backward(loss * run.share)" if own else "alike=True",
-                    hint="a mean over samples is loss * run.share; what ranks have alike is "
-                    "run.backward(loss, alike=True)",
-                )
-
-        if x.requires_grad and self.ranks > 1:
-            x.register_hook(refuse)
-            self._has_guards = True
-        return x
-
-    def _is_alike(self, loss: torch.Tensor) -> bool:
-        """Whether ``loss`` is the same number, up to rounding and not 0, on all ranks that share
-        this rank's samples; where no other rank does, on the ranks that have other samples.
-        Collective among these ranks."""
-        shards = self._manager.at_work
-        group = shards.group if shards.group is not None else shards.across
-        if group is None or loss.dim():
-            return False
-        value = loss.detach().double()
-        extremes = torch.stack([value, -value])  # one maximum for both: min(x) = -max(-x)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-        largest, smallest = float(extremes[0]), -float(extremes[1])
-        rounding = 16 * torch.finfo(loss.dtype).eps * max(abs(largest), abs(smallest))
-        return largest - smallest <= rounding and largest != 0
+    def _guarded(self, x: torch.Tensor, *, own: bool = False, known: bool = True) -> torch.Tensor:
+        """Guard a tensor ``x`` that ranks have alike, or of which that is not ``known``
+        (:class:`AlikeGuards`). ``own`` says that it is a loss that the model itself returns, a mean
+        over samples. Returns ``x``."""
+        return self._guards.guard(x, own=own, known=known) if self.ranks > 1 else x
 
     def compile(self, *, backend: str = "inductor", **options: Any) -> None:
         """Run the model as one graph, switches and all, once a first forward has shown the order of
@@ -787,27 +799,67 @@ class AxisModel:
                 once.
 
         Raises:
-            ModelError: For a loss of what ranks have alike that is the same number on all of them,
-                where it is not said to be alike.
+            ModelError: For a term of what ranks have alike that every rank adds, where it is not
+                said to be alike; gradients are dropped. Ranks compare the gradients of such
+                tensors after the first eight backwards, and after those whose number is a power
+                of two, as that waits for the device.
         """
-        shards = self._manager.at_work
+        shards, guards = self._manager.at_work, self._guards
         axis = shards.axis
         self._alike_of_backwards.add(alike)
-        if self._has_guards:
+        if guards.made and not guards.divides:
             _, own_samples, all_samples = shards.samples
             parts = all_samples / max(1, own_samples)
             # With ``alike`` the mean of all ranks' means is taken, which is the mean over all
             # samples only where every group of ranks has as many samples as this one.
-            self._refuses_own = not alike or parts * shards.ranks != len(shards.members)
-            self._refuses_alike = not alike and self._is_alike(loss)
+            guards.refuses_own = not alike or parts * shards.ranks != len(shards.members)
+        is_due, counts_often = guards.due() and guards.made and not alike, False
         try:
             with self._watch.during("backward"):
-                summed_loss(self.model, loss / len(shards.members) if alike else loss).backward()
+                with guards.noting() if is_due else nullcontext():
+                    whole = loss / len(shards.members) if alike else loss
+                    summed_loss(self.model, whole).backward()
+                if is_due:
+                    counts_often = guards.counts_for_every_rank(_sharers(shards))
         finally:
-            self._refuses_alike = self._refuses_own = False
+            guards.refuses_own = guards.divides = False
             self._manager.end_backward()
             # Recomputes may have left other shards and another axis.
             self._manager.shards, shards.axis = shards, axis
+        if counts_often:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            raise ModelError(
+                "loss with a term of what ranks have alike",
+                got="a backward that counts it for every rank",
+                wanted="alike=True, or run.share times the term",
+                hint="where ranks have all of the loss alike, as that of a collected result, it is "
+                "run.backward(loss, alike=True); beside a sum over this rank's places write "
+                "loss + run.share * term, and divide what is a sum over its samples by run.mates",
+            )
+
+    def checked_backward(self, loss: torch.Tensor) -> ModelError | None:
+        """Run the backward of a loss in a loop, and tell what is wrong where ranks that share the
+        samples add a term of what they have alike. Collective among these ranks.
+
+        Args:
+            loss: This rank's part, a single number.
+
+        Returns:
+            The error; None where nothing is wrong.
+        """
+        shards = self._manager.at_work
+        with self._guards.noting(own=shards.group is not None):
+            loss.backward()
+        if not self._guards.counts_for_every_rank(_sharers(shards)):
+            return None
+        return ModelError(
+            "loss of a micro-batch",
+            got="a term of what its ranks have alike, which counts for each of them",
+            wanted="a sum over this rank's places",
+            hint="of a mean write micro.share * term, of a sum over micro.targets adapted.share * "
+            "term, where adapted is what hr.adapt gave",
+        )
 
     def add_up(self, loss: torch.Tensor, *, alike: bool = False) -> torch.Tensor:
         """Sum the loss over all ranks, and gradients too, where no wrapper does; call it after the
@@ -904,8 +956,14 @@ class AxisModel:
         shards."""
         grown = {name: value.to(device) for name, value in self._grown(sample).items()}
         inputs = {name: value for name, value in grown.items() if name in self._argument_names}
-        self._probe_once(inputs, may_postpone=True)
-        self._unprobed_batch = None  # the loop calls the model itself, so nothing would try it
+        # A loop may put the model into training later.
+        training = not mixes_batch(self.inner)
+        self._probe_once(inputs, may_postpone=True, training=training)
+        if self._unprobed_batch is not None:
+            # The loop calls the model itself, so nothing would try it; perhaps the sample fits
+            # several ranks alone.
+            few = self._shrunk(inputs, 1, _FEWEST)
+            self._probe_once(few, training=training)
         if self._first_step and self.most_ranks(inputs, self.ranks) == self.ranks:
             self.shard(inputs)  # compares the first step
         installed = self.install()
@@ -922,6 +980,10 @@ class AxisModel:
         for sample in samples:
             samples_by_key.setdefault(self._pack_key(sample), []).append(sample)
         return [self._pack(some) for some in samples_by_key.values()]
+
+    def few(self, sample: Item) -> int:
+        """Count the places of the smallest sample that the model is tried on."""
+        return self.length(self._shrunk(sample, 1, _FEWEST))
 
     def made(self, sample: Item, lengths: Sequence[int], ranks: int, *, document: int) -> Pack:
         """Make a pack to measure the model with: equal copies of one sample, resized so that all
@@ -1140,6 +1202,31 @@ class AxisModel:
 def _all_tensors(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors among the values of a batch, by name."""
     return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of all values within nested mappings, tuples and lists."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}", inner)
+    elif isinstance(value, (tuple, list)):
+        for at, inner in enumerate(value):
+            yield from _leaves(f"{name}.{at}", inner)
+    else:
+        yield name, value
+
+
+def _fingerprint(batch: Mapping[str, Any], groups: Sequence[Members]) -> str:
+    """A hash of what ranks that share a batch must have in common: its tensors, numbers and texts,
+    however they are nested, and the ``groups`` that they need."""
+    leaves = dict(_leaves("", batch))
+    facts = {name: x for name, x in leaves.items() if x is None or isinstance(x, _FACTS)}
+    return fingerprint(_all_tensors(leaves), (groups, sorted(map(repr, facts.items()))))
+
+
+def _sharers(shards: AxisShards) -> dist.ProcessGroup | None:
+    """The ranks that share this rank's samples; where none does, those with other samples."""
+    return shards.group if shards.group is not None else shards.across
 
 
 def _elsewhere(model: torch.nn.Module) -> ModelError:

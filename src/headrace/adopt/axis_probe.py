@@ -10,24 +10,23 @@ recorded, to name the module.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from headrace.adopt.axis_hooks import HookManager
 from headrace.adopt.axis_shards import AxisShards, Dims
+from headrace.adopt.held_still import Draws, held_still
 from headrace.adopt.labels import result_tensors
 from headrace.errors import InfeasiblePlan, ModelError
 from headrace.layouts.partition import split_sizes
 
-__all__ = ["WholeFails", "probe_axes", "refuse_batch_norms"]
+__all__ = ["WholeFails", "mixes_batch", "probe_axes", "refuse_batch_norms"]
 
 _MIXES_THE_BATCH = (
     torch.nn.modules.batchnorm._BatchNorm,  # noqa: SLF001
@@ -48,6 +47,11 @@ _HINT = (
 _SUSPECTS = (
     "input {} has no dims, and one as long as the axis: hr.adapt(..., inputs=...) tells its dims; "
 ) + _HINT
+
+
+def mixes_batch(model: torch.nn.Module) -> bool:
+    """Whether a model has BatchNorm or InstanceNorm, in whatever mode."""
+    return any(isinstance(module, _MIXES_THE_BATCH) for module in model.modules())
 
 
 def refuse_batch_norms(model: torch.nn.Module) -> None:
@@ -312,40 +316,63 @@ def probe_axes(
     totals: Mapping[str, int],
     placed: Callable[[AxisShards], Mapping[str, Any]],
     *,
+    training: bool,
     suspects: Sequence[str] = (),
-) -> tuple[bool, ...]:
-    """Compare a model on shards of a ``batch`` with the model on the whole of it, in this process.
+) -> dict[bool, tuple[bool, ...]]:
+    """Compare a model on shards of a ``batch`` with the model on the whole of it, in this process:
+    in evaluation mode and, where ``training`` asks for it, in training mode. The latter is left out
+    where the whole batch has the same results in both, and where the model draws random numbers in
+    training, as those of ranks differ.
 
     It is tried once for every axis, which stages then shard wherever they do not mix it, and with
     each number of simulated ranks. ``totals`` are the sizes of the axes in the batch, ``placed``
     takes shards and gives the inputs cut to them, and ``suspects`` are names of inputs without dims
-    that may have places of the axis. Returns for each tensor that the model returns whether every
-    rank has the whole of it. Raises ModelError, naming the module, where results differ, and
-    WholeFails where the plain model raises."""
+    that may have places of the axis. Returns by mode, for each tensor that the model returns,
+    whether every rank has the whole of it. Raises ModelError, naming the module, where results
+    differ, and WholeFails where the plain model raises."""
     probe = _Probe(manager=manager, totals=totals, placed=placed, suspects=suspects)
-    axes = [manager.axis, *sorted(manager.axes - {manager.axis})]
-    with _leaving_untouched(manager.model):
-        wanted = _whole_result(manager, batch)
-        tried_orders, alike = list[tuple[str, ...]](), [True] * len(wanted)
-        for at in range(len(axes)):
-            shards = probe.shards((*axes[at:], *axes[:at]))
-            try:
-                out = probe.run(shards)
-            except InfeasiblePlan:  # this axis has too few places in this batch
-                continue
-            order = tuple(shards.axes_met)
-            if order in tried_orders:  # another first axis that led to the same switches
-                continue
-            tried_orders.append(order)
-            if not _results_alike(list(result_tensors(out)), wanted):
-                raise ModelError(
-                    f"{type(manager.model).__name__} with its stages",
-                    got="another result than without",
-                    wanted="the same where nothing is in shards",
-                )
-            for parts in _RANKS:
-                now_alike = _try_parts(probe, shards, parts, wanted)
-                alike = [one and other for one, other in zip(alike, now_alike, strict=True)]
+    with _leaving_untouched(manager.model, training=False):
+        evaluated = _whole_result(manager, batch)
+        alike = {False: _try_axes(probe, evaluated)}
+    if not training:
+        return alike
+    with _leaving_untouched(manager.model, training=True):
+        draws = Draws.now(manager.model)
+        trained = _whole_result(manager, batch)
+        same = len(trained) == len(evaluated) and all(map(torch.equal, trained, evaluated))
+        if not same and draws.same(Draws.now(manager.model)):
+            alike[True] = _try_axes(probe, trained)
+        elif len(trained) == len(evaluated):
+            alike[True] = alike[False]
+    return alike
+
+
+def _try_axes(probe: _Probe, wanted: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+    """Run the model with each axis in shards where stages let it, and compare its results with
+    ``wanted``, those of the plain model. Returns for each whether every rank has the whole of
+    it."""
+    axis = probe.manager.axis
+    axes = [axis, *sorted(probe.manager.axes - {axis})]
+    tried_orders, alike = list[tuple[str, ...]](), [True] * len(wanted)
+    for at in range(len(axes)):
+        shards = probe.shards((*axes[at:], *axes[:at]))
+        try:
+            out = probe.run(shards)
+        except InfeasiblePlan:  # this axis has too few places in this batch
+            continue
+        order = tuple(shards.axes_met)
+        if order in tried_orders:  # another first axis that led to the same switches
+            continue
+        tried_orders.append(order)
+        if not _results_alike(list(result_tensors(out)), wanted):
+            raise ModelError(
+                f"{type(probe.manager.model).__name__} with its stages",
+                got="another result than without",
+                wanted="the same where nothing is in shards",
+            )
+        for parts in _RANKS:
+            now_alike = _try_parts(probe, shards, parts, wanted)
+            alike = [one and other for one, other in zip(alike, now_alike, strict=True)]
     return tuple(alike)
 
 
@@ -494,34 +521,26 @@ def _watched(model: torch.nn.Module, shards: ProbeShards) -> Iterator[list[_Seen
 
 
 @contextmanager
-def _leaving_untouched(model: torch.nn.Module) -> Iterator[None]:
-    """Context for runs of a model that are to leave no trace: it is in evaluation mode, weights
-    that are all tiny (``_TINY``) have random values, and compiled modules run eagerly. Afterwards
-    weights, buffers, modes and the states of all random generators are as before."""
-    training = [module for module in model.modules() if module.training]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    states = random.getstate(), np.random.get_state()  # noqa: NPY002
+def _leaving_untouched(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
+    """Context for runs of a model, in ``training`` or evaluation mode, that are to leave no trace:
+    dropout drops nothing, weights that are all tiny (``_TINY``) have random values, and compiled
+    modules run eagerly. Afterwards weights, buffers, modes and the states of all random generators
+    are as before."""
     drawn = list[tuple[torch.Tensor, torch.Tensor]]()  # (weight, its values before)
     eager = torch.compiler.set_stance("force_eager") if _DYNAMO in sys.modules else nullcontext()
-    with torch.random.fork_rng(devices), eager:
-        model.eval()
-        _reshard(model)
+    with held_still(model, training=training), eager:
         try:
             for number, parameter in enumerate(model.parameters()):
                 values = _tiny_values(parameter)
                 if values is not None:
                     drawn.append((values, values.clone()))
                     values.copy_(_draw(values, number))
+            _reshard(model)
             yield
         finally:
-            for now, before in (*drawn, *buffers):
-                now.data.copy_(before)
+            for now, before in drawn:
+                now.copy_(before)
             _reshard(model)
-            for module in training:
-                module.training = True
-            random.setstate(states[0])
-            np.random.set_state(states[1])  # noqa: NPY002
 
 
 def _reshard(model: torch.nn.Module) -> None:

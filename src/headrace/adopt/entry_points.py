@@ -200,7 +200,7 @@ def _graph(
         name="graph",
         call=_compiled(model, compiler, fullgraph=fullgraph),
         compiler=compiler,
-        probing=_compiled(model, Compiler("eager", slot), fullgraph=fullgraph),
+        probing=_compiled(model, Compiler("eager", slot), fullgraph=fullgraph, isolated=True),
         install=install,
         remove=to_undo.close,
         levels=levels,
@@ -217,11 +217,21 @@ def _run_forward(forward: Callable[..., Any], /, *args: Any, **named: Any) -> An
     return forward(*args, **named)
 
 
-def _compiled(model: torch.nn.Module, compiler: Compiler, *, fullgraph: bool) -> Callable[..., Any]:
+def _compiled(
+    model: torch.nn.Module, compiler: Compiler, *, fullgraph: bool, isolated: bool = False
+) -> Callable[..., Any]:
     """A function that calls the model, compiled by ``compiler`` for any number of tokens.
     ``fullgraph`` refuses graph breaks: where a graph breaks, the pass may miss an operation that
-    depends on other tokens, which the probe then finds."""
-    compiled = torch.compile(model, backend=compiler, fullgraph=fullgraph, dynamic=True)
+    depends on other tokens, which the probe then finds. Graphs of an ``isolated`` one do not count
+    towards the number that torch allows others of the same code."""
+    make: Any = torch.compile  # its declared overloads lack ``isolate_recompiles``
+    compiled = make(
+        model,
+        backend=compiler,
+        fullgraph=fullgraph,
+        dynamic=True,
+        isolate_recompiles=isolated,
+    )
     return partial(_call_compiled, compiled)
 
 

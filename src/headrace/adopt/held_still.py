@@ -18,7 +18,7 @@ from torch.nn.modules import module as module_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Draws", "held_still", "who_draws"]
+__all__ = ["Draws", "drawn_off_neutral", "held_still", "who_draws"]
 
 _PLAIN = (bool, int, float, torch.Tensor, type(None))
 """Types of the attributes of a module that are restored."""
@@ -75,25 +75,62 @@ def _remember(model: torch.nn.Module) -> Callable[[], None]:
     return restore
 
 
+@contextmanager
+def drawn_off_neutral(model: torch.nn.Module) -> Iterator[None]:
+    """Context in which trainable parameters that may stand at a neutral point have small random
+    numbers added: those whose entries are all equal (a gate at 1), or of which 1 % are zero (a
+    convolution that begins as the identity). There a module may pass on nothing of other tokens
+    that it sees a step later. Weights of ``Linear`` and ``Embedding``, which see single tokens,
+    stay as they are. All are as before at the end."""
+    within_a_token = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+    }
+
+    def may_be_neutral(parameter: torch.Tensor, local: torch.Tensor) -> bool:
+        """Whether the numbers of a parameter, of which this rank has ``local``, may hide others."""
+        if not parameter.requires_grad or id(parameter) in within_a_token:
+            return False
+        zeros = local.numel() - int(local.count_nonzero())
+        return bool(local.max() == local.min()) or 100 * zeros >= local.numel()
+
+    restore = _redraw(model, may_be_neutral)
+    try:
+        yield
+    finally:
+        restore()
+
+
 def _fill_zeros(model: torch.nn.Module) -> Callable[[], None]:
-    """Fill parameters that are all zero with numbers from 0.05 to 0.15 of either sign, drawn with a
-    fixed seed; of sharded parameters this rank's shard. Returns the function that restores the
-    zeros, with their signs."""
+    """Fill parameters that are all zero with numbers from 0.05 to 0.15 of either sign. Returns the
+    function that restores the zeros, with their signs."""
+    return _redraw(model, lambda parameter, local: not bool(local.any()))
+
+
+def _redraw(
+    model: torch.nn.Module, chooses: Callable[[torch.Tensor, torch.Tensor], bool]
+) -> Callable[[], None]:
+    """Add random numbers to the parameters that ``chooses(parameter, local)`` names, where
+    ``local`` is the parameter, or this rank's shard of it: from 0.05 to 0.15 of either sign, times
+    its largest number where that is not 0, drawn with a fixed seed. Returns the function that
+    restores the numbers that were there."""
     _reshard(model)
     generator = torch.Generator().manual_seed(0)
-    changed = list[tuple[torch.Tensor, torch.Tensor]]()  # (parameter, its zeros)
+    changed = list[tuple[torch.Tensor, torch.Tensor]]()  # (parameter, its numbers)
     for parameter in model.parameters():
         local = getattr(parameter, "_local_tensor", parameter).data
-        if local.is_floating_point() and local.numel() and not bool(local.any()):
+        if local.is_floating_point() and local.numel() and chooses(parameter, local):
             changed.append((local, local.clone()))
             signs = (torch.rand(local.shape, generator=generator) - 0.5).sign()
             sizes = 0.05 + 0.1 * torch.rand(local.shape, generator=generator)
-            local.copy_(signs * sizes)
+            scale = float(local.abs().max()) or 1.0
+            local.copy_(local + (signs * sizes * scale).to(local))
 
     def restore() -> None:
-        """Put the zeros back, and have FSDP2 gather them anew."""
-        for local, zeros in changed:
-            local.copy_(zeros)
+        """Put the numbers back, and have FSDP2 gather them anew."""
+        for local, numbers in changed:
+            local.copy_(numbers)
         _reshard(model)
 
     return restore

@@ -1,5 +1,9 @@
-"""Labels of tokens, the loss of those that a rank has, and where a model's results hold logits and
-loss.
+"""Labels of tokens, the loss of those that a rank has, where a model's results hold logits and
+loss, and whose code makes the loss of a model of transformers.
+
+Only a loss that transformers itself makes is known to be the cross entropy of the logits in every
+batch. One that others have written may equal it at first, with a coefficient that is still 0 or
+labels that it does not mask yet, so what it gives for a few tokens tells nothing of later ones.
 
 Shape legend: a batch of b rows of S tokens; s_r of every row on rank r; V tokens in a vocabulary.
 """
@@ -22,11 +26,13 @@ from headrace.spec.model_shape import HEAD_CHUNK_TOKENS
 __all__ = [
     "Labels",
     "LossHead",
+    "LossSource",
     "convention_of",
     "count_targets",
     "local_loss",
     "logits_of",
     "loss_of",
+    "own_loss_error",
     "predicted",
     "result_tensors",
 ]
@@ -131,6 +137,83 @@ def loss_of(outputs: Any) -> torch.Tensor | None:
         return outputs.loss  # type: ignore[no-any-return]
     parts = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
     return next((x for x in parts if isinstance(x, torch.Tensor) and x.dim() == 0), None)
+
+
+_TRUSTED = ("transformers", "torch", "accelerate", "contextlib")
+"""Packages whose forwards, and wrappers of forwards, leave the loss as transformers makes it."""
+_ADAPTERS = (*_TRUSTED, "peft")
+"""Packages whose classes of adapters leave it so, as they return what the model inside returns."""
+_WRAPPERS = (*_ADAPTERS, "trl", "headrace")
+"""Packages that wrap the forward of a single model and leave it so."""
+
+
+class LossSource:
+    """The functions that make the loss of ``model``, which may be an adapter around another: the
+    forwards of both, and the inner one's ``loss_function``."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Note the functions of now."""
+        self._model: Any = model
+        base = getattr(model, "get_base_model", None)
+        core: Any = base() if callable(base) else model
+        self._core = getattr(core, "_orig_mod", core)  # within what torch.compile returns
+        self._noted = self._functions()
+
+    def _functions(self) -> tuple[Any, ...]:
+        """The functions that make the loss now, None for forwards that no instance has."""
+        model, core = self._model, self._core
+        function = getattr(core, "loss_function", None)
+        of_core = function, type(core).forward, vars(core).get("forward")
+        if core is model:
+            return of_core
+        return *of_core, type(model).forward, vars(model).get("forward")
+
+    def changed(self) -> bool:
+        """Whether any of the functions is another than when they were noted."""
+        return any(a is not b for a, b in zip(self._functions(), self._noted, strict=True))
+
+    def note(self) -> None:
+        """Note the functions of now."""
+        self._noted = self._functions()
+
+    def error(self) -> ModelError | None:
+        """The error that says which of the functions is not transformers' own; None where all are,
+        so that the loss is the cross entropy of the logits if it is so for a few tokens."""
+        # In the order of _functions().
+        trusted = _TRUSTED, _TRUSTED, _WRAPPERS, _ADAPTERS, _WRAPPERS
+        for number, function in enumerate(self._functions()):
+            names = list(_modules_of(function))
+            others = [name for name in names if name.split(".")[0] not in trusted[number]]
+            if others:
+                return own_loss_error(
+                    self._core if number < 3 else self._model,
+                    got=f"a {'forward' if number else 'loss_function'} of the model's own, "
+                    f"of {others[0]}",
+                    wanted="transformers' own, whose loss is the cross entropy of its logits",
+                )
+        return None
+
+
+def own_loss_error(model: torch.nn.Module, *, got: str, wanted: str) -> ModelError:
+    """The error for a loss of a model that cannot be made of parts of its logits."""
+    return ModelError(
+        f"loss of {type(model).__name__}",
+        got=got,
+        wanted=wanted,
+        hint="what else is in it cannot be summed over ranks: call run(**inputs) without labels "
+        "and use run.loss(logits, part.labels), or sum a loss of your own over part.labels and "
+        "divide it by part.targets",
+    )
+
+
+def _modules_of(function: Any) -> Iterator[str]:
+    """The names of the modules whose code runs in a function: its own, and those of the functions
+    that it wraps. A wrapper claims the module of what it wraps, but not its global names."""
+    while function is not None:
+        plain = getattr(function, "__func__", function)  # of a bound method
+        names: dict[str, Any] = getattr(plain, "__globals__", {})
+        yield str(names.get("__name__") or getattr(plain, "__module__", ""))
+        function = getattr(plain, "__wrapped__", None)
 
 
 class LossHead:

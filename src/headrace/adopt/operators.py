@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
@@ -53,15 +53,20 @@ __all__ = [
 ]
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+_stand_in_serials = count(-1, -1)
+
+
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class StandIn:
     """Takes the place of a placement while a model is probed in one process, and replaces attention
     by a function of each token alone. ``places`` [s] are the places of the tokens in their rows,
-    ``targets`` the number of tokens with a loss; ``calls`` counts the calls of attention."""
+    ``targets`` the number of tokens with a loss; ``calls`` counts the calls of attention.
+    ``serial`` is its unique number, below 0, by which a backward finds it."""
 
     places: np.ndarray
     targets: int
     calls: int = 0
+    serial: int = field(default_factory=lambda: next(_stand_in_serials))
 
     def positions(self) -> np.ndarray:
         """[s] int64: the place of each token in its row."""
@@ -72,24 +77,43 @@ class StandIn:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Stand-in for attention: the values v [t, G, D] of each token, weighted by the similarity
         of its own q [t, N, D] and k [t, G, D], so that errors in any of the three show. Returns
-        (out [t, N, D], nothing kept, no log-sum-exp, a serial number), as the operator
-        :func:`headrace.adopt.operators.attend` does. It has no backward."""
+        (out [t, N, D], nothing kept, no log-sum-exp, its serial number), as the operator
+        :func:`headrace.adopt.operators.attend` does."""
         self.calls += 1
-        # The key-value head of each query head [N]: neighbouring query heads share one.
-        kv_heads = torch.arange(q.shape[1], device=q.device) * k.shape[1] // q.shape[1]
+        kv_heads = _kv_head_of_each(q, k)
         similarity = torch.tanh((q * k[:, kv_heads]).sum(-1, keepdim=True))
         out = v[:, kv_heads] * (1 + similarity)
         return (
             out.contiguous(),
             q.new_empty(0),
             q.new_empty(0, dtype=wide_dtype(q.dtype)),
-            torch.zeros(1, dtype=torch.int64),
+            torch.tensor([self.serial]),
         )
+
+    def backward(
+        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradients of q [t, N, D], k and v [t, G, D] of :meth:`attend`, from ``grad``
+        [t, N, D] of its output; like it, of each token alone."""
+        kv_heads = _kv_head_of_each(q, k)
+        keys, values = k[:, kv_heads], v[:, kv_heads]
+        similarity = torch.tanh((q * keys).sum(-1, keepdim=True))
+        # By the sum under the tanh, [t, N, 1].
+        dsum = (grad * values).sum(-1, keepdim=True) * (1 - similarity.square())
+        dk = torch.zeros_like(k).index_add_(1, kv_heads, dsum * q)
+        dv = torch.zeros_like(v).index_add_(1, kv_heads, grad * (1 + similarity))
+        return dsum * keys, dk, dv
+
+
+def _kv_head_of_each(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The key-value head of each query head [N], for q [t, N, D] and k [t, G, D]: neighbouring
+    query heads share one."""
+    return torch.arange(q.shape[1], device=q.device) * k.shape[1] // q.shape[1]
 
 
 # A registered operator takes tensors and numbers only, so it looks up its objects by number.
 _slots: WeakValueDictionary[int, ModelSlot] = WeakValueDictionary()
-_placements: WeakValueDictionary[int, Placement] = WeakValueDictionary()
+_placements: WeakValueDictionary[int, Placement | StandIn] = WeakValueDictionary()
 
 _handles = count(1)
 
@@ -135,8 +159,9 @@ class ModelSlot:
         """Use another placement from now on; None makes the model plain again."""
         changes = (now is None) != (self._now is None)
         self._now = now
-        if isinstance(now, Placement):
+        if now is not None:
             _placements[now.serial] = now
+        if isinstance(now, Placement):
             self._recent.append(now)
         if changes:
             for switch in self.switches:
@@ -314,6 +339,9 @@ def _attend_backward(
         raise ModelError(
             "backward", got="a batch that is gone", wanted="one whose shard is still held"
         )
+    if isinstance(now, StandIn):  # it ignores sinks
+        dsinks = grad.new_empty(0) if sinks is None else torch.zeros_like(sinks)
+        return *now.backward(grad, *inputs), dsinks
     heads = Heads(queries=grad.shape[1], keys=keys, softcap=softcap)
     core = now.core(heads, causal, window, grad.device)
     features = grad.shape[2]

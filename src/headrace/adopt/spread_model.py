@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm.mesh import Groups
+from headrace.errors import ModelError
 from headrace.spec.layer_plan import Recompute
 from headrace.spec.method_facts import Members
 from headrace.spec.plan import TokenOrder
@@ -212,6 +213,19 @@ class SpreadModel(SampleReader, Protocol):
         """
         ...
 
+    def checked_backward(self, loss: torch.Tensor) -> ModelError | None:
+        """Run the backward of this rank's part of a loss in a loop that checks losses, and tell
+        what is wrong where ranks add a term of what they have alike, which counts for each of
+        them. Collective among the ranks of the part.
+
+        Args:
+            loss: This rank's part, a single number.
+
+        Returns:
+            The error; None where nothing is wrong, or such terms cannot be.
+        """
+        ...
+
     def add_up(self, loss: torch.Tensor) -> torch.Tensor:
         """Sum the loss over all ranks, and gradients too, where no wrapper does; call it once
         gradients are there. Collective.
@@ -277,6 +291,18 @@ class SpreadModel(SampleReader, Protocol):
 
         Returns:
             The packs, each for one call of the model.
+        """
+        ...
+
+    def few(self, sample: Item) -> int:
+        """Count the tokens of a sample, made of another one, that shows which layers the model has,
+        even where the other one fits no single rank.
+
+        Args:
+            sample: A sample of the data set.
+
+        Returns:
+            Tokens, or places of a clip.
         """
         ...
 

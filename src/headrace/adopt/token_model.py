@@ -33,12 +33,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from headrace.adopt.attention_registry import attention
 from headrace.adopt.block_recompute import Kept
+from headrace.adopt.call_arguments import (
+    refuse_arguments,
+    refuse_embedded,
+    refuse_router_losses,
+    tensors_of,
+)
 from headrace.adopt.entry_points import ChosenLevels, EntryPointName, entry_point_of
 from headrace.adopt.first_step import FirstStep, compare_first_step, ranks_that_add_up
 from headrace.adopt.gradients import add_plainly, add_up, is_wrapped, summed_loss
 from headrace.adopt.labels import (
     Labels,
     LossHead,
+    LossSource,
     convention_of,
     count_targets,
     local_loss,
@@ -226,9 +233,13 @@ class TokenModel:
         self.labels: Labels = labels
         self._probed: Probed | None = None
         self._probed_modes = set[bool]()  # values of model.training in which the model was probed
+        # By mode, the tokens of a row up to which the model is not probed again.
+        self._probed_tokens = dict[bool, int]()
         # The error for calls with labels, where the model's own loss is not the cross entropy of
         # its logits; None where it is, or before that was tested.
         self._own_loss: ModelError | None = None
+        self._loss_source = LossSource(inner)
+        self._loss_modes = set[bool]()  # modes in which the loss of those functions was tested
         self._rope_limit = _dynamic_rope_limit(config)
         # The placement of each local tensor of token ids [b, s_r] that was given out.
         self._placement_by_tokens: MutableMapping[torch.Tensor, Placement] = WeakIdKeyDictionary()
@@ -350,8 +361,7 @@ class TokenModel:
             PlanMismatch: Where ranks have other batches.
             ModelError: Where the model cannot be run on parts of its tokens.
         """
-        batch = named_labels(batch, self._label_name)
-        self._refuse_embedded_inputs(batch)
+        batch = named_labels(tensors_of(self._without_embedded(batch)), self._label_name)
         require_tokens(batch, self.tokens)
         world = dist.get_world_size() if self._groups is not None else 1
         blocks = replica_blocks(world, replicas)
@@ -380,7 +390,7 @@ class TokenModel:
                 fingerprint(batch, (documents, members)),
                 self._group_and_index(self._groups, members)[0],
             )
-            self.probe(batch)
+            self._probe_again(batch, documents, together=len(members) == world)
         if targets is None:
             targets = count_targets(batch, self.labels)
         # What the plain model is called with on the whole batch: its labels are not shifted.
@@ -495,18 +505,27 @@ class TokenModel:
         self._slot.take(None)
         self._part = None
 
-    def __call__(self, **inputs: Any) -> Any:
-        """The model's results for what :meth:`shard` returned. Results with logits, of inputs with
-        labels, have the loss of this rank's tokens over the targets of the step.
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """The model's results for what :meth:`shard` returned, all of it by name. Results with
+        logits, of inputs with labels, have the loss of this rank's tokens over the targets of the
+        step.
 
         Raises:
-            ModelError: For inputs that no :meth:`shard` of this model returned, caches, and labels
-                for a model whose own loss is another than the cross entropy of its logits.
+            ModelError: For inputs that no :meth:`shard` of this model returned, caches, masks, and
+                labels for a model whose loss others than transformers make, and which sees more of
+                its layers than the last hidden states.
         """
+        if args:
+            raise ModelError(
+                "inputs of the model",
+                got=f"{type(args[0]).__name__} without a name",
+                wanted="run(**part.inputs)",
+            )
         if self._from_transformers:
-            _refuse_options(inputs)
+            labelled = inputs.get(self._label_name) is not None
+            refuse_arguments(inputs, self.tokens, labelled=labelled)
         placement = None
-        if self.tokens in inputs:
+        if isinstance(inputs.get(self.tokens), torch.Tensor):
             placement = self._placement_by_tokens.get(inputs[self.tokens])
         if placement is None:
             raise ModelError(
@@ -516,8 +535,11 @@ class TokenModel:
                 hint="give a shard's inputs as they are; move a batch before it is sharded",
             )
         self._require_position_ids(inputs)
-        if self.inner.training not in self._probed_modes:
-            self.probe(inputs)  # train() or eval() was called since shard()
+        if self.inner.training not in self._probed_modes:  # train() or eval() since shard()
+            lengths = [placement.tokens.lengths]
+            together = placement.tokens.ranks == self._world
+            self._probe_again(inputs, lengths, together=together)
+        self._look_at_loss(inputs, training=self.inner.training)
         if self._in_plain_backward:  # an earlier backward failed before its end
             self._end_backward()
         before = self._slot.held
@@ -553,7 +575,9 @@ class TokenModel:
             if self._slot.held is None:
                 return None
             if self._from_transformers:
-                _refuse_options(named)
+                given = {**dict(zip(self._argument_order, args, strict=False)), **named}
+                labelled = given.get(self._label_name) is not None
+                refuse_arguments(given, self.tokens, labelled=labelled)
             labels = named.pop(self._label_name, None) if self._from_transformers else None
             labels_of_forwards.append(labels)
             self._prepare_loss(labels)
@@ -702,6 +726,15 @@ class TokenModel:
         with self._watch.during("backward"):
             summed_loss(self.model, loss).backward()
 
+    def checked_backward(self, loss: torch.Tensor) -> None:
+        """Run the backward of a loss in a loop. No tensor of the model is known to be alike on
+        ranks, so nothing is compared.
+
+        Args:
+            loss: This rank's part, a single number.
+        """
+        loss.backward()
+
     def add_up(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of all ranks together, once gradients are there: call it after the last
         :meth:`backward` of a step. It sums the gradients over the world where neither DDP nor FSDP2
@@ -732,10 +765,40 @@ class TokenModel:
         Raises:
             ModelError: When it cannot.
         """
+        if self._probed is None or self.inner.training not in self._probed_modes:
+            self._probe_again(batch, documents_of(batch, self.tokens), together=False)
+
+    def _probe_again(
+        self,
+        batch: Mapping[str, torch.Tensor],
+        documents: Iterable[Iterable[int]],
+        *,
+        together: bool,
+    ) -> None:
+        """:meth:`probe` a batch with ``documents`` of these lengths, row by row, once more where
+        they are longer than any before: what a row of 20 tokens does not show, a longer one may.
+        ``together`` says whether all ranks of the world do this with documents of these lengths:
+        forwards of wrapped models wait for all of them."""
         self._refuse_long_rows(batch)
         if any(isinstance(p, FakeTensor) for p in self.inner.parameters()):
             self._probed = Probed(attentions=0, first=self._first_positions[-1])
             self._probed_modes |= {False, True}
+            self._loss_modes |= {False, True}
+            return
+        self._probe_first(batch)
+        training, longest = self.inner.training, tried_tokens(documents)
+        known = self._probed_tokens.get(training, 0)
+        may_go_on = together or not is_wrapped(self.model)
+        if training not in self._probed_modes or (may_go_on and longest > known):
+            self._probe_mode(batch, longest, training=training)
+            if may_go_on:
+                # At least doubled, so that rows that grow step by step are seldom looked at again.
+                self._probed_tokens[training] = max(longest, 2 * known)
+        self._look_at_loss(batch, training=training)
+
+    def _probe_first(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Find the layers, masks and positions of the model by its first batch, and whether it can
+        be run on parts of a few tokens in evaluation mode. Does nothing after the first time."""
         if self._probed is None:
             if self.entry_point != "attention registry":
                 self._layers = self._find_layers(batch)
@@ -747,8 +810,6 @@ class TokenModel:
             takes_mask = "attention_mask" in self._argument_names
             if self._from_transformers and self._takes_position_ids and takes_mask:
                 self._find_how_positions_count(batch)
-        if self.inner.training not in self._probed_modes:
-            self._probe_mode(batch, training=self.inner.training)
 
     def _find_how_positions_count(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Find out how the plain model counts positions where it is given no position ids, by
@@ -798,7 +859,8 @@ class TokenModel:
         row = {name: value.to(device) for name, value in packed([sample]).items()}
         self.probe(row)
         for training in {False, True} - self._probed_modes:
-            self._probe_mode(row, training=training)
+            self._probe_mode(row, tried_tokens(documents_of(row, self.tokens)), training=training)
+            self._look_at_loss(row, training=training)
         if self._check is not None and row[self.tokens].shape[1] >= self._world:
             check = self._check
             self.shard(self._user_labels(row))  # compares, and clears self._check
@@ -858,6 +920,10 @@ class TokenModel:
         """Count the tokens of a sample."""
         return len(sample[self.tokens])
 
+    def few(self, sample: Item) -> int:
+        """Count the tokens of a sample: it shows the layers as it is."""
+        return self.length(sample)
+
     def packs(self, samples: Sequence[Item]) -> list[Pack]:
         """Put all samples into one row, one pack."""
         row = packed(samples)
@@ -907,21 +973,12 @@ class TokenModel:
     def forget(self) -> None:
         """Does nothing: no record of forwards is kept."""
 
-    def _refuse_embedded_inputs(self, batch: Mapping[str, Any]) -> None:
-        """Raise ModelError for inputs of a transformers model that take the place of token ids:
-        embeddings, pixels, audio."""
-        if not self._from_transformers:
-            return
-        for name in batch:
-            if name != self.tokens and name.startswith(_EMBEDDED_INPUTS):
-                raise ModelError(
-                    f"input {name}",
-                    got="what is no number of a token",
-                    wanted=f"{self.tokens} alone",
-                    hint="only token numbers, labels and places are spread over ranks: give "
-                    "hr.compile the language model alone, or a module of your own that takes "
-                    "token numbers and calls the model with what it makes of them",
-                )
+    def _without_embedded(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The same batch. Raises ModelError where it has inputs of a transformers model that take
+        the place of token ids."""
+        if self._from_transformers:
+            refuse_embedded(batch, self.tokens)
+        return batch
 
     def _refuse_long_rows(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Raise ModelError for rows longer than :attr:`longest`: dynamic RoPE scaling would depend
@@ -1033,10 +1090,14 @@ class TokenModel:
     def _prepare_loss(self, labels: torch.Tensor | None) -> None:
         """Before a forward with ``labels`` [b, s_r] or None: raise ModelError where their loss
         cannot be made, and pass the labels to a :class:`LossHead` where there is one."""
-        if labels is not None and self._own_loss is not None:
-            raise self._own_loss
-        if getattr(getattr(self.inner, "config", None), "output_router_logits", False):
-            _refuse_options({"output_router_logits": True})
+        if labels is not None:
+            if self._loss_source.changed():  # within a loop, where nothing is run to look at it
+                self._forget_loss()
+                self._own_loss = self._loss_source.error()
+            if self._own_loss is not None:
+                raise self._own_loss
+        if self._from_transformers:
+            refuse_router_losses(getattr(self.inner, "config", None))
         if self._loss_head is not None:
             self._loss_head.expect(labels, self._slot.now.targets)
 
@@ -1135,8 +1196,9 @@ class TokenModel:
         self, head: WholeHead, placement: Placement, inputs: Mapping[str, torch.Tensor]
     ) -> Any:
         """The results of a model whose own ``head`` and loss run on the whole batch on every rank,
-        as the loss is no cross entropy; ``inputs`` [b, s_r, ...] are this rank's, without labels.
-        Raises ModelError for a step of several batches: the model's loss is a mean over one."""
+        as the loss is no cross entropy; ``inputs`` [b, s_r, ...] are this rank's, without labels,
+        and other arguments of the model. Raises ModelError for a step of several batches: the
+        model's loss is a mean over one; and for arguments that are of this rank's tokens."""
         whole = self._batch_by_tokens.get(inputs[self.tokens])
         assert self._own_loss is not None, "it has one"
         if whole is None:  # placed without shard(): only this rank's part is known
@@ -1150,9 +1212,19 @@ class TokenModel:
                 hint="its own loss is that of one batch: call run(**inputs) without labels, and "
                 "sum a loss of your own over part.labels, divided by part.targets",
             )
-        return head(
-            partial(self._call_with, self._entry.call), placement, inputs, whole, self.tokens
-        )
+        known = {*whole, "position_ids"}
+        extra = {name: value for name, value in inputs.items() if name not in known}
+        for name, value in extra.items():
+            of_part = isinstance(value, torch.Tensor) and value.shape[1:2] == (placement.width,)
+            if of_part and placement.tokens.ranks > 1:
+                raise ModelError(
+                    f"argument {name} of {type(self.inner).__name__}",
+                    got="values of this rank's tokens",
+                    wanted="those of the whole batch, which its own loss sees",
+                    hint="name it among the arguments of its forward, and give it to shard()",
+                )
+        call = partial(self._call_with, self._entry.call, **extra)
+        return head(call, placement, inputs, whole, self.tokens)
 
     def _find_whole_head(
         self, known: Mapping[str, torch.Tensor], run: Callable[..., Any], training: bool
@@ -1245,40 +1317,62 @@ class TokenModel:
             firsts=self._first_positions,
         )
 
-    def _probe_mode(self, batch: Mapping[str, torch.Tensor], *, training: bool) -> None:
-        """Probe the model again in training or in evaluation mode, on longer rows too, and note
-        the mode as probed; raises ModelError where it cannot be run on parts. Also set
-        ``_own_loss``, the error where the loss of a transformers model is not the cross entropy of
-        its logits, and then ``_whole_head``."""
+    def _probe_mode(
+        self, batch: Mapping[str, torch.Tensor], longest: int, *, training: bool
+    ) -> None:
+        """Probe the model again in training or in evaluation mode, on a row of ``longest`` tokens
+        too, and note the mode as probed; raises ModelError where it cannot be run on parts."""
         assert self._probed is not None, "probed"
-        run, known = partial(self._call_with, self._entry.probing), self._probe_inputs(batch)
         look_again(
             self.model,
-            run,
+            partial(self._call_with, self._entry.probing),
             self._slot,
-            known,
+            self._probe_inputs(batch),
             self.tokens,
             places=self._takes_position_ids,
             first=self._probed.first,
-            longest=tried_tokens(batch, self.tokens),
+            longest=longest,
             training=training,
         )
-        if self._from_transformers and self._takes_labels and self._own_loss is None:
-            labels = batch.get("labels", batch.get(self._label_name))
-            labelled = known if labels is None else known | {"labels": labels}
-            self._own_loss = own_loss(
-                self.model,
-                run,
-                self._slot,
-                labelled,
-                self.tokens,
-                label_name=self._label_name,
-                kind=self.labels,
-                training=training,
-            )
-            if self._own_loss is not None:
-                self._find_whole_head(known, run, training)
         self._probed_modes.add(training)
+
+    def _look_at_loss(self, batch: Mapping[str, torch.Tensor], *, training: bool) -> None:
+        """Set ``_own_loss``, the error where the loss of a transformers model is not the cross
+        entropy of its logits, and then ``_whole_head``: whose code makes it tells, and what it is
+        for a few tokens of the batch. Does nothing where the same code was looked at in this mode
+        of ``training`` before."""
+        if not (self._from_transformers and self._takes_labels):
+            return
+        if self._loss_source.changed():
+            self._forget_loss()
+        if training in self._loss_modes:
+            return
+        self._loss_modes.add(training)
+        if self._own_loss is not None:
+            return
+        run, known = partial(self._call_with, self._entry.probing), self._probe_inputs(batch)
+        labels = batch.get("labels", batch.get(self._label_name))
+        self._own_loss = self._loss_source.error() or own_loss(
+            self.model,
+            run,
+            self._slot,
+            known if labels is None else known | {"labels": labels},
+            self.tokens,
+            label_name=self._label_name,
+            kind=self.labels,
+            training=training,
+        )
+        if self._own_loss is not None:
+            self._find_whole_head(known, run, training)
+
+    def _forget_loss(self) -> None:
+        """Forget what was found out about the model's loss, as other code makes it now."""
+        self._loss_source.note()
+        self._loss_modes.clear()
+        self._own_loss = None
+        if self._whole_head is not None:
+            self._whole_head.remove()
+            self._whole_head = None
 
     def _probe_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The fields [b, S, ...] of a batch that the model takes, by the names of its arguments, to
@@ -1298,36 +1392,14 @@ class TokenModel:
         return self._takes_any_name or name in self._argument_names or name == self.tokens
 
 
-_EMBEDDED_INPUTS = ("inputs_embeds", "pixel_values", "input_features", "input_values")
-"""Beginnings of the names of inputs that stand in the place of token ids: embeddings, images,
-sound."""
-
-
-_REFUSED_OPTIONS = {
-    "use_cache": "a cache of this rank's tokens knows none of others: generate with the model, "
-    "which is the plain one outside of run(...)",
-    "past_key_values": "a cache of this rank's tokens knows none of others",
-    "output_router_logits": "the loss of the router is a mean over tokens of one rank",
-}
-
-
-def _refuse_options(arguments: Mapping[str, Any]) -> None:
-    """Raise ModelError for options of a transformers forward, such as caches, that a model on this
-    rank's tokens alone cannot serve."""
-    for name, why in _REFUSED_OPTIONS.items():
-        value = arguments.get(name)
-        if value is not None and value is not False:
-            got = "True" if value is True else type(value).__name__
-            raise ModelError(name, got=got, wanted="none", hint=why)
-
-
 def _dynamic_rope_limit(config: Any) -> int | None:
     """The longest row, in tokens, for which a model with dynamic RoPE scaling (the types
     ``dynamic`` and ``longrope``) has constant frequencies: for longer ones they depend on the
     longest position. None for other RoPE types. ``config`` is that of a transformers model, or
-    None."""
+    None; those within it count, too."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    limits = list[int]()
+    within = [_dynamic_rope_limit(part) for part in _configurations_within(config)]
+    limits = [limit for limit in within if limit is not None]
     for rope in (given, *given.values()):  # one for all layers, or one for each kind
         if not isinstance(rope, dict):
             continue
@@ -1340,6 +1412,15 @@ def _dynamic_rope_limit(config: Any) -> int | None:
             original = getattr(config, "original_max_position_embeddings", None) or most_positions
             limits.append(int(rope.get("original_max_position_embeddings", original)))
     return min(limits, default=None)
+
+
+def _configurations_within(config: Any) -> list[Any]:
+    """The configurations of a transformers model's parts, such as its language model's."""
+    names = getattr(config, "sub_configs", None) or {}
+    parts = [getattr(config, name, None) for name in names]
+    if hasattr(config, "get_text_config"):
+        parts.append(config.get_text_config())
+    return [part for part in parts if part is not None and part is not config]
 
 
 def arguments_of(model: Any) -> dict[str, inspect.Parameter]:

@@ -4,7 +4,7 @@ With attention replaced by a stand-in that looks at no other token, the model is
 and on parts of them. If the results of the parts are the parts of the result, everything beside
 attention treats each token alone and uses its right place. If not, something that was not replaced
 depends on other tokens: attention of its own, a convolution, pooling, a mean over tokens, places
-that it counts itself.
+that it counts itself. What is too little to show in results shows in gradients.
 
 This is tested in evaluation and in training mode, on a few tokens and on as many as a row has: an
 expert's capacity or a distant neighbour shows in long rows only. All ranks run the model the same
@@ -13,7 +13,7 @@ number of times, whatever their rows, as wrappers (DDP, FSDP2) communicate in ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +24,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from headrace.adopt.held_still import Draws, held_still, who_draws
-from headrace.adopt.labels import Labels, local_loss, logits_of, loss_of, predicted
+from headrace.adopt.labels import (
+    Labels,
+    local_loss,
+    logits_of,
+    loss_of,
+    own_loss_error,
+    predicted,
+)
 from headrace.adopt.operators import ModelSlot, StandIn
-from headrace.adopt.placement import documents_of
+from headrace.adopt.token_gradients import depended_on, who_mixes
 from headrace.errors import ModelError
 from headrace.ops.loss import IGNORED
 
@@ -139,8 +146,10 @@ def look_again(
             runs = _Runs(model=model, run=run, slot=slot, count=count)
             whole = runs.outcome_of(given)
             error = runs.difference_error(whole, given)
-            if error is None and count == _TOKENS and whole.loss is not None:
-                error = runs.undivided_error(whole.loss, given)
+            if error is None and count == _TOKENS:
+                error = runs.dependence_error(given, tokens)
+                if error is None and whole.loss is not None:
+                    error = runs.undivided_error(whole.loss, given)
             if error is not None:
                 raise error
 
@@ -178,13 +187,10 @@ def own_loss(
     plain = float(local_loss(logits_of(outputs), shifted, int((shifted != IGNORED).sum())))
     if abs(float(own) - plain) <= 1e-5 * abs(plain):
         return None
-    return ModelError(
-        f"loss of {type(model).__name__}",
+    return own_loss_error(
+        model,
         got=f"{float(own):.6g} of the model's own",
         wanted=f"{plain:.6g}, the cross entropy of its logits",
-        hint="what else is in it cannot be summed over ranks: call run(**inputs) without labels "
-        "and use run.loss(logits, part.labels), or sum a loss of your own over part.labels and "
-        "divide it by part.targets",
     )
 
 
@@ -263,7 +269,11 @@ def counts_by_mask(
     padding = _TOKENS // 3  # the first tokens, which are masked
     mask = torch.ones_like(few)
     mask[:, :padding] = 0
-    with held_still(model, training=False), _Lookups(few[0]) as lookups:
+    with (
+        held_still(model, training=False),
+        _named_errors(model, _TOKENS),
+        _Lookups(few[0]) as lookups,
+    ):
         model(**{tokens: few, "attention_mask": mask, **always})
     for places in lookups.of_places():
         if _are_consecutive(places[padding:]):
@@ -305,7 +315,11 @@ def counts_by_ids(
     at = _TOKENS // 3  # the index of a token amid the row that becomes padding
     few = without_padding(model, few_of(batch, tokens)[tokens]).clone()
     few[:, at] = padding
-    with held_still(model, training=False), _Lookups(few[0]) as lookups:
+    with (
+        held_still(model, training=False),
+        _named_errors(model, _TOKENS),
+        _Lookups(few[0]) as lookups,
+    ):
         model(**{tokens: few, **always})
     for places in lookups.of_places():
         others = torch.cat([places[:at], places[at + 1 :]])
@@ -379,10 +393,10 @@ def run_few(
         _Runs(model=model, run=run, slot=slot, count=_TOKENS).outcome_of(few_of(batch, tokens))
 
 
-def tried_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> int:
-    """The length in tokens of the longer row to probe: that of the longest document of ``batch``,
-    between ``_TOKENS`` and ``_LONGEST``."""
-    longest = max(max(row) for row in documents_of(batch, tokens))
+def tried_tokens(documents: Iterable[Iterable[int]]) -> int:
+    """The length in tokens of the longer row to probe: the longest of ``documents``, lengths row by
+    row, between ``_TOKENS`` and ``_LONGEST``."""
+    longest = max(max(row) for row in documents)
     return min(_LONGEST, max(_TOKENS, longest))
 
 
@@ -504,10 +518,9 @@ class _Runs:
                 f"model run on parts of {self.count} tokens",
                 got=f"another result for token {differing[0]}",
                 wanted="the results of the whole",
-                hint="something beside attention meets other tokens"
-                f"{' in training' if self.model.training else ''}, or places are counted in it: "
-                "give position_ids, use scaled_dot_product_attention with is_causal, no "
-                "convolution, pooling, mean or capacity over tokens",
+                hint=f"something beside attention meets other tokens{self._in_mode}, or places are "
+                "counted in it: give position_ids, use scaled_dot_product_attention with "
+                "is_causal, no convolution, pooling, mean or capacity over tokens",
             )
         if whole.loss is None:
             return None
@@ -515,6 +528,32 @@ class _Runs:
         if abs(loss_of_parts - loss) > tolerance * abs(loss):
             return _sum_error("loss of the model", loss_of_parts, loss)
         return None
+
+    def dependence_error(self, given: Mapping[str, torch.Tensor], tokens: str) -> ModelError | None:
+        """Test by gradients that the result of a token depends on no other token, however little.
+        Of the inputs ``given``, ``tokens`` names the token ids. Returns the error that says that it
+        does, or None."""
+
+        def logits() -> torch.Tensor:
+            """The model's results [1, n, ...] for all tokens."""
+            return self.outcome_of(given).logits
+
+        others = depended_on(self.model, logits, given[tokens])
+        if not others:
+            return None
+        named = who_mixes(self.model, logits, given[tokens])
+        return ModelError(
+            f"gradient of {named or type(self.model).__name__}",
+            got=f"a part by token {others[0]} in the results of others",
+            wanted="none but by attention",
+            hint=f"something beside attention meets other tokens{self._in_mode}, however little it "
+            "passes on with the first weights: no convolution, shift, pooling or mean over tokens",
+        )
+
+    @property
+    def _in_mode(self) -> str:
+        """The words of errors for a model in training mode; empty in evaluation mode."""
+        return " in training" if self.model.training else ""
 
     def undivided_error(
         self, loss: torch.Tensor, given: Mapping[str, torch.Tensor]

@@ -35,8 +35,11 @@ the placement knows documents and padding."""
 
 
 def base_of(inner: torch.nn.Module) -> torch.nn.Module | None:
-    """The base model of a model of transformers: its layers without the head, named by its
-    ``base_model_prefix``. None where it has no such part."""
+    """The base model of a model of transformers, or of the one inside an adapter (peft): its layers
+    without the head, named by its ``base_model_prefix``. None where it has no such part."""
+    adapted = getattr(inner, "get_base_model", None)
+    if callable(adapted):
+        inner = adapted()
     base = getattr(inner, str(getattr(inner, "base_model_prefix", "")), None)
     return base if isinstance(base, torch.nn.Module) and base is not inner else None
 

@@ -77,17 +77,17 @@ def foreign_model(name: str, seed: int) -> torch.nn.Module:
     Raises ConfigError for names that are none of these.
     """
     torch.manual_seed(seed)
-    model = _model_named(name).double().train()
+    model = _model_named(name, seed).double().train()
     for module in model.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
     return model
 
 
-def _model_named(name: str) -> torch.nn.Module:
+def _model_named(name: str, seed: int) -> torch.nn.Module:
     """The model of a name, in the type of numbers that it has: made by ``MODULE:FACTORY``, read
     from a local folder of transformers without its dropout, or a tiny one of a type of
-    transformers."""
+    transformers with weights by ``seed``."""
     if ":" in name:
         model = made(name)
         if not isinstance(model, torch.nn.Module):
@@ -104,7 +104,7 @@ def _model_named(name: str) -> torch.nn.Module:
         return transformers.AutoModelForCausalLM.from_pretrained(  # type: ignore[no-any-return]
             name, config=config, local_files_only=True, **_PLAIN
         )
-    return _tiny(name, transformers)
+    return _tiny(name, transformers, seed)
 
 
 def made(name: str) -> Any:
@@ -120,9 +120,10 @@ def made(name: str) -> Any:
         ) from error
 
 
-def _tiny(kind: str, transformers: Any) -> torch.nn.Module:
-    """A tiny model of a type of transformers, for causal language modelling, or where the type has
-    no such model for masked language modelling.
+def _tiny(kind: str, transformers: Any, seed: int) -> torch.nn.Module:
+    """A tiny model of a type of transformers with weights by ``seed``, for causal language
+    modelling, or where the type has no such model for masked language modelling: the first that
+    runs of those with other numbers of heads.
 
     Raises ConfigError for a type that is unknown, or of which no such model can be made.
     """
@@ -136,17 +137,25 @@ def _tiny(kind: str, transformers: Any) -> torch.nn.Module:
         )
     autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM)
     failed: Exception | None = None
+    first_made: torch.nn.Module | None = None  # returned where none runs
     for kv_heads in _KV_HEADS:
+        torch.manual_seed(seed)  # weights do not depend on the heads that were tried before
         try:
             config = transformers.AutoConfig.for_model(kind)
             _shrink(config, kv_heads)
             auto = next((a for a in autos if type(config) in a._model_mapping), None)  # noqa: SLF001
             if auto is None:  # whatever the heads: refused after the loop
                 break
-            return auto.from_config(config, attn_implementation="eager", **_PLAIN)  # type: ignore[no-any-return]
+            model: torch.nn.Module = auto.from_config(config, attn_implementation="eager", **_PLAIN)
         except Exception as error:  # of a constructor of transformers: of any type
             failed = error
-    else:  # none of the numbers of heads worked
+            continue
+        if _runs(model):
+            return model
+        first_made = model if first_made is None else first_made
+    if first_made is not None:
+        return first_made
+    if failed is not None:  # none of the numbers of heads worked
         raise ConfigError(
             f"model type {kind}",
             got=f"{type(failed).__name__}: {str(failed).strip()}",
@@ -156,6 +165,20 @@ def _tiny(kind: str, transformers: Any) -> torch.nn.Module:
     raise ConfigError(
         f"model type {kind}", got="no model of tokens", wanted="one for causal or masked language"
     )
+
+
+def _runs(model: torch.nn.Module) -> bool:
+    """Whether a tiny model runs on a few tokens: some types can be made with heads of keys and
+    values that their attention cannot be computed with."""
+    state = torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            model.eval()(torch.arange(3, 9)[None])
+    except Exception:  # of a forward of transformers: of any type
+        return False
+    finally:
+        torch.set_rng_state(state)
+    return True
 
 
 def _shrink(config: Any, kv_heads: int) -> None:

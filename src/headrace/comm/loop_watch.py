@@ -28,7 +28,7 @@ from headrace.comm.status import Beat, Death, StatusBoard
 from headrace.comm.watcher import STOPPED, Lifeline
 from headrace.errors import LaunchError, PeerLost
 
-__all__ = ["CallWatch", "LoopWatch"]
+__all__ = ["CallWatch", "LoopWatch", "watched_beginning"]
 
 _ROUND_S = 0.2  # between two looks at the other ranks
 _NOTICE_S = 0.6  # for a rank that raised an error to say which
@@ -70,6 +70,10 @@ class LoopWatch:
         self._thread = threading.Thread(target=self._run, name="loop watch", daemon=True)
         self._thread.start()
 
+    def describe(self, where: Callable[[], str]) -> None:
+        """From now on ``where()`` says in which step and action this rank is."""
+        self._where = where
+
     def enter(self) -> None:
         """This rank begins a step: from now on its end is a failure."""
         self._change(resting=False)
@@ -107,6 +111,19 @@ class LoopWatch:
         board; always False on other ranks."""
         return self._stop_asked
 
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that ``error`` ends the work of this one, stop watching, and wait
+        for the end of the thread."""
+        self._declare(error)
+        self.close()
+        self._thread.join(timeout=2 * _NOTICE_S)
+
+    def _declare(self, error: BaseException) -> None:
+        """Write down for all ranks that this one raised ``error``, unless one has failed before."""
+        text = " ".join(f"raised {type(error).__name__}: {error} (in {self._where()})".split())
+        with suppress(RuntimeError):  # who holds the store has ended
+            self._board.declare(Death(rank=self._rank, how=text))
+
     def close(self) -> None:
         """Stop watching. A rank that has not come to rest counts as lost once this is gone."""
         self._closed.set()
@@ -118,9 +135,7 @@ class LoopWatch:
         thread: one that uses the store while the interpreter shuts down would abort the process."""
         error = getattr(sys, "last_value", None)
         if error is not None and not self._resting:
-            text = " ".join(f"raised {type(error).__name__}: {error} (in {self._where()})".split())
-            with suppress(RuntimeError):
-                self._board.declare(Death(rank=self._rank, how=text))
+            self._declare(error)
         self._closed.set()
         self._thread.join(timeout=2 * _NOTICE_S)
 
@@ -174,6 +189,26 @@ class LoopWatch:
         """Whether this rank still waits for another, long after it should have been woken."""
         late = time.monotonic() - self._known_s > _GRACE_S
         return late and not (self._resting or self._told) and waiting.under_way()
+
+
+@contextmanager
+def watched_beginning(groups: Groups) -> Iterator[LoopWatch | None]:
+    """Watch the other ranks while a loop begins, where there are any. Yields the watch, which the
+    loop keeps and which is at rest afterwards; an error is told to the other ranks and ends it.
+    Collective."""
+    if groups.ranks == 1:
+        yield None
+        return
+    if groups.device.type == "cpu" and dist.get_backend() == "gloo":
+        waiting.begin()  # a rank hears of the others' errors even while it waits for them
+    watch = LoopWatch(groups, lambda: "the beginning of the loop")
+    watch.enter()
+    try:
+        yield watch
+    except BaseException as error:
+        watch.fail(error)
+        raise
+    watch.rest()
 
 
 class CallWatch:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from headrace.adopt.axis_probe import WholeFails
 from headrace.adopt.held_weights import HeldWeights, state_bytes
 from headrace.adopt.model_layers import find_layers
 from headrace.adopt.spread_model import Item, SpreadModel
@@ -21,7 +22,7 @@ from headrace.costs.library import memory_margin_of
 from headrace.engine.agreement import agreed_cluster, agreed_profile
 from headrace.engine.loop_costs import LoopProfiler, ModelProbes, shape_of, sizes_for
 from headrace.engine.profile_fit import fitted_costs, require_fit
-from headrace.errors import CostError, InfeasiblePlan
+from headrace.errors import CostError, HeadraceError, InfeasiblePlan
 from headrace.native.machine import machine_facts
 from headrace.native.spans import clock_of
 from headrace.profiling.probe import seconds_of
@@ -184,10 +185,20 @@ def _probes(setup: LoopSetup, sample: Item) -> ModelProbes:
     )
     if model.whole:  # such as a compiled one, whose layers cannot be called one by one
         return probes
-    this_rank_alone, length = (setup.groups.rank,), model.length(sample)
+    this_rank_alone, length = (setup.groups.rank,), model.few(sample)
     shard = probes.shard(setup.groups, this_rank_alone, (length,), model.exchanges[0])
     model.take(shard)
-    probes.layers = find_layers(inner, lambda: inner(**shard.inputs))
+    try:
+        probes.layers = find_layers(inner, lambda: inner(**shard.inputs))
+    except HeadraceError:
+        raise
+    except Exception as error:
+        raise WholeFails(
+            f"{type(inner).__name__} on one small sample",
+            got=f"{type(error).__name__}: {error}",
+            wanted="results, to find its layers",
+            hint="a sample must have all inputs of the model: call it with one by yourself",
+        ) from error
     if probes.layers is not None and set(setup.options.recompute) - {"none"}:
         probes.levels = model.levels(probes.layers.modules)
     return probes

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import signal
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -37,7 +38,7 @@ from headrace.adopt.token_model import compile as adopt
 from headrace.comm.collectives import agree, agree_each
 from headrace.comm.gpus import make_current
 from headrace.comm.launch import join_world
-from headrace.comm.loop_watch import LoopWatch
+from headrace.comm.loop_watch import LoopWatch, watched_beginning
 from headrace.comm.mesh import Groups
 from headrace.config.model import PlannerConfig, cache_folder
 from headrace.costs import CostModel
@@ -66,7 +67,7 @@ from headrace.engine.given_batches import (
 )
 from headrace.engine.listener import ProgressLines, tell
 from headrace.engine.loop_checkpoint import LoopCheckpoints
-from headrace.engine.loop_runner import LoopMicroBatch, LoopRunner
+from headrace.engine.loop_runner import LoopMicroBatch, LoopRunner, checksum_of
 from headrace.engine.loop_start import optimizer_text, require_trainable, share_weights
 from headrace.engine.record import DrawnSteps, EarlyAndRare, RunRecord, run_facts
 from headrace.engine.recovery import LeaveGroups, Recovery
@@ -207,6 +208,7 @@ def attach(
         ),
         config={"loop": "attached"},
         budget=budget,
+        sequences=batch_sequences,
         epochs=epochs,
         steps=steps,
         scheduler=scheduler,
@@ -224,7 +226,15 @@ def attach(
     )
 
 
-_ALIKE_SAMPLE_OPTIONS = ("tokens", "labels", "label_name", "label_place", "longest", "iterations")
+_ALIKE_SAMPLE_OPTIONS = (
+    "tokens",
+    "labels",
+    "label_name",
+    "label_place",
+    "longest",
+    "iterations",
+    "shuffle",
+)
 """Options of samples that must be alike on all ranks, and whose difference no other comparison of
 ranks would find."""
 
@@ -236,6 +246,7 @@ def begin(
     *,
     config: Mapping[str, Any],
     budget: int | None,
+    sequences: int | None = None,
     epochs: int = 1,
     steps: int | None,
     scheduler: Any,
@@ -260,6 +271,7 @@ def begin(
         order_of: Makes the order of samples, given the spread model, which reads them.
         config: What the report shows as the configuration of the run.
         budget: Tokens of one optimizer step; None where it has no budget.
+        sequences: Samples of one optimizer step; None where it has no number of them.
 
     Returns:
         The run.
@@ -270,67 +282,70 @@ def begin(
     make_current(device)
     join_world(device)
     groups = Groups(device=device)
-    held = HeldWeights.of(module, groups.ranks)
-    quiet = groups.rank > 0  # lines for people come from the first rank alone
-    agree("optimizer of the loop", optimizer_text(optimizer), groups.world)
-    agree("SampleOptions(own=...) of hr.attach", str(samples.own), groups.world)
-    asked = {
-        "batch_tokens": budget,
-        "epochs": epochs,
-        "steps": steps,
-        "clip": clip,
-        "update": update,
-        "check_loss": check_loss,
-        "seed": seed,
-        "planner": planner,
-        "spread": spread,
-        **{f"samples.{name}": getattr(samples, name) for name in _ALIKE_SAMPLE_OPTIONS},
-        "measure.memory": measure.memory,
-        "measure.costs": None if measure.costs is None else measure.costs.to_json(),
-    }
-    agree_each("hr.attach", {name: repr(value) for name, value in asked.items()}, groups.world)
-    share_weights(held, groups, (lambda text: None) if quiet else say)
-    # Kept as a function, as `Attached.map` spreads other models in the same way.
-    spread_model = partial(_spread, options=samples, spread=spread, groups=groups)
-    model_on_ranks = spread_model(model)
-    order = order_of(model_on_ranks)
-    agree("data of the loop", order.fingerprint, groups.world)
-    document = order.longest
-    if document is None:  # a stream: what the user said counts, or else its first sample
-        given = samples.longest
-        document = model_on_ranks.length(order.first()) if given is None else _tokens(given)
-    step_tokens = order.total if budget is None else min(order.total, budget)
-    setup = LoopSetup(
-        model=model_on_ranks,
-        held=held,
-        optimizer=optimizer,
-        groups=groups,
-        device=device,
-        options=planner,
-        document=document,
-        # Packs must be measured up to a whole sample, and up to a rank's even part of a step.
-        longest=max(document, step_tokens // groups.ranks),
-        memory_bytes=parse_bytes(measure.memory) if measure.memory else None,
-        cache=cache_folder(measure.cache),
-        costs=measure.costs,
-        say=(lambda text: None) if quiet else say,
-        progress=(lambda what, done, of: None) if quiet else ProgressLines(say),
-    )
-    return Attached(
-        setup=setup,
-        spread_model=spread_model,
-        order=order,
-        config=config,
-        seed=seed,
-        scheduler=scheduler,
-        clip=clip,
-        update=update,
-        check_loss=check_loss,
-        steps=steps,
-        epochs=epochs,
-        out=out,
-        on_step=on_step,
-    )
+    with watched_beginning(groups) as watch:
+        held = HeldWeights.of(module, groups.ranks)
+        quiet = groups.rank > 0  # lines for people come from the first rank alone
+        agree("optimizer of the loop", optimizer_text(optimizer), groups.world)
+        agree("SampleOptions(own=...) of hr.attach", str(samples.own), groups.world)
+        asked = {
+            "batch_tokens": budget,
+            "batch_sequences": sequences,
+            "epochs": epochs,
+            "steps": steps,
+            "clip": clip,
+            "update": update,
+            "check_loss": check_loss,
+            "seed": seed,
+            "planner": planner,
+            "spread": spread,
+            **{f"samples.{name}": getattr(samples, name) for name in _ALIKE_SAMPLE_OPTIONS},
+            "measure.memory": measure.memory,
+            "measure.costs": None if measure.costs is None else measure.costs.to_json(),
+        }
+        agree_each("hr.attach", {name: repr(value) for name, value in asked.items()}, groups.world)
+        share_weights(held, groups, (lambda text: None) if quiet else say)
+        # Kept as a function, as `Attached.map` spreads other models in the same way.
+        spread_model = partial(_spread, options=samples, spread=spread, groups=groups)
+        model_on_ranks = spread_model(model)
+        order = order_of(model_on_ranks)
+        agree("data of the loop", order.fingerprint, groups.world)
+        document = order.longest
+        if document is None:  # a stream: what the user said counts, or else its first sample
+            given = samples.longest
+            document = model_on_ranks.length(order.first()) if given is None else _tokens(given)
+        step_tokens = order.total if budget is None else min(order.total, budget)
+        setup = LoopSetup(
+            model=model_on_ranks,
+            held=held,
+            optimizer=optimizer,
+            groups=groups,
+            device=device,
+            options=planner,
+            document=document,
+            # Packs must be measured up to a whole sample, and up to a rank's even part of a step.
+            longest=max(document, step_tokens // groups.ranks),
+            memory_bytes=parse_bytes(measure.memory) if measure.memory else None,
+            cache=cache_folder(measure.cache),
+            costs=measure.costs,
+            say=(lambda text: None) if quiet else say,
+            progress=(lambda what, done, of: None) if quiet else ProgressLines(say),
+        )
+        return Attached(
+            setup=setup,
+            watch=watch,
+            spread_model=spread_model,
+            order=order,
+            config=config,
+            seed=seed,
+            scheduler=scheduler,
+            clip=clip,
+            update=update,
+            check_loss=check_loss,
+            steps=steps,
+            epochs=epochs,
+            out=out,
+            on_step=on_step,
+        )
 
 
 class Attached:
@@ -347,6 +362,7 @@ class Attached:
         self,
         *,
         setup: LoopSetup,
+        watch: LoopWatch | None,
         spread_model: Callable[[Module], SpreadModel],
         order: SampleOrder,
         config: Mapping[str, Any],
@@ -361,7 +377,8 @@ class Attached:
         on_step: Callable[[Step], object],
     ) -> None:
         """Measure the model's costs on a first sample and make planner, record and engine. Where
-        that fails the user's model is restored. ``spread_model`` spreads a model of the same kind
+        that fails the user's model is restored. ``watch`` is that over the other ranks, which the
+        loop keeps, None where there are none; ``spread_model`` spreads a model of the same kind
         over ranks; ``scheduler`` to ``on_step`` are as for :func:`attach`. Collective."""
         sample = order.first()
         self._setup, self._order, self._seed, self._config = setup, order, seed, config
@@ -384,7 +401,9 @@ class Attached:
             self._planner = self._make_planner(self.found.costs)
             self.engine = self._engine(scheduler, clip, on_step, update=update, checks=check_loss)
             self._check_and_price()
-            self._watch = self._start_watch() if setup.groups.ranks > 1 else None
+            self._watch = watch
+            if watch is not None:
+                self._keep(watch)
         except BaseException:
             self._restore()
             raise
@@ -602,7 +621,8 @@ class Attached:
         coming = self._order.coming(self._epochs)
         if coming is None:
             raise TypeError("a stream of samples has no length; give hr.attach steps=")
-        return self.number + sum(1 for _ in coming)
+        # A step that was handed out and is not done is neither counted nor coming.
+        return self.number + (self._open is not None) + sum(1 for _ in coming)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -973,13 +993,13 @@ class Attached:
             tell=setup.say,
         )
 
-    def _start_watch(self) -> LoopWatch:
-        """Start the watch over the other ranks. It holds this object by a weak reference, and is
-        closed when this object is collected, but not at the exit of the interpreter."""
-        watch = LoopWatch(self._setup.groups, partial(_whereabouts, weakref.ref(self)))
+    def _keep(self, watch: LoopWatch) -> None:
+        """Have the watch over the other ranks say in which step this rank is. It holds this object
+        by a weak reference, and is closed when this object is collected, but not at the exit of the
+        interpreter."""
+        watch.describe(partial(_whereabouts, weakref.ref(self)))
         finalizer: Any = weakref.finalize(self, watch.close)
         finalizer.atexit = False
-        return watch
 
     def _note_step_done(self, step: LoopStep) -> None:
         """Count a step as done as soon as it is, since the loop may save before it asks for the
@@ -1054,9 +1074,11 @@ class Attached:
         batches = list[LoopBatch]()  # one, unless reading it fails
         failure = self._failure_of(lambda: batches.append(self._order.next_batch()))
         lengths = batches[0].lengths.tokens if batches else ()
-        self._require_agreement(
-            f"{len(lengths)} samples of {sum(lengths):,} tokens: {lengths}", failure
-        )
+        text = f"{len(lengths)} samples of {sum(lengths):,} tokens: {lengths}"
+        if isinstance(self._order, StreamOrder) and failure is None:
+            contents = [checksum_of(batches[0].read(i)) for i in range(len(lengths))]
+            text += f", checksum {zlib.crc32(repr(contents).encode()):08x}"
+        self._require_agreement(text, failure)
         if isinstance(self._order, PricedOrder):
             # Seconds decide what is drawn, and processors may round them differently.
             drawn = f"samples {batches[0].lengths.ids}"

@@ -17,7 +17,7 @@ import json
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 from weakref import WeakSet
@@ -26,13 +26,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from headrace.adopt.axis_shards import AxisShards
 from headrace.adopt.held_weights import HeldWeights, bytes_now
 from headrace.adopt.labels import local_loss
 from headrace.adopt.spread_model import BatchPart, Pack, SpreadModel
 from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
 from headrace.engine.loop_costs import ModelProbes
-from headrace.engine.loss_check import LossCheck, Trial, require_loss, set_aside
+from headrace.engine.loop_start import require_own
+from headrace.engine.loss_check import LossCheck, Trial, require_loss, set_aside, share_factor
 from headrace.engine.recovery import Recovery
 from headrace.engine.sample_order import LoopBatch
 from headrace.engine.sequence_sums import SequenceSums
@@ -40,12 +42,13 @@ from headrace.errors import DataError, HeadraceError, ModelError, PlanMismatch
 from headrace.native.spans import StepClock, clock_of
 from headrace.ops.loss import IGNORED
 from headrace.spec.checker import check_turns
+from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Row
 from headrace.spec.method_facts import Members
 from headrace.spec.plan import Plan
 from headrace.spec.program import Backward, Forward, Idle, Packs, Program, compile_turns
 
-__all__ = ["LoopMicroBatch", "LoopRunner", "Work"]
+__all__ = ["LoopMicroBatch", "LoopRunner", "Work", "checksum_of"]
 
 _STEPPED_NOW: WeakSet[torch.optim.Optimizer] = WeakSet()
 """Optimizers that a run takes a step of at the moment: several runs may share one, and each must
@@ -78,6 +81,8 @@ class LoopMicroBatch:
     inputs: dict[str, torch.Tensor]
     rest: dict[str, torch.Tensor]
     given_labels: torch.Tensor | None = field(repr=False)
+    # ``share``, where it does not depend on labels: of an idle turn, or of places.
+    known_share: float | None = field(repr=False)
     tokens: int
     targets: int
     sequences: tuple[int, ...]
@@ -113,10 +118,14 @@ class LoopMicroBatch:
 
     @property
     def share(self) -> torch.Tensor:
-        """The fraction of the step's labels that this rank has in this micro-batch, []; fractions
-        add up to 1 over the micro-batches of all ranks. Multiply a term of the loss that does not
-        depend on tokens by it: ``micro.loss(logits) + micro.share * penalty``. Raises DataError
-        where samples have no labels of tokens."""
+        """The fraction of the step's labels that this rank has in this micro-batch, of a model of
+        several axes that of its places, []; fractions add up to 1 over the micro-batches of all
+        ranks. Multiply a term of the loss that does not depend on tokens by it:
+        ``micro.loss(logits) + micro.share * penalty``. Raises DataError where samples have no
+        labels of tokens."""
+        if self.known_share is not None:
+            device = next(iter(self.inputs.values())).device
+            return torch.full((), self.known_share, dtype=torch.float64, device=device)
         return (self.labels != IGNORED).sum().double() / self.targets
 
     @property
@@ -273,8 +282,11 @@ class LoopRunner:
     _times: dict[int, _MicroBatchTimes] = field(default_factory=dict, init=False)
     _checks: list[LossCheck] = field(default_factory=list, init=False)  # with all losses known
     check: bool = field(default=True, init=False)
-    _scheduler_epoch: int | None = field(default=None, init=False)  # after its last step here
+    # What the scheduler's last step here has made; None before it.
+    _scheduler_state: tuple[int | None, list[float]] | None = field(default=None, init=False)
     _hook: Any = field(default=None, init=False)  # that of the optimizer, to remove it
+    # How many parameters of the optimizer were seen to be the model's.
+    _parameter_count: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
         """Start the clock, and refuse calls of ``optimizer.step()`` where plans make the steps."""
@@ -349,37 +361,37 @@ class LoopRunner:
         """The sum of this rank's losses in the step. Synchronizes with the device."""
         return 0.0 if self._loss_sum is None else float(self._loss_sum)
 
-    def update(self, number: int, loss: float) -> tuple[float, float | None]:
+    def update(self, number: int, loss: float) -> tuple[float, float]:
         """Add up gradients over ranks, and take one step of optimizer and scheduler, unless that is
-        left to the loop, or the loss or the norm of the gradient is not finite. Collective.
+        left to the loop, or the loss or the norm of the gradient is not finite: then no gradient is
+        left, which a loop might make a step of. Collective.
 
-        Returns ``loss``, that of the whole step, and the norm of its gradient: NaN where the loss
-        is not finite, None where the loop makes the updates.
+        Returns ``loss``, that of the whole step, and the norm of its gradient, before it is clipped
+        and of all trained parameters: NaN where the loss is not finite.
         """
         start = self._clock.mark()
-        norm = math.nan if self.updates else None
+        norm = math.nan
         if self.check:
             self._require_sums()
             self.check = not math.isfinite(loss)  # a loss of inf or NaN could not be checked
         if math.isfinite(loss):
             self.held.add_up(self.groups.world)
-            if self.updates:
-                norm = self._clip_and_step()
-        if self.updates or not math.isfinite(loss):
+            norm_tensor = self.held.norm()
+            norm = float(norm_tensor)
+            if self.updates and math.isfinite(norm):
+                self._clip_and_step(norm_tensor)
+        if not math.isfinite(norm):
+            self._drop_gradients()
+        elif self.updates:
             self.optimizer.zero_grad()
         self._update = start, self._clock.mark()
         return loss, norm
 
-    def _clip_and_step(self) -> float:
-        """Clip the gradient and take one step, unless its norm is not finite; returns the norm
-        before clipping."""
-        norm_tensor = self.held.norm()
-        norm = float(norm_tensor)
-        if math.isfinite(norm):
-            if self.clip is not None:
-                self.held.scale_down(norm_tensor, self.clip)
-            self._step()
-        return norm
+    def _clip_and_step(self, norm: torch.Tensor) -> None:
+        """Clip the gradient, whose norm is ``norm`` [], and take one step."""
+        if self.clip is not None:
+            self.held.scale_down(norm, self.clip)
+        self._step()
 
     def rows(self) -> tuple[Row, ...]:
         """The measured seconds of this rank's step: for each micro-batch a row of its forwards and
@@ -389,13 +401,13 @@ class LoopRunner:
     def drop_attempt(self) -> None:
         """Drop the gradients of an attempt that ran out of memory, and the model's records of its
         forwards: ranks had not run the same ones when it ended."""
-        self.optimizer.zero_grad()
+        self._drop_gradients()
         self.model.forget()
         gc.collect()
 
     def abandon(self) -> None:
         """Drop the gradients of a step that is not finished."""
-        self.optimizer.zero_grad()
+        self._drop_gradients()
 
     def bytes_now(self) -> int:
         """Bytes of the model and its optimizer on this rank."""
@@ -417,20 +429,23 @@ class LoopRunner:
         own_packs = list[_OwnPack]()
         failure: Exception | None = None
         try:
+            self._require_own_parameters()
             own_packs = self._read_packs(batch, plan)
         except Exception as error:  # told to all ranks, which would wait for this one
             failure = error
-        rates = [group.get("lr") for group in self.optimizer.param_groups]
         report = _RankReport(
             # The first rank of each pack counts its targets, so that each is counted once.
             led_targets=sum(own.pack.targets for own in own_packs if own.ranks[0] == me),
-            must_match=f"learning rates {[float(rate or 0) for rate in rates]}",
+            must_match={
+                "optimizer": f"learning rates {self._rates()}",
+                "samples": _samples_text(batch.lengths),
+            },
             packs={},
             failure=None if failure is None else f"{type(failure).__name__}: {failure}",
         )
         for own in own_packs:
             of_micro_batch = report.packs.setdefault(str(own.micro_batch), [])
-            of_micro_batch.append([list(own.ranks), _checksum(own.pack)])
+            of_micro_batch.append([list(own.ranks), checksum_of(own.pack.values)])
         packs, targets = _agree_on_packs(report, plan, self.groups, failure, learned=batch.learned)
         # Sorted, as every rank must make the same process groups in the same order.
         sharing = sorted({ranks for groups in packs for ranks in groups})
@@ -452,31 +467,56 @@ class LoopRunner:
 
     def _step(self) -> None:
         """Take one step of the optimizer, and one of the scheduler. Raises HeadraceError where the
-        loop has stepped the scheduler since the last one, which its ``last_epoch`` shows."""
+        loop has stepped the scheduler since the last one."""
         optimizer = _unwrapped(self.optimizer)
         _STEPPED_NOW.add(optimizer)
         try:
             self.optimizer.step()
         finally:
             _STEPPED_NOW.discard(optimizer)
-        scheduler = self.scheduler
-        if scheduler is None:
+        if self.scheduler is None:
             return
-        epoch = getattr(scheduler, "last_epoch", None)
-        if self._scheduler_epoch is not None and epoch != self._scheduler_epoch:
+        if self._scheduler_state not in (None, self._state_of_scheduler()):
             raise HeadraceError(
                 "scheduler.step()",
                 got="a step by the loop",
                 wanted="none: the run takes one after each of the optimizer's",
                 hint="leave scheduler.step() out, or give hr.attach no scheduler",
             )
-        scheduler.step()
-        self._scheduler_epoch = getattr(scheduler, "last_epoch", None)
+        self.scheduler.step()
+        self._scheduler_state = self._state_of_scheduler()
+
+    def _state_of_scheduler(self) -> tuple[int | None, list[float]]:
+        """What a step of the scheduler changes: its ``last_epoch``, beside which a loop may set
+        rates of its own; the learning rates where it does not count its steps."""
+        epoch = getattr(self.scheduler, "last_epoch", None)
+        return epoch, self._rates() if epoch is None else []
+
+    def _rates(self) -> list[float]:
+        """The learning rate of each of the optimizer's groups of parameters."""
+        return [float(group.get("lr") or 0) for group in self.optimizer.param_groups]
+
+    def _require_own_parameters(self) -> None:
+        """Raise ModelError where the optimizer was given parameters that are not the model's since
+        the loop began."""
+        count = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if count != self._parameter_count:
+            require_own(self.held.model, self.optimizer)
+            self._parameter_count = count
+
+    def _drop_gradients(self) -> None:
+        """Drop the gradients of the optimizer's parameters, and those of the model that it has
+        not: what is left would be summed over ranks once more."""
+        self.optimizer.zero_grad()
+        for parameter in self.held.trained:
+            parameter.grad = None
 
     def _require_no_gradients(self, number: int) -> None:
-        """Raise HeadraceError where the loop takes the optimizer's steps and gradients are left
-        from the step before: they are sums over ranks and would be summed over ranks again."""
+        """Drop what gradients are left from the step before, which are sums over ranks and would be
+        summed over ranks again: of parameters that another optimizer has. Raises HeadraceError for
+        any where the loop takes the optimizer's steps."""
         if self.updates:
+            self._drop_gradients()
             return
         if any(p.grad is not None and bool(p.grad.any()) for p in self.held.trained):
             raise HeadraceError(
@@ -490,7 +530,7 @@ class LoopRunner:
     def resumed(self) -> None:
         """Note that a checkpoint was loaded: check losses in the next step, and forget how often
         the scheduler was stepped, which the checkpoint has set anew."""
-        self.check, self._scheduler_epoch = self.check_losses, None
+        self.check, self._scheduler_state = self.check_losses, None
 
     def _require_sums(self) -> None:
         """Raise ModelError on every rank where any has a loss that is no sum over the labels of the
@@ -580,7 +620,10 @@ class LoopRunner:
             if idle:
                 loss = loss * 0.0  # the backward must run for its collectives, but adds nothing
             backward_start = self._clock.mark()
-            loss.backward()
+            if check is not None and trial == "uneven" and not idle:
+                check.alike = self.model.checked_backward(loss)
+            else:
+                loss.backward()
             if times is not None:
                 times.forward.append((forward_start, backward_start))
                 times.backward.append((backward_start, self._clock.mark()))
@@ -625,10 +668,14 @@ class LoopRunner:
                 factors.append(factor)
         share_divisor = len(ranks) * len(batch.tokens)  # ranks that add the loss, samples of a step
         parameter = next(self.held.model.parameters())
+        known_share = 0.0 if isinstance(action, Idle) else None
+        if known_share is None and isinstance(part.placed, AxisShards):
+            known_share = share_factor(trial, self.groups.rank) * part.tokens / self.targets
         return LoopMicroBatch(
             inputs=part.inputs,
             rest=part.rest,
             given_labels=part.labels,
+            known_share=known_share,
             tokens=pack.targets,
             targets=self.targets,
             ranks=ranks,
@@ -747,22 +794,28 @@ class _RankReport:
 
     Attributes:
         led_targets: The sum of the targets of the packs whose first rank it is.
-        must_match: A text that must be the same on all ranks.
+        must_match: Texts that must be the same on all ranks, by what they describe.
         packs: [ranks, checksum] of each of its packs, by the number of the micro-batch as text.
         failure: The error of reading its samples; None where there was none.
     """
 
     led_targets: int
-    must_match: str
+    must_match: dict[str, str]
     packs: dict[str, list[list[Any]]]
     failure: str | None
 
 
-def _checksum(pack: Pack) -> int:
-    """The CRC-32 of a pack's names, types, shapes and bits."""
+def _samples_text(lengths: Lengths) -> str:
+    """How many samples of how many tokens a step has, with a CRC-32 of their lengths and ids."""
+    checksum = zlib.crc32(repr((lengths.tokens, lengths.ids)).encode())
+    return f"{len(lengths)} of {sum(lengths.tokens):,} tokens, checksum {checksum:08x}"
+
+
+def checksum_of(values: Mapping[str, torch.Tensor]) -> int:
+    """The CRC-32 of the names, types, shapes and bits of tensors."""
     checksum = 0
-    for name in sorted(pack.values):
-        value = pack.values[name].detach().cpu().contiguous()
+    for name in sorted(values):
+        value = values[name].detach().cpu().contiguous()
         checksum = zlib.crc32(f"{name} {value.dtype} {list(value.shape)}".encode(), checksum)
         checksum = zlib.crc32(value.view(-1).view(torch.uint8).numpy().data, checksum)
     return checksum
@@ -786,13 +839,14 @@ def _agree_on_packs(
             if failure is not None:  # this rank failed too: raise its own error, with its trace
                 raise failure
             raise HeadraceError(f"samples of rank {rank}", got=report.failure, wanted="its samples")
-        if report.must_match != reports[0].must_match:
-            raise PlanMismatch(
-                f"optimizer of rank {rank}",
-                got=report.must_match,
-                wanted=f"{reports[0].must_match}, as on rank 0",
-                hint="every rank must set the same rate",
-            )
+        for what, text in report.must_match.items():
+            if text != reports[0].must_match[what]:
+                raise PlanMismatch(
+                    f"{what} of rank {rank}",
+                    got=text,
+                    wanted=f"{reports[0].must_match[what]}, as on rank 0",
+                    hint="ranks must set the same rate, and read the same data in the same order",
+                )
     packs = [_ranks_of_packs(index, reports, plan) for index in range(len(plan.micro_batches))]
     targets = sum(report.led_targets for report in reports)
     if not targets and learned:

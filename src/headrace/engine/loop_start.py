@@ -51,6 +51,13 @@ def require_trainable(
         )
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
         raise SpecError("scheduler", got=type(scheduler).__name__, wanted="something with step()")
+    scheduled = getattr(scheduler, "optimizer", None)
+    if isinstance(scheduled, torch.optim.Optimizer) and not _same_parameters(scheduled, optimizer):
+        raise SpecError(
+            "scheduler",
+            got="one of another optimizer",
+            wanted="one made of the optimizer that hr.attach is given",
+        )
     if clip is not None and not clip > 0:
         raise SpecError("clip", got=clip, wanted="a norm above 0")
     if not model.training:
@@ -60,10 +67,16 @@ def require_trainable(
             wanted="training mode",
             hint="call model.train() before hr.attach",
         )
-    _require_own(model, optimizer)
+    require_own(model, optimizer)
 
 
-def _require_own(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _same_parameters(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    """Whether two optimizers, one of which may wrap the other, have the same parameters."""
+    ids = [{id(p) for group in x.param_groups for p in group["params"]} for x in (one, other)]
+    return ids[0] == ids[1]
+
+
+def require_own(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise ModelError for parameters of the optimizer that are not the model's: their gradients
     would not be summed over ranks."""
     of_model = {id(p) for p in model.parameters()}

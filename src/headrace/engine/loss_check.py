@@ -13,6 +13,15 @@ its share, beside a sum over labels, and has other halves:
     even, odd   every other sequence has a share of 0, and twice the targets: losses that add up to
                 the whole one, of which no gradient reaches the sequences without a share
 
+A model of several axes has a trial of its own, as ranks may have some of its results alike, each
+adding a term of them:
+
+    uneven      shares (``micro.share``) that differ by rank: a term of what ranks have alike, with
+                the same gradient on all of them, is multiplied by no share
+
+Labels that are no classes cannot be ignored, so no halves of them are tried: a sum over places that
+is divided by their number besides (``error.square().mean() / micro.targets``) is not found.
+
 A mean does not halve with twice the targets, however it is computed. A term that depends on no
 token (a penalty on weights) is whole in each of these losses, so they add up to too much. Random
 generators and buffers are restored after each of these calls, so that nothing else differs, and
@@ -29,18 +38,31 @@ from typing import Literal
 
 import torch
 
+from headrace.adopt.axis_shards import AxisShards
 from headrace.adopt.spread_model import BatchPart
 from headrace.errors import ModelError
 from headrace.ops.loss import IGNORED
 
-__all__ = ["LossCheck", "Trial", "require_loss", "set_aside"]
+__all__ = ["LossCheck", "Trial", "require_loss", "set_aside", "share_factor"]
 
-Trial = Literal["doubled", "even", "odd"]
-"""A second loss of the same micro-batch: as of a step with twice the targets, or with every
-other target (or sequence) left out."""
+Trial = Literal["doubled", "even", "odd", "uneven"]
+"""A second loss of the same micro-batch: as of a step with twice the targets, with every other
+target (or sequence) left out, or with shares that differ by rank."""
+
+_UNEVEN = (5**0.5 - 1) / 2
+"""How much more of its share each rank has than the one before it, in the trial ``uneven``: no
+ratio of places makes up for it."""
 
 _TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Relative differences that sums in another order may have; 3 % in half types."""
+
+
+def share_factor(trial: Trial | None, rank: int) -> float:
+    """The factor by which the share of places is larger on a rank in a trial; 1 without one (None).
+    Halves of the labels have half the share each, and ``doubled`` has it by its targets."""
+    if trial == "uneven":
+        return 1 + _UNEVEN * rank
+    return 0.5 if trial in ("even", "odd") else 1.0
 
 
 def require_loss(loss: torch.Tensor) -> None:
@@ -67,24 +89,28 @@ class LossCheck:
         by_sequence: Whether the loss was made of sums by sequence (``micro.per_sequence``).
         leaks: The largest gradient [] that reached a sequence without a share, for each sum in each
             trial.
+        alike: The error of a term that ranks have alike, found in the trial ``uneven``.
     """
 
     part: BatchPart
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
     by_sequence: bool = False
     leaks: list[torch.Tensor] = field(default_factory=list)
+    alike: ModelError | None = None
 
     @property
     def trials(self) -> Iterator[Trial]:
         """The trials to run, one after the other: ``doubled``, then both halves where labels are
         classes of tokens, which can be ignored, or where the first trial has shown that the loss is
-        one of sequences."""
+        one of sequences; at the end ``uneven`` for a model of several axes."""
         yield "doubled"
         labels = self.part.labels  # [b, s_r] where they are classes of tokens
         are_classes = labels is not None and not labels.is_floating_point() and labels.dim() == 2
         if are_classes or self.by_sequence:
             yield "even"
             yield "odd"
+        if isinstance(self.part.placed, AxisShards):
+            yield "uneven"
 
     def times(self, trial: Trial | None) -> int:
         """The factor by which ``micro.targets`` is larger in a trial; 1 without one (None).
@@ -92,7 +118,8 @@ class LossCheck:
         Halves by sequence keep all labels, so only with twice the targets do the sums over labels
         of both halves add up to the whole one.
         """
-        return 2 if trial == "doubled" or (trial is not None and self.by_sequence) else 1
+        halves_sequences = trial in ("even", "odd") and self.by_sequence
+        return 2 if trial == "doubled" or halves_sequences else 1
 
     def share_of(self, at: int, trial: Trial | None) -> float:
         """The factor by which a sequence's share changes in a trial; 1 without one (None). ``at``
@@ -102,7 +129,7 @@ class LossCheck:
             return 1.0
         if trial == "doubled":
             return 0.5
-        if not self.by_sequence:
+        if not self.by_sequence or trial == "uneven":
             return 1.0
         kept_remainder = 1 if trial == "odd" else 0
         return 1.0 if at % 2 == kept_remainder else 0.0
@@ -111,7 +138,7 @@ class LossCheck:
         """Return ``part`` as it is in a trial. In ``even`` and ``odd`` of a loss of labels every
         other label is IGNORED, and fields that the model does not take are 0 at these tokens."""
         labels = part.labels
-        if trial == "doubled" or labels is None or self.by_sequence:
+        if trial in ("doubled", "uneven") or labels is None or self.by_sequence:
             return part
         label_numbers = (labels != IGNORED).cumsum(1)  # [b, s_r]: counts labels from 1
         counted = label_numbers % 2 == (1 if trial == "even" else 0)
@@ -123,6 +150,8 @@ class LossCheck:
     def error(self) -> ModelError | None:
         """What is wrong with the loss, judged by its values in the trials; None where nothing is,
         or where it is not finite. Waits for the device."""
+        if self.alike is not None:
+            return self.alike
         loss = self.losses["whole"]
         whole, doubled = float(loss), 2 * float(self.losses["doubled"])
         halves = [float(self.losses[name]) for name in ("even", "odd") if name in self.losses]
@@ -166,7 +195,13 @@ class LossCheck:
             )
         if abs(doubled - whole) > tolerance:
             got = f"{doubled / 2:.6g} with twice the micro.targets, {whole:.6g} without"
-            return ModelError(what, got=got, wanted="half as much")
+            return ModelError(
+                what,
+                got=got,
+                wanted="half as much",
+                hint="divide sums by micro.targets, and write micro.share * penalty for a term of "
+                "no place, as the shares of a step add up to 1",
+            )
         return ModelError(
             what,
             got=f"{halves[0]:.6g} and {halves[1]:.6g} for two halves of the labels",

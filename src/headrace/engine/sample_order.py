@@ -22,6 +22,7 @@ from headrace.engine.attach_options import LengthSource
 from headrace.errors import DataError
 from headrace.spec.lengths import Lengths
 from headrace.spec.plan import Plan
+from headrace.units import counted
 
 if TYPE_CHECKING:
     from headrace.engine.read_ahead import ReadAhead
@@ -368,6 +369,7 @@ class StreamOrder:
         self._budget = batch_tokens
         self._position = {"epoch": 0, "items": 0}  # items that were taken in the epoch
         self._items: Iterator[Any] = iter(dataset)
+        self._read_items = 0  # that ``_items`` has given
         self._next: Item | None = None  # the item that was read and not taken yet
         self._read_failed = False  # so the iterator may have ended, or be past the position
 
@@ -409,7 +411,7 @@ class StreamOrder:
         self._position = {"epoch": epoch, "items": self._position["items"] + len(items)}
         if self._next is None:
             self._position = {"epoch": epoch + 1, "items": 0}
-            self._items = iter(self._dataset)
+            self._items, self._read_items = iter(self._dataset), 0
         return LoopBatch(
             lengths=Lengths.of(map(self._reader.length, items)),
             epoch=epoch,
@@ -435,7 +437,9 @@ class StreamOrder:
         return dict(self._position)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position: skip the items that were consumed."""
+        """Continue from a saved position: skip the items that were consumed. Raises DataError where
+        the data set has fewer, and for a generator, which gives its items once, that is past the
+        position."""
         position = {key: state.get(key) for key in ("epoch", "items")}
         if any(type(value) is not int or value < 0 for value in position.values()):
             raise DataError("state of the data", got=dict(state), wanted="that of a stream")
@@ -443,8 +447,20 @@ class StreamOrder:
             "epoch": int(position["epoch"] or 0),
             "items": int(position["items"] or 0),
         }
-        self._items, self._next = iter(self._dataset), None
-        for at in range(self._position["items"]):
+        items, consumed = iter(self._dataset), self._position["items"]
+        if items is not self._items:
+            self._items, self._next, self._read_items = items, None, 0
+        elif self._next is not None and consumed == self._read_items - 1:
+            return  # what was read and not taken is the item to go on with
+        elif consumed < self._read_items or self._position["epoch"]:
+            raise DataError(
+                "stream of samples",
+                got=f"a generator that has given {counted(self._read_items, 'item')}",
+                wanted=f"one to go on with after {consumed}",
+                hint="give what can be looped over again, such as a list or a class with __iter__",
+            )
+        self._next = None
+        for at in range(self._read_items, consumed):
             if next(self._items, _NO_ITEM) is _NO_ITEM:
                 raise DataError(
                     "stream of samples",
@@ -452,6 +468,7 @@ class StreamOrder:
                     wanted=f"more than {at}",
                     hint="it gave more when the state was taken",
                 )
+            self._read_items += 1
         self._read_failed = False
 
     def close(self) -> None:
@@ -477,6 +494,7 @@ class StreamOrder:
         the stream's end."""
         self._read_failed = True  # until it was read
         item = next(self._items, _NO_ITEM)
+        self._read_items += item is not _NO_ITEM
         found = None if item is _NO_ITEM else self._reader.read(item, f"item {place} of the stream")
         self._read_failed = False
         return found

@@ -144,7 +144,7 @@ class PlanRunner(Protocol[Batch, Handed]):
         """This rank's part of the loss of the attempt that has ended."""
         ...
 
-    def update(self, number: int, loss: float) -> tuple[float, float | None]:
+    def update(self, number: int, loss: float) -> tuple[float, float]:
         """Add up the gradients of all ranks, then take one step of the optimizer. No step is taken,
         and weights and optimizer stay as they were, where the loop takes it itself, or where the
         loss or the gradient's norm is not finite. Collective.
@@ -156,7 +156,7 @@ class PlanRunner(Protocol[Batch, Handed]):
 
         Returns:
             The loss of the batch and the norm of its gradient before clipping, the same on all
-            ranks; no norm where the update is left to the loop.
+            ranks.
         """
         ...
 
@@ -261,8 +261,7 @@ class RunningStep(Generic[Batch, Handed]):
         forward: Whether it runs forwards alone, as for an evaluation: no backward, no update.
         stage: Where the step is.
         loss: The mean loss over all tokens of the batch that have one; nan before it is done.
-        gradient_norm: The norm of the gradient before it was clipped; nan before the step is done,
-            and where the loop takes the optimizer's step itself.
+        gradient_norm: The norm of the gradient before it was clipped; nan before the step is done.
         seconds: What the step took on this rank.
         retries: How often it was taken again as memory ran out.
     """
@@ -376,14 +375,13 @@ class RunningStep(Generic[Batch, Handed]):
         other_bytes = held_bytes - runner.bytes_now()
         start_s = time.perf_counter()
         loss = yield from self.attempts()
-        self.loss, norm = runner.update(self.number, loss)
-        self.gradient_norm = math.nan if norm is None else norm
+        self.loss, self.gradient_norm = runner.update(self.number, loss)
         rows = runner.rows()
         self.seconds = time.perf_counter() - start_s
-        if not math.isfinite(self.loss) or not (norm is None or math.isfinite(norm)):
+        if not (math.isfinite(self.loss) and math.isfinite(self.gradient_norm)):
             raise HeadraceError(
                 f"loss of step {self.number}",
-                got=f"{self.loss} with gradient norm {norm}",
+                got=f"{self.loss} with gradient norm {self.gradient_norm}",
                 wanted="finite numbers",
                 hint=engine.advice,
             )
@@ -432,7 +430,7 @@ class RunningStep(Generic[Batch, Handed]):
             "step": number,
             "epoch": self.epoch,
             "loss": self.loss,
-            "grad_norm": None if math.isnan(self.gradient_norm) else self.gradient_norm,
+            "grad_norm": self.gradient_norm,
             "out_of_memory": self.retries,
             **engine.runner.metrics(number, plan, step_s),
         }

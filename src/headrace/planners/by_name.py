@@ -23,7 +23,7 @@ from headrace.planners.launched import fitting
 from headrace.planners.megatron import dp_balanced, hybrid
 from headrace.planners.switching import switching
 from headrace.planners.token_balance import by_weight
-from headrace.planning.batch import NEAR, PriceTable
+from headrace.planning.batch import PriceTable
 from headrace.planning.generators import CostKind, Generator, Known, Role, TableKind
 from headrace.planning.schedule import Assignment, Group, launched
 from headrace.planning.search import GENERATORS
@@ -34,6 +34,7 @@ from headrace.planning.static import (
     static_s,
     static_schedule,
 )
+from headrace.planning.tolerances import NEAR
 from headrace.spec.plan import Semantics
 
 __all__ = ["BASELINES", "PLANNERS", "Baseline"]

@@ -44,11 +44,12 @@ from numpy.typing import NDArray
 
 from headrace.errors import DataError, InfeasiblePlan, SpecError
 from headrace.planners.launched import block
-from headrace.planning.batch import ROUNDING, PriceTable
+from headrace.planning.batch import PriceTable
 from headrace.planning.generators import Known, Role
 from headrace.planning.priced import Frontier, PricedScheme
 from headrace.planning.problem import Problem
 from headrace.planning.schedule import Assignment
+from headrace.planning.tolerances import ROUNDING
 from headrace.spec import Lengths
 from headrace.spec.draw_options import DrawOptions, Flow
 from headrace.units import counted

@@ -43,13 +43,8 @@ from headrace.planning.priced import Columns, Frontier, Line, PricedScheme
 from headrace.spec import Lengths
 
 __all__ = [
-    "CLOSE",
     "Chains",
-    "GAIN",
-    "NEAR",
-    "NEVER",
     "Packed",
-    "ROUNDING",
     "PriceTable",
     "SortedBatch",
     "Times",
@@ -175,26 +170,10 @@ def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> list[li
     return bins
 
 
-ROUNDING = 1e-9
-"""Relative difference of seconds that is rounding."""
-
-GAIN = 1e-6
-"""Relative gain of seconds below which a change of a schedule is not worth making."""
-
-CLOSE = 1e-3
-"""A least time is known closely enough to this share."""
-
-NEAR = 0.01
-"""What is up to this share above the best may still win."""
-
-NEVER = 1e200
-"""Stands for infinite where numbers are multiplied by zero or interpolated."""
-
 Floats = NDArray[np.float64]
 Value = TypeVar("Value")
 
 _FORWARD = 1 / 3  # share of a micro-batch's seconds that its forward takes
-_FEW_PRICES = 16_384  # up to so many pairs of a row and a length, all are worked out at once
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -565,9 +544,6 @@ def _longer(frontier: Frontier, lengths: Floats, out: Floats) -> None:
         return
     # The first row that holds each length; rows go by rising capacity, so these numbers fall.
     first = np.searchsorted(frontier.limits, lengths)
-    if len(frontier.caps) * len(lengths) <= _FEW_PRICES:
-        _least(frontier.columns(int(first[-1])), lengths, out, held=True)
-        return
     ruled = np.zeros((3, len(lengths)), dtype=np.bool_)
     for charge, share in enumerate(frontier.shares):  # alone, work and spread
         # Where the first row that holds a sequence is as quick as all later ones, take it.

@@ -88,8 +88,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.costs import CostModel
-from headrace.planning.batch import CLOSE, ROUNDING, PriceTable, SortedBatch
+from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.priced import Least
+from headrace.planning.tolerances import CLOSE, ROUNDING
 from headrace.simulator import exposed_s
 
 __all__ = ["Bound", "BoundRows", "allows", "lower_bound", "step_bound_s"]

@@ -25,9 +25,10 @@ from math import inf
 
 import numpy as np
 
-from headrace.planning.batch import GAIN, PriceTable
+from headrace.planning.batch import PriceTable
 from headrace.planning.filling import Pipelines
 from headrace.planning.schedule import launch_s
+from headrace.planning.tolerances import GAIN
 
 __all__ = ["MOST_SEQUENCES", "exact_waves", "rejoined"]
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from headrace.costs.cost_model import exchange_of
 from headrace.errors import InfeasiblePlan
-from headrace.planning.batch import GAIN, NEAR
 from headrace.planning.bounds import Bound, step_bound_s
 from headrace.planning.priced import LayerTable, StageCosts, shares_of
 from headrace.planning.problem import Problem
 from headrace.planning.schedule import Assignment
+from headrace.planning.tolerances import GAIN, NEAR
 from headrace.spec import LayerPlan, Plan, Scheme, Strategy
 from headrace.spec.plan import Working
 from headrace.units import bytes_text, counted, percent_text, seconds_text

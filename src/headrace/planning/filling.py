@@ -33,8 +33,9 @@ from sys import float_info
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.planning.batch import ROUNDING, PriceTable
+from headrace.planning.batch import PriceTable
 from headrace.planning.priced import Line
+from headrace.planning.tolerances import ROUNDING
 
 __all__ = ["Filler", "Pipelines", "deal", "joined", "refilled"]
 
@@ -45,7 +46,6 @@ Pipelines = list[tuple[int, list[int]]]
 pipeline."""
 
 _STEP = 0.04  # schemes are ranked anew when the time has changed by this share
-_LOOKS = 16  # pipelines tried for a sequence before it takes any with seconds to spare
 _RANKED = 4  # schemes tried for a sequence, the cheapest first
 
 
@@ -200,13 +200,7 @@ class Filler:
                     need_s, tokens, open_k = seconds_of[k][r], tokens_of[k][r], open_of[k]
                     full = k in full_schemes
                     at = len(open_k) if full else bisect_left(open_k, (need_s, -1))
-                    looks = at + _LOOKS
                     while at < len(open_k):
-                        # So many had the seconds but no tokens left: go on with those that can pay
-                        # for another micro-batch.
-                        if at == looks:
-                            at, looks = max(at, bisect_left(open_k, (need_s + c[k], -1))), -1
-                            continue
                         had_s, g = open_k[at]
                         if need_s <= longest_s[g]:
                             left_s, token_room = had_s - need_s, token_rooms[g]

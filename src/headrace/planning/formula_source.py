@@ -19,17 +19,11 @@ from headrace.planning.generators import Offer, TableKind
 from headrace.planning.problem import Problem
 from headrace.planning.published import require_held
 from headrace.planning.schedule import Assignment
+from headrace.planning.tolerances import NEAR
 from headrace.planning.wave_bounds import wave_bound_s
 from headrace.spec import LayerPlan, MicroBatch, Pipeline, Plan, Scheme
 
 __all__ = ["FormulaSource", "bounded", "formula_table", "plan_of"]
-
-_LOOSE = 0.02
-"""The closer bound of waves is worked out where the best schedule is above the plain bound by more
-than this share."""
-
-_LOOSE_EACH = 4
-"""And only with at least so many sequences for each device: with fewer it is hardly closer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,8 +85,8 @@ class FormulaSource:
             # Waves of so few sequences come from a dynamic program, so the quickest is the best.
             by_program = any(schedule.source == "waves" for schedule in found)
             return replace(bound, seconds=found[0].seconds, exact=True) if by_program else bound
-        many = len(table.tokens) >= _LOOSE_EACH * table.devices
-        if not many or found[0].seconds <= bound.seconds * (1 + _LOOSE):
+        crowded = len(table.tokens) > table.devices  # with fewer the other bound is hardly closer
+        if not crowded or found[0].seconds <= bound.seconds * (1 + 2 * NEAR):
             return bound
         seconds = wave_bound_s(table, bound.seconds, found[0].seconds)
         return replace(bound, seconds=seconds, by_wave=seconds > bound.seconds)

@@ -23,10 +23,11 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
-from headrace.planning.batch import CLOSE, ROUNDING, PriceTable
+from headrace.planning.batch import PriceTable
 from headrace.planning.packing import likely, pack
 from headrace.planning.problem import Problem
 from headrace.planning.schedule import Assignment, Group
+from headrace.planning.tolerances import CLOSE, ROUNDING
 from headrace.spec.plan import Semantics
 
 __all__ = [

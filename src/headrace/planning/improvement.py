@@ -14,10 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from headrace.planning.batch import GAIN, NEAR, Packed, PriceTable, Times
+from headrace.planning.batch import Packed, PriceTable, Times
 from headrace.planning.generators import ENOUGH, FEW, Draft
 from headrace.planning.packing import pack
 from headrace.planning.schedule import Assignment
+from headrace.planning.tolerances import GAIN, NEAR
 
 __all__ = ["Improvement", "improved"]
 
@@ -32,15 +33,17 @@ takes, sequence given, sequence given back or -1)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Improvement:
-    """How many drafts are packed exactly and improved, in schedules and steps: never in seconds.
+    """How many drafts are packed exactly and improved, in schedules and in sequences looked at:
+    never in seconds.
 
     Attributes:
         packed: Drafts that are packed exactly and improved by local search, at most.
-        steps: Steps of local search for each schedule, at most.
+        looks: Sequences that local search looks at, in all steps of all schedules together: after
+            so many no step begins.
     """
 
     packed: int = 12
-    steps: int = 1000
+    looks: int = 1_000_000
 
     def scheduled(
         self, drafts: Iterable[Draft], found: Iterable[Assignment], bound_s: float
@@ -70,12 +73,13 @@ class Improvement:
         schedules.sort(key=lambda schedule: schedule.expected_s)
         if not schedules:
             return schedules
-        limit_s = schedules[0].expected_s * (1 + NEAR)
+        limit_s, looks = schedules[0].expected_s * (1 + NEAR), self.looks
         for schedule in schedules[: self.packed]:
             near_bound = schedules[0].expected_s <= bound_s * (1 + ENOUGH)
             if near_bound or schedule.expected_s > limit_s:
                 break
-            better = improved(schedule, target_s=bound_s, steps=self.steps)
+            better, looked = improved(schedule, target_s=bound_s, looks=looks)
+            looks -= looked
             if better is not schedule:
                 schedules.append(replace(better, source="improved"))
                 schedules.sort(key=lambda schedule: schedule.expected_s)
@@ -111,26 +115,25 @@ def _same(draft: Draft, other: Draft) -> bool:
     return draft.table is other.table and draft.groups == other.groups
 
 
-def improved(schedule: Assignment, *, target_s: float, steps: int) -> Assignment:
+def improved(schedule: Assignment, *, target_s: float, looks: int) -> tuple[Assignment, int]:
     """Improve a schedule by local search.
 
     Args:
         schedule: The schedule.
         target_s: Seconds at which the search ends.
-        steps: Steps, at most.
+        looks: Sequences to look at: after so many no step begins.
 
     Returns:
-        A schedule whose gradients are sent earlier, or the same.
+        A schedule whose gradients are sent earlier, or the same, and the sequences looked at.
     """
     search = _Search(schedule)
-    for _ in range(steps):
-        if search.seconds <= target_s or not search.step():
-            break
+    while search.looked < looks and search.seconds > target_s and search.step():
+        pass
     if search.seconds >= schedule.expected_s:
-        return schedule
+        return schedule, search.looked
     members = zip(schedule.groups, search.members, strict=True)
     groups = [(k, ranks, own) for (k, ranks, _), own in members]
-    return Assignment.of(schedule.table, groups, schedule.source)
+    return Assignment.of(schedule.table, groups, schedule.source), search.looked
 
 
 class _Search:
@@ -149,6 +152,7 @@ class _Search:
         only: For each entry of ``after`` its pipeline where it is a single one, else -1.
         times: (wait for weights, computing, sending of gradients) of each pipeline, in seconds.
         ends: Seconds until the last rank of each pipeline has sent its gradients.
+        looked: Sequences that were looked at so far.
     """
 
     def __init__(self, schedule: Assignment) -> None:
@@ -164,6 +168,7 @@ class _Search:
         self.only = [min(after) if len(after) == 1 else -1 for after in self.after]
         self.times: list[Times] = [(0.0, 0.0, 0.0)] * len(self.kinds)
         self.ends = [0.0] * len(self.kinds)
+        self.looked = 0
         self._time(range(len(self.kinds)))
 
     @property
@@ -199,6 +204,7 @@ class _Search:
         order = sorted(range(len(self.ends)), key=self.ends.__getitem__)
         for source in latest:
             for target in self._others(source, order):
+                self.looked += len(self.members[source])
                 self._changes(source, target, last_s, changes)
         return any(self._taken(change, last_s) for change in changes)
 

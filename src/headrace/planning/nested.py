@@ -28,9 +28,10 @@ from math import inf, isinf
 
 import numpy as np
 
-from headrace.planning.batch import NEAR, ROUNDING, PriceTable
+from headrace.planning.batch import PriceTable
 from headrace.planning.generators import FEW, Draft, Effort, Known, Role, least_time
 from headrace.planning.schedule import Group
+from headrace.planning.tolerances import NEAR, ROUNDING
 
 __all__ = ["Nested", "Nesting"]
 

@@ -24,13 +24,11 @@ from math import inf
 
 from headrace.planning.batch import Packed, PriceTable, best_fit, longest_two
 from headrace.planning.priced import Frontier, Line
-from headrace.planning.staged_packing import pack_stages
+from headrace.planning.staged_packing import COUNTS_TRIED, pack_stages
 
 __all__ = ["likely", "pack"]
 
 _COUNTS_RANKED = 8  # numbers of micro-batches that are compared by an even split
-_COUNTS_TRIED = 2  # of these, the best that are filled
-_FEW_PACKS = 3  # beyond so many packs of the quickest row, the roomiest row is not tried
 
 Bins = list[list[int]]
 """Positions of the sequences of each micro-batch."""
@@ -108,7 +106,7 @@ def _tries(
     yield 1, lambda: best_fit(tokens, members, quick_cap)
     if total <= most_cap:
         yield 1, lambda: [list(members)]
-    elif total <= _FEW_PACKS * quick_cap:
+    else:
         yield -(-total // most_cap), lambda: best_fit(tokens, members, most_cap)
     for count in _counts(len(members), total, squares, quick_cap, frontier):
         if count > 1:
@@ -159,7 +157,7 @@ def _counts(
         if even_pack is not None and count <= sequences:
             each_s, _ = even_pack
             ranked.append((count * each_s, count))
-    return [count for _, count in sorted(ranked)[:_COUNTS_TRIED]]
+    return [count for _, count in sorted(ranked)[:COUNTS_TRIED]]
 
 
 def _fill(tokens: Sequence[int], members: Sequence[int], count: int, cap: int) -> Bins | None:

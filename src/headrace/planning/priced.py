@@ -24,6 +24,7 @@ from headrace.costs.cost_model import (
     message_s,
     stage_gather,
 )
+from headrace.planning.tolerances import CLOSE
 from headrace.spec import LayerOption, LayerPlan, Pipeline, Scheme
 from headrace.spec.plan import TokenOrder, Working
 from headrace.spec.strategy import Stage, share_layers
@@ -47,9 +48,6 @@ Counts = NDArray[np.int64]
 
 _EXACT = 300
 """Up to so many plans are compared with one another; of more, some are picked by packs."""
-
-_STEP = 1e-3
-"""Seconds within this share of each other count as equal when plans are picked."""
 
 _LIKE = 8
 """Micro-batches whose mean length and tokens agree within a factor of exp(1 / 8) count as alike."""
@@ -320,7 +318,7 @@ def _thinned(seconds: Floats, caps: Floats) -> Counts:
     kept = np.zeros(len(by_cap), dtype=np.bool_)
     for plan_seconds, is_better in zip(per_token, improves, strict=True):
         better_plans = np.flatnonzero(is_better)
-        steps = np.floor(np.log(np.maximum(plan_seconds[better_plans], 1e-300)) / _STEP)
+        steps = np.floor(np.log(np.maximum(plan_seconds[better_plans], 1e-300)) / CLOSE)
         kept[better_plans[np.append(True, steps[1:] != steps[:-1])]] = True
         kept[better_plans[-1]] = True  # the quickest of all
     thinned: Counts = np.sort(by_cap[kept]).astype(np.int64)

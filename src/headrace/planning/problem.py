@@ -30,6 +30,7 @@ from headrace.planning.priced import (
     worth_keeping,
 )
 from headrace.planning.published import priced
+from headrace.planning.tolerances import CLOSE
 from headrace.spec import LayerOption, LayerPlan, Pipeline, Scheme, Strategy
 from headrace.spec.known_methods import block_ranks
 from headrace.spec.layer_plan import RECOMPUTE, Recompute
@@ -48,10 +49,6 @@ Slots = tuple[tuple[LayerOption, ...], ...]
 
 _MOST_TENSOR = 8
 """Largest tensor degree that is proposed, the ranks of a usual machine."""
-
-_PAYS = 2e-3
-"""A scheme with stages or tensor blocks is left out where groups take fewer device-seconds by at
-least this share."""
 
 _LENGTHS = 40
 """Number of lengths for which schemes are compared, up to the longest that one holds."""
@@ -320,12 +317,12 @@ def _paying(
         paying = list[PricedScheme]()
         for scheme in deeper:
             alone_s, _, spread_s = prices(scheme.frontier, lengths)
-            as_quick_s = scheme.depth * alone_s * (1 + _PAYS)  # prices are of one stage
+            as_quick_s = scheme.depth * alone_s * (1 + CLOSE)  # prices are of one stage
             device_s = scheme.devices * spread_s
             beaten = ~np.isfinite(alone_s)
             for devices, (group_alone_s, _, group_spread_s) in group_prices:
                 beaten |= (group_alone_s <= as_quick_s) & (
-                    devices * group_spread_s <= device_s * (1 - _PAYS)
+                    devices * group_spread_s <= device_s * (1 - CLOSE)
                 )
             if not beaten.all():
                 paying.append(scheme)

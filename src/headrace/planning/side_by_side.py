@@ -21,7 +21,7 @@ from math import inf, isinf
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.planning.batch import CLOSE, PriceTable
+from headrace.planning.batch import PriceTable
 from headrace.planning.bounds import BoundRows
 from headrace.planning.filling import Filler, Pipelines
 from headrace.planning.generators import (
@@ -34,6 +34,7 @@ from headrace.planning.generators import (
     least_time,
 )
 from headrace.planning.schedule import placed
+from headrace.planning.tolerances import CLOSE
 
 __all__ = ["ANY_SCHEME", "Counts", "GROUPS", "SideBySide", "climbed", "counts_of", "worthwhile"]
 

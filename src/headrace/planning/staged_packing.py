@@ -21,13 +21,11 @@ from itertools import accumulate
 
 from headrace.planning.batch import best_fit
 from headrace.planning.priced import Line
+from headrace.planning.tolerances import CLOSE, GAIN
 
-__all__ = ["pack_stages"]
+__all__ = ["COUNTS_TRIED", "pack_stages"]
 
-_COUNTS_TRIED = 3  # numbers V of micro-batches that are filled, at most
-_STEPS = 12  # moves and swaps of one filling, at most
-_OTHERS = 3  # shortest micro-batches with which the longest exchanges
-_LEVEL = 1.002  # up to this times what no packing beats, nothing is improved
+COUNTS_TRIED = 2  # numbers V of micro-batches that are filled, at most
 
 Seconds = Mapping[int, float] | Sequence[float]
 """Seconds that each sequence, by its position, adds to its micro-batch on every stage."""
@@ -53,7 +51,7 @@ def pack_stages(
     fewest = -(-tokens_held // line.cap)
     most = min(len(members), max(fewest, tokens_held // line.util))
     expected = line.count(work_s, tokens_held, longest_s)
-    counts = range(max(fewest, expected - _COUNTS_TRIED), min(most, expected + _COUNTS_TRIED) + 1)
+    counts = range(max(fewest, expected - COUNTS_TRIED), min(most, expected + COUNTS_TRIED) + 1)
     prefix_s = list(accumulate([seconds[i] for i in members], initial=0.0))
     # (bound of the pipeline's seconds, count, bound of the longest micro-batch) of each count V.
     candidates = []
@@ -65,12 +63,12 @@ def pack_stages(
     best: tuple[float, list[list[int]]] | None = None
     tried = 0
     for bound_s, count, level_s in candidates:
-        if best is not None and (bound_s >= best[0] or tried >= _COUNTS_TRIED):
+        if best is not None and (bound_s >= best[0] or tried >= COUNTS_TRIED):
             break
         filled = _longest_first(tokens, seconds, line.cap, members, count)
         if filled is not None:
             tried += 1
-            seconds_found = _improved(line, tokens, seconds, filled, level_s * _LEVEL)
+            seconds_found = _improved(line, tokens, seconds, filled, level_s * (1 + CLOSE))
             if best is None or seconds_found < best[0]:
                 best = seconds_found, filled.members
     if best is None:
@@ -148,18 +146,17 @@ def _first_fit(tokens: Sequence[int], seconds: Seconds, cap: int, members: Seque
 def _improved(
     line: Line, tokens: Sequence[int], seconds: Seconds, filled: _Bins, enough_s: float
 ) -> float:
-    """Move and swap sequences out of the longest micro-batch, in place, until it takes at most
-    ``enough_s`` seconds on one stage or nothing helps. Returns the seconds of the pipeline."""
+    """Move and swap sequences of the longest and the shortest micro-batch, in place, until the
+    longest takes at most ``enough_s`` seconds on one stage or nothing helps. Returns the seconds
+    of the pipeline."""
     bins, times, held = filled.members, filled.times, filled.held
-    for _ in range(_STEPS if len(bins) > 1 else 0):
-        longest = times.index(max(times))
-        if times[longest] <= enough_s:
-            break
-        change = _change(line.cap, tokens, seconds, filled, longest)
+    while times[longest := times.index(max(times))] > enough_s:
+        shortest = times.index(min(times))
+        change = _change(line.cap, tokens, seconds, filled, longest, shortest)
         if change is None:
             break
-        other, given, back = change  # -1 stands for no sequence back
-        for source, target, moved in ((longest, other, given), (other, longest, back)):
+        given, back = change  # -1 stands for no sequence back
+        for source, target, moved in ((longest, shortest, given), (shortest, longest, back)):
             if moved >= 0:
                 bins[source].remove(moved)
                 bins[target].append(moved)
@@ -171,39 +168,32 @@ def _improved(
 
 
 def _change(
-    cap: int, tokens: Sequence[int], seconds: Seconds, filled: _Bins, longest: int
-) -> tuple[int, int, int] | None:
-    """The move or swap that lowers the seconds of micro-batch ``longest`` the most, without making
-    another one as long, as (other micro-batch, sequence that goes there, sequence that comes back
-    or -1); None where nothing helps."""
+    cap: int, tokens: Sequence[int], seconds: Seconds, filled: _Bins, longest: int, shortest: int
+) -> tuple[int, int] | None:
+    """The move or swap between micro-batches ``longest`` and ``shortest`` after which the longer of
+    both is shortest, as (sequence that goes to the shortest, sequence that comes back or -1); None
+    where nothing helps."""
     bins, times, held = filled.members, filled.times, filled.held
-    best_s, best = times[longest] * (1 - 1e-6), None
+    best_s, best = times[longest] * (1 - GAIN), None
     longest_s, longest_tokens = times[longest], held[longest]
-    for other in sorted(range(len(bins)), key=times.__getitem__)[:_OTHERS]:
-        other_s, other_tokens = times[other], held[other]
-        if other == longest:
-            break
-        for i in bins[longest]:
-            moved_s, moved_tokens = seconds[i], tokens[i]
-            if (
-                max(longest_s - moved_s, other_s + moved_s) < best_s
-                and other_tokens + moved_tokens <= cap
-            ):
-                best_s, best = max(longest_s - moved_s, other_s + moved_s), (other, i, -1)
-            # A sequence back must bring both below the best, so its seconds lie in between.
-            least_s, most_s = other_s + moved_s - best_s, best_s - longest_s + moved_s
-            for back in bins[other] if least_s < most_s else ():
-                if least_s < seconds[back] < most_s:
-                    more_tokens = moved_tokens - tokens[back]
-                    larger_s = max(
-                        longest_s - moved_s + seconds[back], other_s + moved_s - seconds[back]
-                    )
-                    if (
-                        larger_s < best_s
-                        and other_tokens + more_tokens <= cap
-                        and longest_tokens - more_tokens <= cap
-                    ):
-                        best_s, best = larger_s, (other, i, back)
-        if best:
-            break
+    other_s, other_tokens = times[shortest], held[shortest]
+    for i in bins[longest] if longest != shortest else ():
+        moved_s, moved_tokens = seconds[i], tokens[i]
+        later_s = max(longest_s - moved_s, other_s + moved_s)
+        if later_s < best_s and other_tokens + moved_tokens <= cap:
+            best_s, best = later_s, (i, -1)
+        # A sequence back must bring both below the best, so its seconds lie in between.
+        least_s, most_s = other_s + moved_s - best_s, best_s - longest_s + moved_s
+        for back in bins[shortest] if least_s < most_s else ():
+            if least_s < seconds[back] < most_s:
+                more_tokens = moved_tokens - tokens[back]
+                later_s = max(
+                    longest_s - moved_s + seconds[back], other_s + moved_s - seconds[back]
+                )
+                if (
+                    later_s < best_s
+                    and other_tokens + more_tokens <= cap
+                    and longest_tokens - more_tokens <= cap
+                ):
+                    best_s, best = later_s, (i, back)
     return best

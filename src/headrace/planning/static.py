@@ -17,11 +17,12 @@ from operator import lt
 
 import numpy as np
 
-from headrace.planning.batch import NEAR, PriceTable
+from headrace.planning.batch import PriceTable
 from headrace.planning.filling import Filler, Pipelines, deal
 from headrace.planning.generators import Effort, Known, Role, least_time
 from headrace.planning.packing import pack
 from headrace.planning.schedule import Assignment, launched, placed
+from headrace.planning.tolerances import NEAR
 
 __all__ = [
     "Static",

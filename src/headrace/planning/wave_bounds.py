@@ -43,20 +43,18 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.planning.batch import NEAR, NEVER, ROUNDING, PriceTable
+from headrace.planning.batch import PriceTable
 from headrace.planning.bounds import BoundRows
+from headrace.planning.tolerances import NEAR, NEVER, ROUNDING
 
-__all__ = ["wave_bound_s"]
+__all__ = ["SAMPLES", "wave_bound_s"]
 
 Floats = NDArray[np.float64]
 
 _INTERVALS = 12  # intervals of D at first, and new ones of each round of splits
-_AT_ONCE = 4  # Intervals that are split in a round, at most: those with the least bounds.
-_SAMPLES = 64  # Runs for which prices are sought.
-_SWEEPS = 2  # Passes over the schemes, whose parts a_k are improved one after the other.
-_PRICES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)  # Prices p tried at first.
-_STEPS = (0.06, 0.03, 0.015)  # Distances to the next prices tried, by round of splits.
-_PARTS = np.linspace(0.0, 1.0, 5)  # Values of a_k / p that are tried.
+SAMPLES = 128  # runs, or chunks of sequences, that stand for all where estimates are enough
+_GRID = np.linspace(0.0, 1.0, 9)  # prices p, and values of a_k / p, that are tried at first
+_ROUNDS = 3  # rounds in which intervals are split, each with prices twice as close
 
 
 def wave_bound_s(table: PriceTable, known_s: float, most_s: float) -> float:
@@ -75,18 +73,19 @@ def wave_bound_s(table: PriceTable, known_s: float, most_s: float) -> float:
         return max(known_s, min(sequences.least_s, most_s))
     sample = sequences.sampled()
     ends = np.geomspace(sequences.least_s, most_s, _INTERVALS + 1)
-    intervals = _bounded(sequences, sample, ends, np.array(_PRICES))
+    intervals = _bounded(sequences, sample, ends, _GRID[1:])
     # In each round the intervals with the least bounds are split and their prices sought closer.
-    for step in _STEPS:
+    for finer in range(1, _ROUNDS + 1):
         intervals.sort(key=lambda interval: interval.bound_s)
         low_s = intervals[0].bound_s
         if low_s >= most_s:
             break
-        best = intervals[:_AT_ONCE]
-        split = [interval for interval in best if interval.bound_s <= low_s * (1 + NEAR)]
-        intervals = intervals[len(split) :]
+        split = [interval for interval in intervals if interval.bound_s <= low_s * (1 + NEAR)]
+        intervals, step = intervals[len(split) :], _GRID[1] / 2**finer
         for interval in split:
-            ends = np.geomspace(interval.begin_s, interval.end_s, _INTERVALS // len(split) + 1)
+            ends = np.geomspace(
+                interval.begin_s, interval.end_s, max(2, _INTERVALS // len(split)) + 1
+            )
             price = interval.price
             prices = np.linspace(price - 2 * step, price + 2 * step, 5).clip(0.0, 1.0)
             intervals += _bounded(sequences, sample, ends, prices)
@@ -159,14 +158,14 @@ class _Sequences:
         return float(self.rows.alone.min(axis=0).max())
 
     def sampled(self) -> _Sequences:
-        """About the same sequences in fewer runs: runs are merged to at most ``_SAMPLES`` samples
+        """About the same sequences in fewer runs: runs are merged to at most ``SAMPLES`` samples
         of about equal work, and the middle run of each stands for all its work."""
         rows = self.rows
         per_sequence = (rows.ranks * rows.spread).min(axis=0)
         work = per_sequence * rows.counts
         # The number of each run's sample, by the share of all work up to it.
         share = np.cumsum(work) / max(float(work.sum()), 1e-300)
-        number = np.minimum((share * _SAMPLES).astype(np.int64), _SAMPLES - 1)
+        number = np.minimum((share * SAMPLES).astype(np.int64), SAMPLES - 1)
         starts = np.flatnonzero(np.diff(number, prepend=-1))
         middles = (starts + np.append(starts[1:], len(number)) - 1) // 2
         counts = np.add.reduceat(work, starts) / np.maximum(per_sequence[middles], 1e-300)
@@ -208,14 +207,14 @@ def _best(sample: _Sequences, ends_s: Floats, prices: Floats) -> tuple[list[floa
     parts = np.ones((len(prices), len(begins_s), len(schemes)))
     paid = [price * times[:, k] for k in schemes]  # [prices, intervals, runs] of each scheme
     least = np.broadcast_to(times.min(axis=1), paid[0].shape)
-    part = _PARTS[:, None, None, None]
-    for k in [*schemes] * _SWEEPS:
+    part = _GRID[:, None, None, None]
+    for k in schemes:
         # The part of scheme k that gives the highest bound while the other parts stay.
         others = np.minimum.reduce([least, *(paid_j for j, paid_j in enumerate(paid) if j != k)])
         tried = price * (part * times[:, k] + (1 - part) * rooms[:, k])
         totals = np.minimum(others, tried) @ sample.rows.counts  # [parts, prices, intervals]
         chosen = totals.argmax(axis=0)
-        parts[:, :, k] = _PARTS[chosen]
+        parts[:, :, k] = _GRID[chosen]
         paid[k] = np.take_along_axis(tried, chosen[None, :, :, None], axis=0)[0]
     totals = np.minimum.reduce([least, *paid]) @ sample.rows.counts / sample.devices
     totals += (1 - price[:, :, 0]) * begins_s

@@ -30,11 +30,13 @@ from operator import neg
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.planning.batch import CLOSE, NEAR, NEVER, ROUNDING, PriceTable
+from headrace.planning.batch import PriceTable
 from headrace.planning.exact_waves import MOST_SEQUENCES, exact_waves, rejoined
 from headrace.planning.filling import Pipelines
 from headrace.planning.generators import FEW, Known, Role
 from headrace.planning.schedule import Assignment, launch_s
+from headrace.planning.tolerances import CLOSE, NEAR, NEVER, ROUNDING
+from headrace.planning.wave_bounds import SAMPLES
 
 __all__ = [
     "Begun",
@@ -309,7 +311,6 @@ def sorted_into_waves(
 # of neighbours, the middle one of which stands for all. A sample's *need* are the ranks that one of
 # its sequences keeps busy for a whole wave; needs are worked out for a grid of wave times and
 # interpolated between them.
-_SAMPLES = 128  # Longest sequences that are looked at one by one, and chunks, at most.
 _GRID_STEP = 1.1  # Ratio of neighbouring times.
 _READ = 0.99  # Safety factor on interpolated lower estimates.
 _MORE = np.array([1.0, 1.3, 2.0])  # Numbers of waves considered, over the fewest.
@@ -352,8 +353,8 @@ class Estimates:
 
     def __init__(self, filler: WaveFiller) -> None:
         self.devices, count = filler.table.devices, len(filler.table.tokens)
-        heads = min(_SAMPLES, count)  # sequences that are samples of their own
-        chunk = max(1, -(-(count - heads) // _SAMPLES))
+        heads = min(SAMPLES, count)  # sequences that are samples of their own
+        chunk = max(1, -(-(count - heads) // SAMPLES))
         sample = np.arange(count)
         sample[heads:] = heads + (sample[heads:] - heads) // chunk
         self.sample: list[int] = sample.tolist()
@@ -473,7 +474,7 @@ def _crossing(grid: Floats, need: Floats, ranks: Floats) -> Floats:
     return 1 / np.interp(ranks, falling, 1 / grid[::-1])
 
 
-_WIDE = 2  # Openings of each number of waves that are made longer, the best by estimate.
+_FOLLOWED = 2  # The best openings that are made longer, and numbers of waves tried for each.
 _HEADS = 4  # Longest sequences whose seconds a wave may last, and next waves that are filled.
 
 
@@ -539,7 +540,7 @@ def openings(filler: WaveFiller, estimates: Estimates, effort: int) -> list[Open
         more.sort(key=lambda opening: opening.estimate_s)
         found = found + more
         best_s = min(best_s, more[0].estimate_s)
-        wide = [opening for opening in more[:_WIDE] if _may_win(filler, opening, best_s)]
+        wide = [opening for opening in more[:_FOLLOWED] if _may_win(filler, opening, best_s)]
     return sorted(found, key=lambda opening: (opening.estimate_s, len(opening.begun.before)))
 
 
@@ -594,7 +595,6 @@ _EFFORT = 40_000  # Sequences placed.
 # Wave times that are tried, as multiples of the first: 1, 1.01, 1.03, 1.07, ...
 _FACTORS = tuple(1 + 0.01 * (2**k - 1) for k in range(14))
 _SPREADS = (0.03, 0.1, 0.3)  # Standard deviations of the noise on log lengths in drawn orders.
-_COUNTS = 2  # Numbers of waves tried for each opening.
 _MISSED = 60  # Drawn orders that may fail in a row.
 
 
@@ -628,7 +628,7 @@ def waves(
     for opening in found:
         if opening.estimate_s > search.seconds * (1 + NEAR):
             break
-        search.finish(opening.begun, estimates.worth_trying(opening.begun.part)[:_COUNTS])
+        search.finish(opening.begun, estimates.worth_trying(opening.begun.part)[:_FOLLOWED])
     if not search.best:
         search.one_by_one(found[0].begun)
     if few:

@@ -363,8 +363,8 @@ class _Planned(_Trainer):
         """The trainer's own loss [] of the local tokens of a micro-batch: a sum over them, divided
         by ``targets``, the number of tokens of the whole step that have a loss. What TRL reports of
         these tokens is added to ``sums``."""
-        part = PartOfModel(model, inputs, labels, shifts=self._shifts, sums=sums)
         items = torch.tensor(targets, device=labels.device)
+        part = PartOfModel(model, inputs, labels, shifts=self._shifts, sums=sums, items=items)
         with self._unreported(), as_one_process(self), self.compute_loss_context_manager():
             return self.compute_loss(part, dict(part.inputs), num_items_in_batch=items)
 

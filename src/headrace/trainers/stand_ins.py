@@ -73,7 +73,8 @@ class PartOfModel(ModelStandIn):
     """A model as a trainer's ``compute_loss`` calls it for the ``inputs`` of a micro-batch, whose
     ``labels`` [1, s_r] are at the places that predict them. If ``shifts``, the trainer shifts
     labels itself, so labels and logits get one more column each, which its shift cuts off. What TRL
-    reports of the tokens is added to ``sums``."""
+    reports of the tokens is added to ``sums``. ``items`` [] is the number of targets of the step
+    that the trainer was given: the model divides its loss by it anyhow."""
 
     def __init__(
         self,
@@ -83,17 +84,21 @@ class PartOfModel(ModelStandIn):
         *,
         shifts: bool,
         sums: Sums | None = None,
+        items: torch.Tensor | None = None,
     ) -> None:
         super().__init__(model)
         self._labels, self._shifts, self._sums = labels, shifts, sums
+        self._items = items
         before = labels.new_full((labels.shape[0], 1), IGNORED)
         self._given = torch.cat([before, labels], dim=1) if shifts else labels
         self.inputs = {**inputs, "labels": self._given}
 
     def __call__(self, **named: Any) -> Any:
         """The outputs of the model for the local tokens. Raises ModelError for other labels than
-        those in ``inputs``, as the local ones could not be found in them."""
+        those in ``inputs``, as the local ones could not be found in them, and for another number
+        of items."""
         labels = named.pop("labels", None)
+        self._require_items(named.pop("num_items_in_batch", None))
         if labels is not None and labels is not self._given:
             raise ModelError(
                 "labels in compute_loss",
@@ -115,6 +120,19 @@ class PartOfModel(ModelStandIn):
             logits = outputs.logits
             outputs.logits = torch.cat([logits, torch.zeros_like(logits[:, :1])], dim=1)
         return outputs
+
+    def _require_items(self, items: Any) -> None:
+        """Raise ModelError where the model is to divide its loss by another number than that of the
+        step's targets; only another tensor than the trainer's is read."""
+        if items is None or items is self._items or self._items is None:
+            return
+        if float(items) != float(self._items):
+            raise ModelError(
+                "num_items_in_batch in compute_loss",
+                got=float(items),
+                wanted=f"{float(self._items)}, as the trainer gave it",
+                hint="scale the loss itself",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import io
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import headrace as hr
 from headrace.adopt.axis_examples import EXAMPLES, AxisExample, latte, transformer_2d
+from headrace.adopt.labels import result_tensors
 from headrace.cli import main
 from headrace.comm.mesh import Groups
 from headrace.errors import (
@@ -30,6 +32,7 @@ from headrace.errors import (
 from headrace.native.counted import TrafficCounter
 from ranks import run_ranks
 from running.adopt.axial import AXES, DIMS, Axial, example, stages, table
+from running.adopt.test_joint import Spoken, spoken
 from spread import spread, whole
 
 EXACT = 1e-10
@@ -485,6 +488,42 @@ def test_copies_are_left_alone() -> None:
     for off, said in run_ranks(2, copied, timeout_s=60):
         assert off < 1e-12
         assert "what shard() gave" in said
+
+
+def pickled(how: str) -> tuple[float, bool, bool]:
+    """How far a pickle of an adapted model is from the model without hooks, whether its state is
+    the same, and whether the pickle has what spreads it."""
+    if how == "joint":
+        torch.manual_seed(0)
+        model: Any = Spoken(2).double()
+        plain, inputs = copy.deepcopy(model), {"x": drawn(1, 1, 4, 6), "text": drawn(2, 1, 3)}
+        run = spoken(model)
+    else:
+        model = table()
+        plain, inputs = copy.deepcopy(model), {"x": drawn(1, 1, 4, 4, 6)}
+        run = adapted(model)
+    run(**run.shard(inputs))
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    again = torch.load(stored, weights_only=False)
+    state, wanted = model.state_dict(), plain.state_dict()
+    same = state.keys() == wanted.keys() and all(torch.equal(state[k], wanted[k]) for k in wanted)
+    off = 0.0
+    for one in (again, copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model)):
+        with torch.no_grad():
+            results = zip(*(result_tensors(m(**inputs)) for m in (one, plain)), strict=True)
+        off = max(off, *(float((a - b).abs().max()) for a, b in results))
+    return off, same, b"HookManager" in stored.getvalue()
+
+
+@pytest.mark.parametrize("how", ["switches", "joint"])
+def test_pickles_copies_and_states_are_those_of_the_plain_model(how: str) -> None:
+    """Catches checkpoints that cannot be written, or whose models wait for other ranks."""
+    for off, same, foreign in run_ranks(2, pickled, how, timeout_s=60):
+        assert off < 1e-12
+        assert same
+        assert not foreign
 
 
 def collected(samples: int) -> float:

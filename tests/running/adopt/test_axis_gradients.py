@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import headrace as hr
+from headrace.adopt.alike_guards import AlikeGuards
 from headrace.adopt.axis_examples import timesformer
 from headrace.errors import ModelError
 from headrace.ops.switch import gather, switch
@@ -294,3 +295,88 @@ def test_a_loss_of_a_collected_result_must_be_said_to_be_alike() -> None:
     for how, words in (("whole", "alike=True"), ("a part", "nothing"), ("said", "nothing")):
         for said in run_ranks(2, of_collected, how):
             assert words in said
+
+
+def mixed(how: str) -> tuple[str, bool]:
+    """What is said of a loss of this rank's places and of something that ranks have alike, and
+    whether any gradient is left."""
+    if how == "logits":
+        model, inputs = classifier(1)
+        run = hr.adapt(model)
+        # A call that gives more results than the probe has seen.
+        out = run(**run.shard(inputs), output_hidden_states=True)
+        entropy = torch.nn.functional.cross_entropy(out.logits, inputs["labels"])
+        loss = entropy + out.hidden_states[-1][:, 1:].square().sum()
+    else:
+        model = table()
+        run = adapted(model)
+        run.check = how != "unprobed"
+        out = run(**run.shard({"x": drawn(1, 1, 5, 4, 6)}))
+        loss = run.collect(out, DIMS).sin().sum() + 0.1 * out.square().sum()
+    try:
+        run.backward(loss)
+    except ModelError as error:
+        return str(error), any(p.grad is not None for p in model.parameters())
+    return "nothing", True
+
+
+@pytest.mark.parametrize("how", ["logits", "collected", "unprobed"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_term_of_what_is_alike_beside_a_local_one_is_refused(how: str, ranks: int) -> None:
+    """Catches a term that counts for every rank while the number of the loss is another one on
+    each of them."""
+    if how == "logits":
+        pytest.importorskip("transformers")
+    for said, left in run_ranks(ranks, mixed, how):
+        assert "run.share times the term" in said
+        assert not left
+
+
+TERMS = {
+    "share": lambda run, out, whole: run.share * whole.sin().sum() + out.square().sum(),
+    "mates": lambda run, out, whole: whole.sin().sum() / run.mates + out.square().sum(),
+    "parts": lambda _, out, whole: whole[..., dist.get_rank() :: dist.get_world_size()].sum(),
+    "others": lambda _, out, whole: out.flatten(0, -2).matmul(whole.flatten(0, -2).mT).sin().sum(),
+}
+"""Losses of this rank's result and of the collected one that are right."""
+WHOLE_TERMS = {
+    "share": lambda out: out.sin().sum() + out.square().sum(),
+    "mates": lambda out: out.sin().sum() + out.square().sum(),
+    "parts": lambda out: out.sum(),
+    "others": lambda out: out.flatten(0, -2).matmul(out.flatten(0, -2).mT).sin().sum(),
+}
+"""The same in one process."""
+
+
+def beside(how: str) -> float:
+    """How far gradients of such a loss, and a penalty times the share, are from one process'."""
+    x, model, plain = drawn(1, 1, 5, 4, 6), table(), table()
+    run = adapted(model)
+    out = run(**run.shard({"x": x}))
+    loss = TERMS[how](run, out, run.collect(out, DIMS))
+    if how in ("share", "mates"):
+        loss = loss + run.share * sum(p.square().sum() for p in model.parameters())
+    run.backward(loss)
+    total = run.add_up(loss)
+    wanted = WHOLE_TERMS[how](plain(x))
+    if how in ("share", "mates"):
+        wanted = wanted + sum(p.square().sum() for p in plain.parameters())
+    wanted.backward()
+    assert float(total) == pytest.approx(float(wanted.detach()), rel=1e-10)
+    return float((gradients(model) - gradients(plain)).abs().max() / gradients(plain).abs().max())
+
+
+@pytest.mark.parametrize("how", TERMS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_terms_of_what_is_alike_that_count_once_equal_one_process(how: str, ranks: int) -> None:
+    """Catches a refusal of shares, of parts of a collected result of equal gradients, and of a
+    loss that compares this rank's places with all of them; and penalties that count for every
+    rank."""
+    assert max(run_ranks(ranks, beside, how)) <= EXACT
+
+
+def test_few_backwards_are_compared() -> None:
+    """Catches a message between ranks in every step of a long run."""
+    guards = AlikeGuards()
+    due = [number for number in range(1, 100) if guards.due()]
+    assert due == [*range(1, 9), 16, 32, 64]

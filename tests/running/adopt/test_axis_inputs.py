@@ -251,3 +251,26 @@ def test_a_stage_counts_axes_that_are_there() -> None:
     )
     with pytest.raises(HeadraceError, match="axis that is counted"):
         run.shard({"x": drawn(1, 1, 4, 4, 4), "scale": 3})
+
+
+def masked_loss() -> float:
+    """How far a loss with a declared column of places, which the model does not take, is from that
+    of one process."""
+    torch.manual_seed(0)
+    model = Video().double()
+    plain, x, mask = copy.deepcopy(model), video(), torch.arange(2 * 4 * 4).view(2, 4, 4) % 3
+    inputs = {"mask": "b t s", "x": "b t s c"}
+    stages_ = [hr.AxisStage(modules=n, mixes=n[0], dims="b t s c") for n in ("time", "space")]
+    run = hr.adapt(model, stages=stages_, inputs=inputs, axis="t", batch="b")
+    part = run.shard({"x": x, "mask": mask})
+    loss = (run(**part).square() * part.rest["mask"][..., None]).sum()
+    run.backward(loss)
+    wanted = float((plain(x).square() * mask[..., None]).sum().detach())
+    assert not run.check
+    return abs(float(run.add_up(loss)) / wanted - 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_declared_columns_that_the_model_does_not_take(ranks: int) -> None:
+    """Catches a mask of the loss that is given to the model, or whole beside a part."""
+    assert max(run_ranks(ranks, masked_loss)) <= EXACT

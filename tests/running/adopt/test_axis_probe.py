@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import nn
 
 import headrace as hr
 from headrace.adopt.axis_model import AxisModel
-from headrace.errors import HeadraceError, ModelError
+from headrace.errors import HeadraceError, ModelError, PlanMismatch
 from ranks import run_ranks
 from running.adopt.axial import Axial
 
@@ -70,6 +71,20 @@ class Frames(nn.Module):
         return (x.roll(-1, 1) + x).roll(1, 1)  # windows, shifted
 
 
+class Centred(nn.Module):
+    """Takes the mean over frames away, in training alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(1, keepdim=True) if self.training else x
+
+
+class Summing(Video):
+    """A sum over patches behind all stages, which have patches in shards there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).cumsum(2)
+
+
 class Pooled(Video):
     """A number for each class, of all places."""
 
@@ -111,6 +126,10 @@ class Counted(Video):
     def forward(self, x: torch.Tensor, num_frames: int) -> torch.Tensor:
         rows = self.space(x.flatten(0, 1)[:, None])[:, 0]
         return self.time(rows.unflatten(0, (-1, num_frames)))
+
+
+LEAVING = tuple(replace(stage, returns=False) for stage in STAGES)
+"""Stages that leave the axis in shards with which they ran."""
 
 
 def rows(order: str) -> tuple[hr.AxisStage, ...]:
@@ -157,6 +176,8 @@ WRONG: dict[str, Case] = {
     "a mean of places": (Pooled, STAGES, {}, "code behind module time"),
     "a loss that is a mean": (Losing, STAGES, {}, "number that Losing returns"),
     "rows of another order": (Rows, rows("b s"), {}, "module time.norm is given"),
+    "in training alone": (lambda: Video(Centred()), STAGES, {}, "module between"),
+    "an axis in shards later": (Summing, LEAVING, {}, "shards of axis s"),
     "a number of frames": (Counted, COUNTED, {"num_frames": 4}, "in front of module time.norm"),
 }
 
@@ -258,3 +279,51 @@ def test_a_model_that_needs_its_call_is_tried_there() -> None:
     run = adapted(Scaled())
     with pytest.raises(ModelError, match="all inputs of the model"):
         run(**run.shard({"x": video()}))
+
+
+def test_each_mode_is_tried_when_a_batch_comes_in_it() -> None:
+    """Catches a model that was evaluated first, and then trained without a trial; and dropout,
+    which draws on each rank, taken for a difference."""
+    model = Video(nn.Sequential(Centred(), nn.Dropout(0.5))).double().eval()
+    run = adapted(model)
+    run.shard({"x": video()})
+    assert not run.check
+    model.train()
+    assert run.check
+    with pytest.raises(ModelError, match="module between"):
+        run.shard({"x": video()})
+    run = adapted(Video(nn.Sequential(nn.LayerNorm(8), nn.Dropout(0.5))).double())
+    run.shard({"x": video()})
+    assert not run.check
+
+
+VALUES: Mapping[str, Callable[[int], Any]] = {
+    "a number": lambda rank: 1.0 + rank,
+    "a truth value": lambda rank: rank > 0,
+    "tensors in a tuple": lambda rank: (torch.ones(3), torch.ones(3) + rank),
+    "a mapping": lambda rank: {"names": ["a", str(rank)]},
+    "none": lambda rank: 1.0 if rank else None,
+}
+
+
+def unlike(what: str) -> tuple[str, str]:
+    """What is said of values that are other ones on each rank, and of those that are not."""
+    found = []
+    for rank in (dist.get_rank(), 0):
+        run = adapted(Video().double(), check=False)
+        try:
+            run.shard({"x": video(), "scale": VALUES[what](rank)})
+        except PlanMismatch as error:
+            found.append(str(error))
+        else:
+            found.append("nothing")
+        run.detach()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("what", VALUES)
+def test_values_that_are_no_tensors_are_compared(what: str) -> None:
+    """Catches a scale, or rotary positions in a tuple, that ranks have differently."""
+    for differ, same in run_ranks(2, unlike, what):
+        assert "inputs" in differ
+        assert same == "nothing"

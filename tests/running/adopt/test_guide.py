@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ def blocks(page: str, call: str = "hr.adapt") -> list[str]:
 (TEXT,) = blocks("docs/guides/axes.md", "attends")
 BLOCKS = [block for block in blocks("docs/guides/axes.md") if block != TEXT]
 LOOP = BLOCKS.pop()
+(PENALTY,) = blocks("docs/guides/axes.md", "penalty = ")
+(AVERAGE,) = blocks("docs/guides/axes.md", "AveragedModel")
 (PRIMITIVES,) = blocks("docs/guides/axes.md", "hr.switch")
 README = "import headrace as hr\n" + blocks("README.md")[0]
 
@@ -90,6 +93,42 @@ def test_the_guide_runs() -> None:
     for block in (0, 2):
         assert run_ranks(2, shown, block, timeout_s=100) == [pytest.approx(wanted, rel=1e-12)] * 2
     assert max(run_ranks(2, shown, 1, timeout_s=100)) <= 1e-12
+
+
+def penalised() -> tuple[float, float]:
+    """How far gradients with the guide's penalty are from one process', and the average that the
+    guide makes from the plain model."""
+    example = latte()
+    torch.manual_seed(3)
+    plain, target = copy.deepcopy(example.model), torch.randn(2, 4, 5, 6, 6, dtype=torch.float64)
+    names: dict[str, Any] = {
+        "latte": example.model,
+        "video": example.inputs["hidden_states"],
+        "t": example.inputs["timestep"],
+        "text": example.inputs["encoder_hidden_states"],
+        "target": target,
+        "torch": torch,
+    }
+    assert "run.backward(loss)\n" in BLOCKS[0]
+    exec(BLOCKS[0].replace("run.backward(loss)\n", PENALTY), names)
+    exec(AVERAGE, names)
+    out = plain(**example.inputs).sample
+    loss = (out - target).square().mean() + sum(p.square().sum() for p in plain.parameters())
+    loss.backward()
+    off, largest = 0.0, 0.0
+    for mine, wanted in zip(example.model.parameters(), plain.parameters(), strict=True):
+        if wanted.grad is not None and mine.grad is not None:
+            off = max(off, float((mine.grad - wanted.grad).abs().max()))
+            largest = max(largest, float(wanted.grad.abs().max()))
+    return off / largest, float((names["whole"] - out).detach().abs().max())
+
+
+def test_the_penalty_and_the_average_of_the_guide() -> None:
+    """Catches a penalty that counts for every rank, and an average that is spread."""
+    pytest.importorskip("diffusers")
+    for gradient, average in run_ranks(2, penalised, timeout_s=100):
+        assert gradient < 1e-12
+        assert average < 1e-12
 
 
 def replicated() -> tuple[float, float]:

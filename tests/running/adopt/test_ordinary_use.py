@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import headrace as hr
 from headrace.cli.foreign_models import foreign_model
-from headrace.errors import ModelError, SpecError
+from headrace.errors import DataError, ModelError, SpecError
 from headrace.ops.loss import IGNORED
 from ranks import run_ranks
 from running.adopt.foreign import Gpt, drawn, gpt
@@ -118,6 +118,223 @@ def test_a_models_own_loss_is_not_replaced(kind: str) -> None:
     shard = run.shard(tokens(2, 20))
     with pytest.raises(ModelError, match=r"loss of .*ForCausalLM: got .* of the model's own"):
         run(**shard.inputs)
+
+
+class ScheduledForCausalLM(transformers.LlamaForCausalLM):
+    """With a loss beside that of its labels, whose coefficient is 0 at first."""
+
+    weight = 0.0
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **named: Any) -> Any:
+        out = super().forward(input_ids, labels=labels, **named)
+        if labels is not None:
+            out.loss = out.loss + self.weight * out.logits.square().mean()
+        return out
+
+
+class MaskingForCausalLM(transformers.LlamaForCausalLM):
+    """Does not learn one of the labels."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **named: Any) -> Any:
+        kept = None if labels is None else labels.masked_fill(labels == 96, IGNORED)
+        return super().forward(input_ids, labels=kept, **named)
+
+
+class ValuelessForCausalLM(transformers.LlamaForCausalLM):
+    """With a term that has a gradient and is 0."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **named: Any) -> Any:
+        out = super().forward(input_ids, labels=labels, **named)
+        if labels is not None:
+            sizes = out.logits.square().mean()
+            out.loss = out.loss + sizes - sizes.detach()
+        return out
+
+
+class TwiceForCausalLM(transformers.LlamaForCausalLM):
+    """R-Drop: two passes that draw other dropout are to agree."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **named: Any) -> Any:
+        out = super().forward(input_ids, labels=labels, **named)
+        if labels is not None:
+            other = super().forward(input_ids, **named).logits.log_softmax(-1)
+            out.loss = out.loss + f.kl_div(other, out.logits.softmax(-1), reduction="batchmean")
+        return out
+
+
+class WeighedForCausalLM(transformers.LlamaForCausalLM):
+    """With a loss whose weight is an argument."""
+
+    def forward(
+        self, input_ids: Any = None, labels: Any = None, alpha: float = 0.5, **named: Any
+    ) -> Any:
+        out = super().forward(input_ids, labels=labels, **named)
+        if labels is not None:
+            out.loss = out.loss + alpha * out.logits.square().mean()
+        return out
+
+
+def as_kind(kind: Any) -> Any:
+    """A tiny Llama of another class."""
+    model: Any = foreign_model("llama", 0)
+    model.__class__ = kind
+    return model
+
+
+def set_weight(model: Any) -> None:
+    model.weight = 1.0
+
+
+def set_loss_function(model: Any) -> None:
+    model.loss_function = smoothed
+
+
+LATER: dict[str, tuple[Any, Callable[[Any], None]]] = {
+    "a coefficient": (ScheduledForCausalLM, set_weight),
+    "a loss_function": (transformers.LlamaForCausalLM, set_loss_function),
+    "a label": (MaskingForCausalLM, lambda _: None),
+    "a gradient": (ValuelessForCausalLM, lambda _: None),
+}
+
+
+def later_error(what: str) -> float:
+    """The largest error of loss and gradients of a second batch, whose loss is another than the
+    cross entropy as that of the first was not."""
+    kind, change = LATER[what]
+    model, plain = as_kind(kind), as_kind(kind)
+    run, first = hr.compile(model), tokens(2, 20)
+    first["input_ids"] = first["input_ids"].clamp(max=90)
+    first["labels"] = first["input_ids"].clone()
+    run(**run.shard(first).inputs)
+    change(model), change(plain)
+    batch = {"input_ids": first["input_ids"], "labels": first["labels"].clone()}
+    batch["labels"][:, 5:12] = 96
+    loss = run(**run.shard(batch).inputs).loss
+    run.backward(loss)
+    wanted = plain(**batch).loss
+    wanted.backward()
+    errors = [abs(float(run.add_up(loss)) / float(wanted.detach()) - 1)]
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        largest = float(other.grad.abs().max())
+        errors.append(float((mine.grad - other.grad).abs().max()) / largest)
+    return max(errors)
+
+
+@pytest.mark.parametrize(("ranks", "what"), [*((1, what) for what in LATER), (2, "a coefficient")])
+def test_a_loss_that_differs_later_is_the_models_own(ranks: int, what: str) -> None:
+    """Catches a loss that is replaced by the cross entropy as it equalled it for a few tokens of
+    the first batch: a coefficient of 0, a function set later, a label that these tokens lack, and a
+    term without a value."""
+    assert max(run_ranks(ranks, later_error, what)) < 2e-6  # norms of Llama are single precision
+
+
+def test_a_loss_of_two_passes_is_refused() -> None:
+    """Catches R-Drop, whose passes agree while dropout is held still."""
+    run = hr.compile(as_kind(TwiceForCausalLM))
+    part = run.shard(tokens(2, 20))
+    with pytest.raises(ModelError, match=r"got a forward of the model's own, of .*ordinary_use"):
+        run(**part.inputs)
+
+
+def test_a_loss_function_of_ones_own_within_a_loop() -> None:
+    """Catches one that is set after a loop has begun, and dropped there."""
+    model = foreign_model("llama", 0)
+    run = hr.compile(model)
+    part = run.shard(tokens(2, 20))
+    undo = run.install()
+    run.take(part)
+    model(**part.inputs)
+    set_loss_function(model)
+    with pytest.raises(ModelError, match="got a loss_function of the model's own"):
+        model(**part.inputs)
+    run.release()
+    undo()
+
+
+def weighed() -> float:
+    """The error of a loss by an argument of the model's own forward."""
+    model, plain, batch = as_kind(WeighedForCausalLM), as_kind(WeighedForCausalLM), tokens(2, 20)
+    run = hr.compile(model)
+    loss = run(**run.shard(batch).inputs, alpha=5.0).loss
+    run.backward(loss)
+    return abs(float(run.add_up(loss)) / float(plain(**batch, alpha=5.0).loss.detach()) - 1)
+
+
+def test_arguments_of_a_models_own_loss_reach_it() -> None:
+    """Catches arguments beside the part that are dropped."""
+    assert max(run_ranks(2, weighed)) < 2e-6  # norms of Llama are single precision
+
+
+REFUSED_ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "num_items_in_batch": (7, r"num_items_in_batch: got int beside labels.*targets="),
+    "ignore_index": (3, "ignore_index: got int beside labels"),
+    "shift_labels": (torch.zeros(2, 20).long(), "shift_labels: got Tensor beside labels"),
+    "attention_mask": (torch.ones(2, 20), r"attention_mask: got Tensor.*give it to shard\(\)"),
+    "logits_to_keep": (2, "logits_to_keep: got 2.*run.gather"),
+    "inputs_embeds": (torch.zeros(2, 20, 48), "input inputs_embeds: got what is no number"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
+def test_arguments_that_are_wrong_for_a_part_are_refused(name: str) -> None:
+    """Catches arguments that change nothing, or each rank's own tokens, in silence, by ``run`` and
+    within a loop."""
+    value, says = REFUSED_ARGUMENTS[name]
+    model = foreign_model("llama", 0)
+    run = hr.compile(model)
+    part = run.shard(tokens(2, 20))
+    with pytest.raises(ModelError, match=says):
+        run(**part.inputs, **{name: value})
+    run(**part.inputs, **{name: None if name != "logits_to_keep" else 0})
+    undo = run.install()
+    run.take(part)
+    with pytest.raises(ModelError, match=says):
+        model(**part.inputs, **{name: value})
+    run.release()
+    undo()
+
+
+def test_a_mask_by_place_is_refused() -> None:
+    """Catches a mask that a loop gives as the second argument."""
+    model = foreign_model("bert", 0)
+    run, mask = hr.compile(model), torch.ones(2, 20)
+    part = run.shard(tokens(2, 20))
+    undo = run.install()
+    run.take(part)
+    rest = {name: x for name, x in part.inputs.items() if name != "input_ids"}
+    with pytest.raises(ModelError, match="attention_mask: got Tensor"):
+        model(part.inputs["input_ids"], mask, **rest)
+    run.release()
+    undo()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "got"),
+    [
+        ("use_cache", True, "bool"),
+        ("texts", ["a", "b"], "list"),
+        ("attention_mask", {"full_attention": torch.ones(2, 1, 20, 20)}, "dict"),
+    ],
+)
+def test_fields_that_are_no_tensors_are_named(name: str, value: Any, got: str) -> None:
+    """Catches tracebacks from the depths of a batch."""
+    run = hr.compile(foreign_model("llama", 0))
+    with pytest.raises(DataError, match=f"field {name} of the batch: got {got}, wanted a tensor"):
+        run.shard({**tokens(2, 20), name: value})
+    part = run.shard({**tokens(2, 20), name: None})  # as if it were not there
+    assert name not in part.inputs
+
+
+def test_inputs_without_names_are_refused() -> None:
+    """Catches a TypeError of Python where a part's inputs are given by place."""
+    run = hr.compile(gpt())
+    part = run.shard(drawn(1, 12))
+    with pytest.raises(ModelError, match=r"got Tensor without a name, wanted run\(\*\*part"):
+        run(part.inputs["ids"])
+    with pytest.raises(ModelError, match="got BatchPart without a name"):
+        run(part)
+    with pytest.raises(ModelError, match="others than were sharded"):
+        run(ids=[1, 2])
 
 
 def own_loss_error(
@@ -342,6 +559,74 @@ class Gated(nn.Module):
         return self.gate * self.conv(f.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
 
 
+class Faint(nn.Module):
+    """A convolution over tokens behind a small gate."""
+
+    gate = 1e-5
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(features, features, 3, bias=False)
+        self.scale = nn.Parameter(torch.full((features,), self.gate))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.conv(f.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
+
+
+class FaintInHalves(Faint):
+    """With a gate that half types hide."""
+
+    gate = 0.02
+
+
+class Dirac(Faint):
+    """Looks at earlier tokens from the second step on."""
+
+    gate = 1.0
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        with torch.no_grad():
+            self.conv.weight[..., :2] = 0
+
+
+class TokenShift(nn.Module):
+    """Mixes each token with the one before, which has a share of 0 at first."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.mu = nn.Parameter(torch.ones(features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.mu + f.pad(x, (0, 0, 1, 0))[:, :-1] * (1 - self.mu)
+
+
+class NearlyCentred(nn.Module):
+    """Without a tenth of the mean over all tokens."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - 0.1 * x.mean(dim=1, keepdim=True)
+
+
+class Indexed(Gpt):
+    """Looks its tokens up by an index, not by a module."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        x = self.token.weight[ids]
+        for block in self.blocks:
+            x = block(x)
+        return (self.norm(x) @ self.token.weight.t(),)
+
+
+def indexed() -> Gpt:
+    model = gpt(other=Faint)
+    model.__class__ = Indexed
+    return model
+
+
 class Dilated(nn.Module):
     """Looks at the token 16 places before."""
 
@@ -432,6 +717,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "rows that are dropped": (lambda: gpt(other=DropPath), "module DropPath: got random numbers"),
     "rows dropped by torch": (lambda: gpt(other=Dropped), "module Dropped: got random numbers"),
     "a coin": (lambda: gpt(other=Coin), "module Coin: got random numbers"),
+    "a faint convolution": (lambda: gpt(other=Faint), "gradient of Faint: got a part by token 0"),
+    "a faint one of indices": (indexed, "gradient of Faint: got a part by token 0"),
+    "a convolution of one tap": (lambda: gpt(other=Dirac), "gradient of Dirac: got a part"),
+    "a shift of no share": (lambda: gpt(other=TokenShift), "gradient of TokenShift: got a part"),
+    "a faint mean in halves": (
+        lambda: gpt(other=NearlyCentred).bfloat16(),
+        "gradient of NearlyCentred: got a part",
+    ),
+    "a faint convolution in halves": (
+        lambda: gpt(other=FaintInHalves).bfloat16(),
+        "gradient of FaintInHalves: got a part",
+    ),
 }
 
 
@@ -441,6 +738,53 @@ def test_what_shows_in_ordinary_use_alone_is_refused(what: str) -> None:
     make, says = REFUSED[what]
     with pytest.raises(ModelError, match=says):
         hr.compile(make()).shard(drawn(1, 60))
+
+
+def test_a_graph_is_looked_at_by_gradients() -> None:
+    """Catches gradients that are seen in eager models alone; and other models that are refused."""
+    with pytest.raises(ModelError, match="gradient of Gpt: got a part by token 0"):
+        hr.compile(gpt(other=TokenShift), backend="eager").shard(drawn(1, 20))
+    hr.compile(gpt(checkpointed=True), backend="eager").shard(drawn(1, 20))
+
+
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "afmoe", "gpt_oss", "bitnet"])
+def test_what_gradients_see_of_single_tokens_is_taken(kind: str) -> None:
+    """Catches experts that are refused as their tokens are indexed in another order, and numbers
+    that are rounded by token."""
+    run = hr.compile(foreign_model(kind, 0))
+    run.shard(tokens(2, 20))
+
+
+def test_a_longer_batch_is_looked_at_again() -> None:
+    """Catches a capacity that the first batch was too short to reach."""
+    run = hr.compile(gpt(other=Full))
+    run.shard(drawn(1, 14))
+    with pytest.raises(ModelError, match=r"parts of 60 tokens.*another result for token"):
+        run.shard(drawn(1, 60))
+
+
+class Noting(nn.Module):
+    """Notes the number of tokens of every call."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.seen = list[int]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.shape[1])
+        return x
+
+
+def test_rows_that_grow_are_seldom_looked_at() -> None:
+    """Catches a probe at every batch of a curriculum."""
+    model: Any = gpt(other=Noting)
+    run, probed = hr.compile(model), 0
+    seen = model.blocks[0].other.seen
+    for count in range(20, 100):
+        before = len(seen)
+        run.shard(drawn(1, count))
+        probed += len(seen) > before
+    assert probed == 4  # at 20, 21, 41 and 81 tokens
 
 
 @pytest.mark.parametrize("what", ["a mean in training", "rows that are dropped"])
@@ -651,6 +995,23 @@ def test_rotary_embeddings_that_look_at_the_longest_place(kind: str) -> None:
     loss = run(**run.shard(tokens(1, 30)).inputs).loss
     wanted = roped(kind)(**tokens(1, 30)).loss
     assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-6)
+
+
+def within_another() -> Any:
+    """A Llava whose language model is such a Llama."""
+    text = roped("dynamic").config.to_dict()
+    vision = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16}
+    vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=96)
+    return transformers.LlavaForConditionalGeneration(config).double()
+
+
+def test_rotary_embeddings_of_a_language_model_within_another() -> None:
+    """Catches limits that are sought in the outer configuration alone."""
+    run = hr.compile(within_another(), labels="next")
+    assert run.longest == 32
+    with pytest.raises(ModelError, match=r"rotary embeddings of Llava.*: got 40 places"):
+        run.shard(tokens(1, 40))
 
 
 class Adapter(nn.Module):

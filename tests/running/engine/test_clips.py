@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import headrace as hr
@@ -21,6 +21,7 @@ from headrace.errors import DataError, InfeasiblePlan, ModelError
 from headrace.models.transformer_2d import SHAPES_2D, Transformer2D
 from ranks import run_ranks
 from running.adopt.axial import Axial
+from running.adopt.test_axis_probe import DIMS, STAGES, Video
 from running.adopt.test_joint import FEATURES, Spoken, spoken
 from running.engine import loops
 from running.engine.loops import Drawn, costs, in_values, weights
@@ -60,8 +61,14 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def alone(batches: list[tuple[int, ...]]) -> tuple[list[float], Any]:
-    """Losses and weights of one process over the same samples, one after the other."""
+def squares(model: Any) -> Any:
+    """A penalty on weights."""
+    return sum(p.square().sum() for p in model.parameters())
+
+
+def alone(batches: list[tuple[int, ...]], *, penalty: float = 0.0) -> tuple[list[float], Any]:
+    """Losses and weights of one process over the same samples, one after the other; with a
+    ``penalty`` on weights in each step."""
     data, single = clips(), model()
     optimizer, losses = sgd(single), list[float]()
     for batch in batches:
@@ -72,6 +79,10 @@ def alone(batches: list[tuple[int, ...]]) -> tuple[list[float], Any]:
             loss = (out - item["labels"]).square().sum() / targets
             loss.backward()
             total += float(loss.detach())
+        if penalty:
+            extra = penalty * squares(single)
+            extra.backward()
+            total += float(extra.detach())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
@@ -465,3 +476,276 @@ def test_a_model_that_shards_would_change_is_refused() -> None:
     """Catches a loop whose first item is an image, which has no frames to part."""
     for said in run_ranks(2, unlike):
         assert "what module space" in said
+
+
+def penalised_steps(how: str, folder: Path, ranks: int, seed: int) -> Any:
+    """Losses and weights with a penalty, and the shares of this rank by step."""
+    run, called = attached(how, folder, costs=costs(ranks))
+    semantics = "lockstep" if how == "fsdp2" else "free"
+    run.engine.planner = Drawn(  # type: ignore[assignment]
+        ranks=ranks, layers=2, seed=seed, semantics=semantics, levels=("none",)
+    )
+    losses, shares = list[float](), list[float]()
+    for step in run:
+        shares.append(0.0)
+        for micro in step:
+            if not micro.checking:
+                shares[-1] += float(micro.share)
+            loss = model_error(called, micro).square().sum() / micro.targets
+            if how == "alone":
+                loss = loss + micro.share * 0.1 * squares(called)
+            micro.backward(loss)
+        losses.append(step.loss)
+    return losses, weights(called), shares
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("alone", 2), ("alone", 4), ("fsdp2", 2), ("fsdp2", 3)])
+def test_shares_of_places_add_up_to_one(how: str, ranks: int, tmp_path: Path) -> None:
+    """Catches shares that count channels, or turns of ranks that are idle, and a penalty that
+    counts several times."""
+    losses, ends = alone(BATCHES, penalty=0.1 if how == "alone" else 0.0)
+    found = run_ranks(ranks, penalised_steps, how, tmp_path, ranks, 4, timeout_s=200)
+    for got, mine, _ in found:
+        assert got == pytest.approx(losses, rel=EXACT)
+        for one, wanted in zip(mine, ends, strict=True):
+            np.testing.assert_allclose(one, wanted, rtol=0, atol=EXACT)
+    for of_step in zip(*(shares for _, _, shares in found), strict=True):
+        assert sum(of_step) == pytest.approx(1.0, rel=1e-12)
+
+
+def one_micro_batch(spread: Any, own: Any, items: list[Any], folder: Path, **more: Any) -> Attached:
+    """A loop of one step, whose items all ranks have together."""
+    layers = len(own.layers) if hasattr(own, "layers") else 1
+    return hr.attach(
+        spread,
+        torch.optim.SGD(own.parameters(), lr=0.05),
+        items,
+        batch_sequences=len(items),
+        steps=1,
+        samples=hr.SampleOptions(shuffle=False),
+        planner=hr.PlannerConfig(name="static", static_size=dist.get_world_size(), ahead=0),
+        measure=hr.MeasureOptions(cache=folder, costs=costs(dist.get_world_size(), layers=layers)),
+        say=lambda text: None,
+        **more,
+    )
+
+
+COLLECTED = {
+    "all of it": lambda micro, out, whole, adapted: whole.square().sum() / micro.targets,
+    "beside places": lambda micro, out, whole, adapted: (
+        (out.square().sum() + whole.square().sum()) / micro.targets
+    ),
+    "beside a penalty": lambda micro, out, whole, adapted: (
+        whole.square().sum() / micro.targets + micro.share * out.new_ones(())
+    ),
+    "a share": lambda micro, out, whole, adapted: (
+        out.square().sum() / micro.targets + micro.share * whole.square().mean()
+    ),
+    "divided": lambda micro, out, whole, adapted: (
+        (out.square().sum() + whole.square().sum() * adapted.share) / micro.targets
+    ),
+}
+"""Losses of this rank's places and of the collected ones."""
+
+
+def of_collected(how: str, samples: int, folder: Path) -> tuple[Any, Any]:
+    """Loss and weights of a step of such a loss, or what is said of it; those of one process."""
+    own = model()
+    plain, items = copy.deepcopy(own), [clips()[2], clips()[6]][:samples]
+    adapted = hr.adapt(own)
+    run = one_micro_batch(adapted, own, items, folder)
+    try:
+        for step in run:
+            for micro in step:
+                out = own(**micro.inputs)
+                whole = adapted.collect(out, "b t s c")
+                micro.backward(COLLECTED[how](micro, out, whole, adapted))
+    except ModelError as error:
+        return str(error), ""
+    x, at = (torch.stack([item[name] for item in items]) for name in ("x", "timestep"))
+    out = plain(x, at, items[0]["frames"], items[0]["patches"])
+    summed = out.square().sum() / (20 * samples)
+    wanted = summed + (out.square().mean() if how == "a share" else summed)
+    wanted.backward()
+    torch.optim.SGD(plain.parameters(), lr=0.05).step()
+    return (step.loss, weights(own)), (float(wanted.detach()), weights(plain))
+
+
+@pytest.mark.parametrize("how", COLLECTED)
+@pytest.mark.parametrize(("ranks", "samples"), [(2, 1), (2, 2), (3, 2)])
+def test_a_term_of_a_collected_result_in_a_loop(
+    how: str, ranks: int, samples: int, tmp_path: Path
+) -> None:
+    """Catches a term that counts for every rank of a micro-batch, though a penalty has its share,
+    and a refusal of terms that are divided."""
+    for got, wanted in run_ranks(ranks, of_collected, how, samples, tmp_path, timeout_s=100):
+        if how in ("a share", "divided"):
+            assert got[0] == pytest.approx(wanted[0], rel=EXACT)
+            for one, other in zip(got[1], wanted[1], strict=True):
+                np.testing.assert_allclose(one, other, rtol=0, atol=EXACT)
+        else:
+            assert "what its ranks have alike" in got
+            assert "adapted.share * term" in got
+
+
+def video_items(*frames: int) -> list[dict[str, torch.Tensor]]:
+    """Clips of four patches, with a weight for each place."""
+    draw = torch.Generator().manual_seed(5)
+    return [
+        {
+            "x": torch.randn(t, 4, 8, generator=draw, dtype=torch.float64),
+            "labels": torch.randn(t, 4, 8, generator=draw, dtype=torch.float64),
+            "mask": torch.rand(t, 4, generator=draw, dtype=torch.float64),
+        }
+        for t in frames
+    ]
+
+
+def masked(folder: Path) -> tuple[list[str], float, float]:
+    """The inputs of a micro-batch whose loss has a declared column, its loss, and that of one
+    process."""
+    torch.manual_seed(0)
+    own = Video().double()
+    plain, items = copy.deepcopy(own), video_items(5, 5)
+    inputs = {"mask": "b t s", "x": DIMS}
+    adapted = hr.adapt(own, stages=STAGES, inputs=inputs, axis="t", batch="b")
+    names = list[str]()
+    run = one_micro_batch(adapted, own, items, folder)
+    for step in run:
+        for micro in step:
+            names = [*micro.inputs]
+            error = own(**micro.inputs) - micro.labels
+            mask = micro.rest["mask"][..., None]
+            micro.backward((error.square() * mask).sum() / micro.targets)
+    x, labels, mask = (torch.stack([i[n] for i in items]) for n in ("x", "labels", "mask"))
+    wanted = ((plain(x) - labels).square() * mask[..., None]).sum() / 40
+    return names, step.loss, float(wanted.detach())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_declared_column_is_cut_for_the_loss(ranks: int, tmp_path: Path) -> None:
+    """Catches a mask of all places beside the labels of some, or given to the model."""
+    for names, got, wanted in run_ranks(ranks, masked, tmp_path, timeout_s=100):
+        assert names == ["x"]
+        assert got == pytest.approx(wanted, rel=EXACT)
+
+
+def frame_classes(folder: Path) -> tuple[float, float]:
+    """The loss of a class for each frame, with a penalty, and that of one process."""
+    torch.manual_seed(0)
+    own = Video().double()
+    plain = copy.deepcopy(own)
+    items = [{"x": item["x"], "labels": torch.arange(5) % 3} for item in video_items(5, 5)]
+    inputs = {"x": DIMS, "labels": "b t"}
+    adapted = hr.adapt(own, stages=STAGES, inputs=inputs, axis="t", batch="b")
+    run = one_micro_batch(adapted, own, items, folder)
+    for step in run:
+        for micro in step:
+            logits = own(**micro.inputs).mean(2).transpose(1, 2)
+            loss = cross_entropy(logits, micro.labels, reduction="sum") / micro.targets
+            micro.backward(loss + micro.share * squares(own))
+    logits = plain(torch.stack([item["x"] for item in items])).mean(2).transpose(1, 2)
+    labels = torch.stack([item["labels"] for item in items])
+    wanted = cross_entropy(logits, labels, reduction="sum") / 40 + squares(plain)
+    return step.loss, float(wanted.detach())
+
+
+def test_classes_of_frames_with_a_penalty(tmp_path: Path) -> None:
+    """Catches a share that is whole in each half of the labels, for which a right loss would be
+    refused."""
+    for got, wanted in run_ranks(2, frame_classes, tmp_path, timeout_s=100):
+        assert got == pytest.approx(wanted, rel=EXACT)
+
+
+class Limited(Video):
+    """A model for which a device has memory for so many places, and that may need a flag."""
+
+    def __init__(self, *, places: int = 1000, flags: int = 0, wrong: bool = False) -> None:
+        super().__init__()
+        self.places, self.flags, self.wrong = places, flags, wrong
+
+    def forward(self, x: torch.Tensor, *flags: Any) -> torch.Tensor:
+        if x.shape[1] * x.shape[2] > self.places:
+            raise torch.OutOfMemoryError("out of memory")
+        if len(flags) < self.flags:
+            raise TypeError("a flag is missing")
+        return super().forward(x.cumsum(1) if self.wrong else x)
+
+
+def limited(folder: Path, options: dict[str, Any], check: bool) -> Any:
+    """The loss of a clip that fits two ranks alone, and that of one process; or what is said."""
+    torch.manual_seed(0)
+    own = Limited(**options).double()
+    items = video_items(5)
+    try:
+        adapted = hr.adapt(own, stages=STAGES, inputs={"x": DIMS}, axis="t", batch="b", check=check)
+        run = one_micro_batch(adapted, own, items, folder)
+    except ModelError as error:
+        return type(error).__name__, str(error)
+    plain = copy.deepcopy(own)
+    plain.places = 1000
+    for step in run:
+        for micro in step:
+            error = own(**micro.inputs) - micro.labels
+            micro.backward(error.square().sum() / micro.targets)
+    wanted = (plain(items[0]["x"][None])[0] - items[0]["labels"]).square().sum() / 20
+    return step.loss, float(wanted.detach())
+
+
+def test_a_clip_that_fits_several_ranks_alone(tmp_path: Path) -> None:
+    """Catches a raw out-of-memory where a loop begins, and a model that is not tried for it."""
+    for got, wanted in run_ranks(2, limited, tmp_path, {"places": 12}, True, timeout_s=100):
+        assert got == pytest.approx(wanted, rel=EXACT)
+    told = run_ranks(2, limited, tmp_path, {"places": 12, "wrong": True}, True, timeout_s=100)
+    assert all("code in front of it" in words for _, words in told)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_model_that_needs_more_than_a_sample_is_told(check: bool, tmp_path: Path) -> None:
+    """Catches a TypeError from the depths, and a loop over a model that nobody could try."""
+    for kind, words in run_ranks(2, limited, tmp_path, {"flags": 1}, check, timeout_s=100):
+        assert kind == "WholeFails"
+        assert "a flag is missing" in words
+
+
+def between_steps(folder: Path) -> tuple[float, float]:
+    """How far evaluations between micro-batches of a loop, of the model and of its average, are
+    from those of the plain model with the same weights."""
+    run, called = attached("alone", folder, costs=costs(2))
+    average = torch.optim.swa_utils.AveragedModel(called)
+    item, plain, off = clips()[2], model(), 0.0
+    given = (item["x"][None], item["timestep"][None], item["frames"], item["patches"])
+    for step in run:
+        for micro in step:
+            micro.backward(model_error(called, micro).square().sum() / micro.targets)
+            plain.load_state_dict(called.state_dict())
+            with torch.no_grad():
+                off = max(off, float((called(*given) - plain(*given)).abs().max()))
+        average.update_parameters(called)
+    plain.load_state_dict(called.state_dict())
+    averaged = copy.deepcopy(plain)
+    averaged.load_state_dict(average.module.state_dict())
+    with torch.no_grad():
+        return off, float((average(*given) - averaged(*given)).abs().max())
+
+
+def test_a_model_is_evaluated_within_a_loop(tmp_path: Path) -> None:
+    """Catches evaluations that are taken for a part of a batch, and averages that are spread."""
+    for mine, average in run_ranks(2, between_steps, tmp_path, timeout_s=100):
+        assert max(mine, average) < 1e-12
+
+
+@pytest.mark.apart
+def test_a_bare_penalty_is_told_how_it_counts_once(tmp_path: Path) -> None:
+    """Catches a penalty of each micro-batch of each rank, refused without a word of its share."""
+    run, called = attached("alone", tmp_path, costs=costs(1), steps=1)
+
+    def penalised() -> None:
+        """Train with a penalty that each micro-batch adds."""
+        for step in run:
+            for micro in step:
+                error = model_error(called, micro).square().sum() / micro.targets
+                micro.backward(error + squares(called))
+
+    with pytest.raises(ModelError, match=r"micro.share \* penalty"):
+        penalised()

@@ -23,6 +23,7 @@ from torch.nn.functional import (
     one_hot,
 )
 
+from headrace.engine.sample_order import StreamOrder
 from headrace.errors import DataError, HeadraceError, ModelError, SpecError
 from ranks import run_ranks
 from running.adopt.foreign import gpt
@@ -355,6 +356,8 @@ def begun(what: str, folder: Path) -> None:
         optimizer = torch.optim.LBFGS(model.parameters())
     if what == "a scheduler by metrics":
         given["scheduler"] = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    if what == "a scheduler of another optimizer":
+        given["scheduler"] = torch.optim.lr_scheduler.StepLR(sgd(llama()), 1)
     if what == "evaluation mode":
         model.eval()
     if what == "a clip of nothing":
@@ -368,6 +371,7 @@ BEGUN = {
     "no optimizer": (SpecError, "optimizer: got NoneType"),
     "an optimizer with closures": (SpecError, "LBFGS"),
     "a scheduler by metrics": (SpecError, "ReduceLROnPlateau"),
+    "a scheduler of another optimizer": (SpecError, "one of another optimizer"),
     "evaluation mode": (ModelError, r"model\.train\(\)"),
     "a clip of nothing": (SpecError, "a norm above 0"),
 }
@@ -454,6 +458,9 @@ def other_data(what: str, folder: Path) -> str:
     """What is said on a rank where ranks read other samples."""
     rank, model = dist.get_rank(), llama()
     items: Any = dataset()
+    optimizer = (
+        torch.optim.Adam(model.parameters()) if what == "optimizers" and rank else sgd(model)
+    )
     if what in ("first contents", "contents") and rank:
         at = 0 if what == "first contents" else 2
         items[at] = {**items[at], "input_ids": items[at]["input_ids"].flip(0)}
@@ -468,6 +475,9 @@ def other_data(what: str, folder: Path) -> str:
                 if what == "lengths":
                     yield {name: x[:2] for name, x in item.items()}
                     continue
+                if what == "contents of a stream":
+                    yield {name: x.flip(0) for name, x in item.items()}
+                    continue
             yield item
 
     given: dict[str, Any] = {"costs": costs(2), "batch_tokens": 60}
@@ -477,11 +487,22 @@ def other_data(what: str, folder: Path) -> str:
         given["check_loss"] = not rank
     if what == "costs" and rank:
         del given["costs"]
+    if what == "tokens of a batch" and rank:
+        given["batch_tokens"] = 70
+    if what == "the order":
+        given["shuffle"] = bool(rank)
+    if what == "seeds":
+        given["seed"] = rank
+    if what == "a parameter of one's own":
+        optimizer = sgd(model)
     if what == "contents":  # all samples are read on both ranks
         given |= {"planner": "static", "static_size": 2}
-    source = stream() if what in ("lengths", "an end", "an error") else items
+    streams = ("lengths", "an end", "an error", "contents of a stream")
     try:
-        trained(attached(model, sgd(model), source, folder, **given), model)
+        run = attached(model, optimizer, stream() if what in streams else items, folder, **given)
+        if what == "a parameter of one's own":
+            optimizer.add_param_group({"params": Outside().parameters()})
+        trained(run, model)
     except (HeadraceError, Gone) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -495,6 +516,12 @@ OTHER = {
     "costs": "PlanMismatch: argument measure.costs of hr.attach",
     "lengths": "PlanMismatch: stream of samples",
     "an end": "PlanMismatch: stream of samples",
+    "contents of a stream": "PlanMismatch: stream of samples",
+    "optimizers": "PlanMismatch: optimizer of the loop",
+    "tokens of a batch": "PlanMismatch: argument batch_tokens of hr.attach",
+    "the order": "PlanMismatch: argument samples.shuffle of hr.attach",
+    "seeds": "PlanMismatch: argument seed of hr.attach",
+    "a parameter of one's own": "make what is learnt beside the model",
     "an error": "the disk is gone",
 }
 
@@ -517,6 +544,76 @@ def once(folder: Path) -> tuple[int, int]:
     )
     steps = [len(step.plan.lengths) for step in run if trained_step(step, model)]
     return len(steps), sum(steps)
+
+
+def of_a_part(folder: Path) -> tuple[list[float], Any]:
+    """Norms of gradients and weights of three steps whose optimizer has the head alone."""
+    model = llama()
+    optimizer = torch.optim.SGD(model.lm_head.parameters(), lr=0.1)
+    run = attached(model, optimizer, dataset(), folder, costs=costs(2), steps=3, clip=1.0)
+    norms = []
+    for step in run:
+        for micro in step:
+            inputs = {name: x for name, x in micro.inputs.items() if name != "labels"}
+            micro.backward(micro.loss(model(**inputs).logits))
+        assert step.gradient_norm is not None
+        norms.append(step.gradient_norm)
+    return norms, weights(model)
+
+
+def test_gradients_of_other_parameters_do_not_pile_up(tmp_path: Path) -> None:
+    """Catches gradients that the optimizer does not drop, which are summed over ranks again in
+    every step: their norm grows, and a clipped update shrinks to nothing."""
+    model, wanted = llama(), list[float]()
+    optimizer = torch.optim.SGD(model.lm_head.parameters(), lr=0.1)
+    for batch in batches(dataset(), 3, batch_tokens=150):
+        items = [batch.read(i) for i in range(len(batch.lengths))]
+        targets = sum(int((item["labels"] != -100).sum()) for item in items)
+        for item in items:
+            logits = model(input_ids=item["input_ids"][None]).logits[0]
+            (cross_entropy(logits, item["labels"], reduction="sum") / targets).backward()
+        wanted.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        model.zero_grad()
+    for norms, ends in run_ranks(2, of_a_part, tmp_path, timeout_s=100):
+        assert norms == pytest.approx(wanted, rel=1e-9)
+        for one, other in zip(ends, weights(model), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-10)
+
+
+class Counting:
+    """Reads items that are their own samples."""
+
+    def read(self, item: Any, what: str, *, labelled: bool = True) -> Any:
+        return {"input_ids": torch.as_tensor(item)}
+
+    def length(self, sample: Any) -> int:
+        return len(sample["input_ids"])
+
+    def forget_fields(self) -> None:
+        """Nothing is kept."""
+
+
+def test_a_generator_goes_on_where_it_was_or_says_that_it_cannot() -> None:
+    """Catches the item that was read first to see its size, and was lost when a run went on."""
+
+    def order() -> StreamOrder:
+        return StreamOrder(([i, i] for i in range(12)), Counting(), batch_tokens=4)
+
+    unbroken, resumed = order(), order()
+    unbroken.first()
+    for _ in range(2):
+        unbroken.next_batch()
+    resumed.first()
+    resumed.restore(unbroken.state())
+    wanted = unbroken.next_batch().read(0)["input_ids"].tolist()
+    assert resumed.next_batch().read(0)["input_ids"].tolist() == wanted == [4, 4]
+    begun = order()
+    begun.first()
+    begun.restore({"epoch": 0, "items": 0})
+    assert begun.next_batch().read(0)["input_ids"].tolist() == [0, 0]
+    with pytest.raises(DataError, match="a generator that has given 3 items"):
+        begun.restore({"epoch": 0, "items": 0})
 
 
 def trained_step(step: Any, model: Any) -> bool:
@@ -544,7 +641,9 @@ def left_and_skipped(folder: Path) -> tuple[Any, Any, int]:
                 micro.backward(model(**micro.inputs).loss)
                 break
             break
+        assert len(run) == count
         trained_step(step, model)
+        assert len(run) == count
         found.append(step.plan.lengths.tokens)
     for step in run:
         if step.number == 2:
