@@ -321,9 +321,17 @@ def meet(group: dist.ProcessGroup | None) -> None:
         Transfer(work, group, x).wait()
 
 
-def agree(what: str, value: str, group: dist.ProcessGroup | None) -> None:
-    """Raise PlanMismatch on every rank when ``value`` is not the same on all of them. A digest of
-    fixed size is compared; the values are exchanged only where digests differ."""
+def agree(
+    what: str,
+    value: str,
+    group: dist.ProcessGroup | None,
+    *,
+    shown: int = 12,
+    hint: str = "all ranks must see the same files, configuration and versions",
+) -> None:
+    """Raise PlanMismatch on every rank when ``value`` is not the same on all of them; its message
+    has the first ``shown`` characters of values that differ, and ``hint``. A digest of fixed size
+    is compared; the values are exchanged only where digests differ."""
     if group is None:
         return
     # One all-reduce gives max(d) and max(~d) = ~min(d): digests agree where maximum and minimum do.
@@ -338,9 +346,9 @@ def agree(what: str, value: str, group: dist.ProcessGroup | None) -> None:
     if other_ranks:
         raise PlanMismatch(
             what,
-            got=f"{values[other_ranks[0]][:12]} on rank {other_ranks[0]}",
-            wanted=f"{values[0][:12]} as on rank 0",
-            hint="all ranks must see the same files, configuration and versions",
+            got=f"{values[other_ranks[0]][:shown]} on rank {other_ranks[0]}",
+            wanted=f"{values[0][:shown]} as on rank 0",
+            hint=hint,
         )
 
 

@@ -99,6 +99,12 @@ __all__ = ["Attached", "attach", "begin"]
 _DRAWN = 8
 """Number of steps whose timelines of all ranks are recorded, where the total is known."""
 
+_COMPARED = 8192
+"""Values at the beginning of each field of a stream's items that ranks compare."""
+
+_SHOWN = 80
+"""Characters of what ranks have read of a stream that an error shows, where they differ."""
+
 LoopStep: TypeAlias = RunningStep[LoopBatch, LoopMicroBatch]
 
 
@@ -147,7 +153,7 @@ def attach(
         epochs: Passes over the data, unless ``steps`` says how many steps to take.
         steps: Steps to take.
         scheduler: Takes one step after each of the optimizer's.
-        clip: The largest norm of the gradient.
+        clip: The largest norm of the gradient of all trained parameters of the model.
         update: Whether a step ends with that of the optimizer. Where False it ends with the
             gradients of all ranks added up: the loop clips, takes the optimizer's and the
             scheduler's step, and calls ``zero_grad()``, on all ranks alike.
@@ -393,6 +399,7 @@ class Attached:
         self._restore = setup.model.begin(sample, setup.device)
         try:
             self.found = measured(setup, sample)
+            setup.held.shard_again()  # the model has the parameters of before, for a late group
             self._record = RunRecord(out) if setup.groups.rank == 0 else None
             # The steps whose timelines are recorded.
             self._drawn = (
@@ -1073,12 +1080,10 @@ class Attached:
         ranks might read or draw other ones: for a stream, and where costs decide what is drawn."""
         batches = list[LoopBatch]()  # one, unless reading it fails
         failure = self._failure_of(lambda: batches.append(self._order.next_batch()))
-        lengths = batches[0].lengths.tokens if batches else ()
-        text = f"{len(lengths)} samples of {sum(lengths):,} tokens: {lengths}"
+        shown = ""  # what no other rank sees, unless the data is a stream
         if isinstance(self._order, StreamOrder) and failure is None:
-            contents = [checksum_of(batches[0].read(i)) for i in range(len(lengths))]
-            text += f", checksum {zlib.crc32(repr(contents).encode()):08x}"
-        self._require_agreement(text, failure)
+            shown = _text_of_stream(batches[0])
+        self._require_agreement(shown, failure)
         if isinstance(self._order, PricedOrder):
             # Seconds decide what is drawn, and processors may round them differently.
             drawn = f"samples {batches[0].lengths.ids}"
@@ -1106,7 +1111,14 @@ class Attached:
             return
         read_text = text if failure is None else f"{type(failure).__name__}: {failure}"
         try:
-            agree("stream of samples", read_text, self._setup.groups.world)
+            agree(
+                "stream of samples",
+                read_text,
+                self._setup.groups.world,
+                shown=_SHOWN,
+                hint="all ranks must read the same items in the same order: what shuffles them "
+                "needs a random generator of its own, with the same seed on all ranks",
+            )
         except PlanMismatch:
             if failure is not None:  # this rank knows its own error better
                 raise failure from None
@@ -1138,6 +1150,24 @@ class Attached:
             optimizer=self._setup.optimizer,
             groups=self._setup.groups,
         )
+
+
+def _text_of_stream(batch: LoopBatch) -> str:
+    """The samples of a batch in a short text to compare, with a CRC-32 of their lengths and of the
+    beginnings of all fields that are in the memory of the host, so that no device is waited for and
+    long clips take no longer than texts."""
+    contents = [
+        checksum_of(
+            {
+                name: value.reshape(-1)[:_COMPARED]
+                for name, value in batch.read(i).items()
+                if value.device.type == "cpu"
+            }
+        )
+        for i in range(len(batch.lengths))
+    ]
+    checksum = zlib.crc32(repr((batch.lengths.tokens, contents)).encode())
+    return f"{len(contents)} samples of {batch.lengths.total:,} tokens, checksum {checksum:08x}"
 
 
 def _whereabouts(run: weakref.ref[Attached]) -> str:

@@ -286,12 +286,12 @@ class LoopRunner:
     _scheduler_state: tuple[int | None, list[float]] | None = field(default=None, init=False)
     _hook: Any = field(default=None, init=False)  # that of the optimizer, to remove it
     # How many parameters of the optimizer were seen to be the model's.
-    _parameter_count: int = field(default=-1, init=False)
+    _parameter_count: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Start the clock, and refuse calls of ``optimizer.step()`` where plans make the steps."""
         self._clock = clock_of(self.device)
-        self.check = self.check_losses
+        self.check, self._parameter_count = self.check_losses, _count_parameters(self.optimizer)
         if self.updates:
             self._hook = _unwrapped(self.optimizer).register_step_pre_hook(_refuse_steps)
 
@@ -499,8 +499,9 @@ class LoopRunner:
     def _require_own_parameters(self) -> None:
         """Raise ModelError where the optimizer was given parameters that are not the model's since
         the loop began."""
-        count = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        count = _count_parameters(self.optimizer)
         if count != self._parameter_count:
+            self.held.shard_again()  # what FSDP2 has gathered are other tensors
             require_own(self.held.model, self.optimizer)
             self._parameter_count = count
 
@@ -523,8 +524,9 @@ class LoopRunner:
                 f"gradients of step {number}",
                 got="some that are there before it",
                 wanted="none",
-                hint="call optimizer.zero_grad() after optimizer.step(): a step has the gradients "
-                "of all its samples, however many micro-batches it takes",
+                hint="call optimizer.zero_grad() after optimizer.step(), or model.zero_grad() "
+                "where the optimizer has a part of the model: a step has the gradients of all its "
+                "samples, however many micro-batches it takes",
             )
 
     def resumed(self) -> None:
@@ -805,6 +807,11 @@ class _RankReport:
     failure: str | None
 
 
+def _count_parameters(optimizer: torch.optim.Optimizer) -> int:
+    """The number of parameters in all groups of an optimizer."""
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
 def _samples_text(lengths: Lengths) -> str:
     """How many samples of how many tokens a step has, with a CRC-32 of their lengths and ids."""
     checksum = zlib.crc32(repr((lengths.tokens, lengths.ids)).encode())
@@ -835,10 +842,7 @@ def _agree_on_packs(
     messages = gather_bytes(json.dumps(asdict(own)).encode(), groups.world)
     reports = [_RankReport(**json.loads(message)) for message in messages]
     for rank, report in enumerate(reports):
-        if report.failure is not None:
-            if failure is not None:  # this rank failed too: raise its own error, with its trace
-                raise failure
-            raise HeadraceError(f"samples of rank {rank}", got=report.failure, wanted="its samples")
+        # First, as a rank that has other samples than those of the plan may fail to read these.
         for what, text in report.must_match.items():
             if text != reports[0].must_match[what]:
                 raise PlanMismatch(
@@ -847,6 +851,10 @@ def _agree_on_packs(
                     wanted=f"{reports[0].must_match[what]}, as on rank 0",
                     hint="ranks must set the same rate, and read the same data in the same order",
                 )
+        if report.failure is not None:
+            if failure is not None:  # this rank failed too: raise its own error, with its trace
+                raise failure
+            raise HeadraceError(f"samples of rank {rank}", got=report.failure, wanted="its samples")
     packs = [_ranks_of_packs(index, reports, plan) for index in range(len(plan.micro_batches))]
     targets = sum(report.led_targets for report in reports)
     if not targets and learned:

@@ -18,7 +18,12 @@ from headrace.comm.collectives import agree, gather_bytes
 from headrace.comm.mesh import Groups
 from headrace.errors import ModelError, SpecError
 
-__all__ = ["optimizer_text", "require_trainable", "share_weights"]
+__all__ = [
+    "optimizer_text",
+    "require_own",
+    "require_trainable",
+    "share_weights",
+]
 
 
 def require_trainable(
@@ -51,8 +56,7 @@ def require_trainable(
         )
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
         raise SpecError("scheduler", got=type(scheduler).__name__, wanted="something with step()")
-    scheduled = getattr(scheduler, "optimizer", None)
-    if isinstance(scheduled, torch.optim.Optimizer) and not _same_parameters(scheduled, optimizer):
+    if _sets_other_rates(scheduler, optimizer):
         raise SpecError(
             "scheduler",
             got="one of another optimizer",
@@ -70,10 +74,14 @@ def require_trainable(
     require_own(model, optimizer)
 
 
-def _same_parameters(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
-    """Whether two optimizers, one of which may wrap the other, have the same parameters."""
-    ids = [{id(p) for group in x.param_groups for p in group["params"]} for x in (one, other)]
-    return ids[0] == ids[1]
+def _sets_other_rates(scheduler: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a scheduler says that it is of another optimizer. One of the two optimizers may wrap
+    the other: then they have the same groups, in which rates are set."""
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate may have wrapped it
+    scheduled = getattr(scheduler, "optimizer", None)
+    if not isinstance(scheduled, torch.optim.Optimizer):
+        return False
+    return list(map(id, scheduled.param_groups)) != list(map(id, optimizer.param_groups))
 
 
 def require_own(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -191,6 +191,28 @@ def test_given_costs_are_refused_as_hybrid(tmp_path: Path) -> None:
         assert "planner.costs" in said
 
 
+def trained_later(how: str, folder: Path) -> tuple[list[float], Any]:
+    """Losses and weights of steps whose optimizer gets the layers after the loop was begun."""
+    model, called = wrapped(how)
+    optimizer = torch.optim.SGD(model.lm_head.parameters(), lr=0.1)
+    run = attached(called, optimizer, dataset(), folder, costs=costs(2), steps=2)
+    optimizer.add_param_group({"params": model.model.parameters()})
+    return trained(run, called), weights(model)
+
+
+@pytest.mark.parametrize("how", ["alone", "fsdp2"])
+def test_an_optimizer_may_get_more_of_the_model(how: str, tmp_path: Path) -> None:
+    """Catches layers that are unfrozen late and taken for parameters of nobody, as weights that
+    FSDP2 has gathered are other tensors."""
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = alone(model, optimizer, batches(dataset(), 2, batch_tokens=150))
+    for got, ends in run_ranks(2, trained_later, how, tmp_path, timeout_s=100):
+        assert got == pytest.approx(losses, rel=EXACT)
+        for mine, wanted in zip(ends, weights(model), strict=True):
+            np.testing.assert_allclose(mine, wanted, rtol=0, atol=EXACT)
+
+
 class Elsewhere(StepPlanner):
     """A planner that is not asked here."""
 

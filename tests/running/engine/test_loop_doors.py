@@ -357,7 +357,7 @@ def begun(what: str, folder: Path) -> None:
     if what == "a scheduler by metrics":
         given["scheduler"] = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     if what == "a scheduler of another optimizer":
-        given["scheduler"] = torch.optim.lr_scheduler.StepLR(sgd(llama()), 1)
+        given["scheduler"] = torch.optim.lr_scheduler.StepLR(sgd(model), 1)
     if what == "evaluation mode":
         model.eval()
     if what == "a clip of nothing":
@@ -391,7 +391,9 @@ def stepped(what: str, folder: Path) -> str:
     """What is said to a loop that takes steps of its own."""
     model = llama()
     optimizer = sgd(model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    if what == "a scheduler of schedulers":  # which does not count its steps
+        scheduler = torch.optim.lr_scheduler.ChainedScheduler([scheduler])
     items: Any = dataset()
     if what == "no labels":
         items = [{**i, "labels": torch.full_like(i["labels"], -100)} for i in items]
@@ -402,7 +404,7 @@ def stepped(what: str, folder: Path) -> str:
                 micro.backward(model(**micro.inputs).loss)
                 if what == "optimizer":
                     optimizer.step()
-            if what == "scheduler":
+            if what in ("scheduler", "a scheduler of schedulers"):
                 scheduler.step()
             if what == "rates" and dist.get_rank() and step.number == 1:
                 optimizer.param_groups[0]["lr"] = 7.0
@@ -414,6 +416,7 @@ def stepped(what: str, folder: Path) -> str:
 STEPPED = {
     "optimizer": "0 optimizer.step(): got a call by the loop",
     "scheduler": "1 scheduler.step(): got a step by the loop",
+    "a scheduler of schedulers": "1 scheduler.step(): got a step by the loop",
     "rates": "2 optimizer of rank 1: got learning rates [7.0]",
     "no labels": "0 labels of the step: got all of",
 }
@@ -461,6 +464,8 @@ def other_data(what: str, folder: Path) -> str:
     optimizer = (
         torch.optim.Adam(model.parameters()) if what == "optimizers" and rank else sgd(model)
     )
+    if what == "rates" and rank:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     if what in ("first contents", "contents") and rank:
         at = 0 if what == "first contents" else 2
         items[at] = {**items[at], "input_ids": items[at]["input_ids"].flip(0)}
@@ -493,6 +498,10 @@ def other_data(what: str, folder: Path) -> str:
         given["shuffle"] = bool(rank)
     if what == "seeds":
         given["seed"] = rank
+    if what == "samples of a batch":
+        given |= {"batch_tokens": None, "batch_sequences": 2 + rank}
+    if what == "places of labels":
+        given["label_place"] = ["first", "last"][rank]
     if what == "a parameter of one's own":
         optimizer = sgd(model)
     if what == "contents":  # all samples are read on both ranks
@@ -500,6 +509,8 @@ def other_data(what: str, folder: Path) -> str:
     streams = ("lengths", "an end", "an error", "contents of a stream")
     try:
         run = attached(model, optimizer, stream() if what in streams else items, folder, **given)
+        if what == "a place in the data" and rank:
+            run._order.next_batch()
         if what == "a parameter of one's own":
             optimizer.add_param_group({"params": Outside().parameters()})
         trained(run, model)
@@ -518,9 +529,13 @@ OTHER = {
     "an end": "PlanMismatch: stream of samples",
     "contents of a stream": "PlanMismatch: stream of samples",
     "optimizers": "PlanMismatch: optimizer of the loop",
+    "rates": "PlanMismatch: optimizer of the loop",
+    "samples of a batch": "PlanMismatch: argument batch_sequences of hr.attach",
+    "places of labels": "PlanMismatch: argument samples.label_place of hr.attach",
     "tokens of a batch": "PlanMismatch: argument batch_tokens of hr.attach",
     "the order": "PlanMismatch: argument samples.shuffle of hr.attach",
     "seeds": "PlanMismatch: argument seed of hr.attach",
+    "a place in the data": "PlanMismatch: samples of rank 1",
     "a parameter of one's own": "make what is learnt beside the model",
     "an error": "the disk is gone",
 }
@@ -762,6 +777,32 @@ def test_a_loader_is_a_source(workers: int, tmp_path: Path) -> None:
         half = len(found) // 2
         assert found[:half] == found[half:]
         assert sum(map(len, found)) == 2 * len(dataset())
+
+
+def shuffled_by_a_loader(folder: Path) -> tuple[str, int]:
+    """What is said of a DataLoader that shuffles with the numbers that dropout draws from, and how
+    many steps were taken before."""
+    model, items = llama(), [{"input_ids": torch.arange(12) + at} for at in range(16)]
+    loader = torch.utils.data.DataLoader(items, batch_size=None, shuffle=True)  # type: ignore[arg-type]
+    run = attached(
+        model, sgd(model), loader, folder, costs=costs(2), epochs=2, batch_tokens=48, longest=12
+    )
+    try:
+        for step in run:
+            torch.rand(1 + run.rank)  # as dropout draws for other tokens on each rank
+            trained_step(step, model)
+    except HeadraceError as error:
+        return str(error), run.number
+    return "nothing", run.number
+
+
+def test_a_loader_that_shuffles_ranks_apart_is_told(tmp_path: Path) -> None:
+    """Catches ranks whose samples are as long as the others', in another order from the second
+    epoch on: some would be trained twice and others never."""
+    for text, steps in run_ranks(2, shuffled_by_a_loader, tmp_path, timeout_s=60):
+        assert text.startswith("stream of samples: got 4 samples of 48 tokens, checksum ")
+        assert "a random generator of its own" in text
+        assert steps == 4
 
 
 def workers_of_a_stream(folder: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +51,58 @@ def loop(folder: Path, rank: int, ends: Callable[[], None], *, sharing: bool) ->
                 (folder / "ended").write_text(str(time.time()))
                 ends()
             micro.backward(model(**micro.inputs).loss)
+
+
+def loop_of_a_program(folder: Path, rank: int) -> None:
+    """The loop in which ``rank`` raises an error that nobody catches: it ends as the interpreter
+    ends a program."""
+    atexit._clear()  # what pytest does at its end is not for a rank
+    try:
+        loop(folder, rank, raising, sharing=True)
+    except ValueError as error:
+        sys.last_value = error
+        atexit._run_exitfuncs()
+        raise
+
+
+class Broken(list[Any]):
+    """Items of which one cannot be read."""
+
+    def __getitem__(self, at: Any) -> Any:
+        if at == 3:
+            raise OSError("planted here")
+        return super().__getitem__(at)
+
+
+def beginning(folder: Path, rank: int, what: str) -> None:
+    """A loop whose beginning fails on one ``rank``, which goes on living for a while; writes down
+    the threads that are left."""
+    model, items, here = llama(), dataset(), torch.distributed.get_rank()
+
+    def stream() -> Iterator[Any]:
+        if here == rank:
+            raise OSError("planted here")
+        yield from items
+
+    def fail(*_: Any) -> None:
+        raise OSError("planted here")
+
+    source: Any = {"an item": Broken(items) if here == rank else items, "a stream": stream()}.get(
+        what, items
+    )
+    if what == "measuring" and here == rank:
+        model.model.layers[1].register_full_backward_hook(fail)
+    given = {} if what == "measuring" else {"costs": costs(2)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (folder / "ended").write_text(str(time.time()))
+    try:
+        attached(model, optimizer, source, folder, **given)
+    finally:
+        names = [thread.name for thread in threading.enumerate()]
+        (folder / f"threads of {here}").write_text(" ".join(names))
+        if here == rank:
+            (folder / "ended").write_text(str(time.time()))
+            time.sleep(3)
 
 
 def compiled_loop(
@@ -127,6 +182,24 @@ def test_the_others_name_the_rank_and_the_step(
     assert len(others) == ranks - 1, text
     assert all("step 1" in how for how in others)
     assert seconds < 30
+
+
+def test_an_error_that_ends_a_program_is_named(tmp_path: Path) -> None:
+    """Catches a rank that raised an error and is said to have ended without a word."""
+    text, seconds = told(tmp_path, 2, 1, body=loop_of_a_program)
+    assert "PeerLost: rank 1: got raised ValueError: planted here (in step 1" in text
+    assert seconds < 30
+
+
+@pytest.mark.parametrize("what", ["an item", "a stream", "measuring"])
+def test_an_error_before_the_first_step_is_named(what: str, tmp_path: Path) -> None:
+    """Catches a loop that fails to begin on one rank, while the others wait for it and then hear of
+    a broken connection; and a thread that stays on watch for a loop that never was."""
+    text, seconds = told(tmp_path, 2, 1, what, body=beginning)
+    assert "PeerLost: rank 1: got raised OSError: planted here (in the beginning of the l" in text
+    assert seconds < 10
+    for rank in range(2):
+        assert "loop watch" not in (tmp_path / f"threads of {rank}").read_text()
 
 
 @pytest.mark.parametrize("ends", [killed, raising])

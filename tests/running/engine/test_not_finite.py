@@ -47,6 +47,8 @@ def troubled(how: str, value: float, clip: float | None, folder: Path) -> Any:
     options = {"clip": clip, "scheduler": scheduler, "costs": costs(ranks), "steps": 3}
     if how == "fsdp2":
         options.pop("costs")
+    if how == "by hand":
+        options |= {"scheduler": None, "update": False}
     run = attached(model, optimizer, dataset(), folder, **options)
     said, seen = "nothing", []
     for step in run:
@@ -65,6 +67,10 @@ def troubled(how: str, value: float, clip: float | None, folder: Path) -> Any:
             seen.append(state_of(model, optimizer, scheduler))
             assert all(p.grad is None or not p.grad.any() for p in model.parameters())
             break
+        if how == "by hand":
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
     return said, seen
 
 
@@ -81,6 +87,7 @@ CASES = [
     ("alone", 2, float("inf"), 1.0),
     ("fsdp2", 2, float("inf"), None),
     ("loss", 2, float("nan"), 1.0),
+    ("by hand", 2, float("inf"), None),
 ]
 
 
@@ -100,6 +107,37 @@ def test_it_never_reaches_the_weights(
         for mine, other in zip(after, before, strict=True):
             np.testing.assert_array_equal(mine, other)
         assert all(np.isfinite(x).all() for x in after)
+
+
+def by_gradients(value: float, folder: Path) -> Any:
+    """What is said of a step by the gradients of values, where the last rank's gradients of its
+    weights are not finite, and the weights and the optimizer's state before and after it."""
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    options = {"longest": 70, "scheduler": scheduler, "costs": costs(2)}
+    run, samples = attached(model, optimizer, None, folder, **options), dataset()[:4]
+
+    def values(outputs: Any, micro: Any, bad: bool) -> torch.Tensor:
+        found = outputs.logits.logsumexp(-1)
+        return Overflowing.apply(found, value) if bad and run.rank == 1 else found
+
+    ones = [torch.ones(len(sample["input_ids"])) for sample in samples]
+    run.backward(samples, lambda outputs, micro: values(outputs, micro, False), ones)
+    before = state_of(model, optimizer, scheduler)
+    with pytest.raises(HeadraceError) as caught:
+        run.backward(samples, lambda outputs, micro: values(outputs, micro, True), ones)
+    assert all(p.grad is None for p in model.parameters())
+    return str(caught.value), [before, state_of(model, optimizer, scheduler)]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_step_by_gradients_never_takes_it(value: float, tmp_path: Path) -> None:
+    """Catches weights that are not finite where the run itself calls the model."""
+    for said, (before, after) in run_ranks(2, by_gradients, value, tmp_path, timeout_s=100):
+        assert said.startswith("loss of step 1: got ")
+        for mine, other in zip(after, before, strict=True):
+            np.testing.assert_array_equal(mine, other)
 
 
 def test_a_checkpoint_after_it_is_whole(tmp_path: Path) -> None:

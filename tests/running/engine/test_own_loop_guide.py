@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from pathlib import Path
@@ -19,7 +20,7 @@ pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "docs/guides/your-own-loop.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
-LOOP, LOSS, EVALUATION, STOPPABLE, MEMORY = BLOCKS
+LOOP, LOSS, EVALUATION, AVERAGE, STOPPABLE, MEMORY = BLOCKS
 STEPS = 5
 
 
@@ -42,6 +43,7 @@ def begun(ranks: int, folder: Path, items: Any) -> dict[str, Any]:
     model = llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = {
+        "copy": copy,
         "hr": hr,
         "torch": torch,
         "model": model,
@@ -80,6 +82,32 @@ def other_loops(ranks: int, folder: Path, body: str) -> list[Any]:
     exec(lines, names)
     names["run"].detach()
     return weights(names["model"])
+
+
+def averaged(ranks: int, folder: Path) -> tuple[list[Any], list[Any], list[float]]:
+    """Weights of the model and of the guide's moving average of it, and the loss of the average
+    beside that of a plain model with its weights."""
+    names = begun(ranks, folder, dataset())
+    exec(AVERAGE, names)
+    average, again = names["average"], llama()
+    again.load_state_dict(average.state_dict())
+    ids = torch.arange(40)[None]
+    losses = [float(called(input_ids=ids, labels=ids).loss.detach()) for called in (average, again)]
+    names["run"].detach()
+    return weights(names["model"]), weights(average), losses
+
+
+def averages_of_one_process() -> list[Any]:
+    """The moving average of the weights after the same steps of one process."""
+    model = llama()
+    average = weights(copy.deepcopy(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+    for batch in batches(dataset(), STEPS, batch_tokens=150):
+        alone(model, optimizer, [batch], scheduler=schedule)
+        pairs = zip(average, weights(model), strict=True)
+        average = [old + 0.001 * (new - old) for old, new in pairs]
+    return average
 
 
 def _indented(text: str) -> str:
@@ -152,6 +180,17 @@ def test_other_loops_run(body: str, tmp_path: Path) -> None:
     wanted = by_one_process()
     for found in run_ranks(2, other_loops, 2, tmp_path, body):
         _require_alike(found, wanted)
+
+
+def test_the_average_runs(tmp_path: Path) -> None:
+    """Catches a copy of the model that is spread over ranks as the model is, one that is no plain
+    model, and averages that ranks do not share."""
+    wanted, mean = by_one_process(), averages_of_one_process()
+    for found, average, (loss, plain) in run_ranks(2, averaged, 2, tmp_path):
+        _require_alike(found, wanted)
+        for mine, exact in zip(average, mean, strict=True):
+            assert abs(mine - exact).max() < 1e-8
+        assert loss == plain
 
 
 def test_the_loss_with_a_penalty_runs(tmp_path: Path) -> None:
