@@ -27,6 +27,11 @@ from spread import whole
 pytest.importorskip("transformers")
 
 
+HELD: list[Any] = []
+"""Models that live until their process ends, as in a script that an error ends: a model that is
+freed before leaves its loop in peace."""
+
+
 def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -137,6 +142,7 @@ def adapted_loop(folder: Path, rank: int, ends: Callable[[], None]) -> None:
     made = axial.example()
     assert made.adapted is not None
     run, inputs = made.adapted(made.model), made.inputs
+    HELD.append(run)
     for number in range(1, 5):
         part = run.shard(inputs)
         if (number, torch.distributed.get_rank()) == (2, rank):
