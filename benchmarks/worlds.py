@@ -12,6 +12,7 @@ cases, not world by world: a search is a lottery within a fraction of a percent.
     32b         Llama 32B (60 layers of 6,656) on 48 and 64
     70b         Llama 70B on 64 and 256, where memory binds
     small       made-up costs of 2 to 9 ranks, of few sequences
+    large       Llama 8B on 64 with 98,960 sequences, and on 1,024
 
     behind      the step over the best known, less one: mean and worst of the group
     gap         the step over its own bound, less one: mean and worst
@@ -204,6 +205,13 @@ def all_worlds() -> Iterator[World]:
     yield from of_a_model("70b", 64, (CURVED, "1M"))
     yield from of_a_model("70b", 256, (CURVED, "4M"), (FEW, "4M"))
     yield from (of_few(seed, "free") for seed in range(60))
+    for devices, law, tokens in ((64, FEW, "98M"), (1024, CURVED, "16M")):
+        yield World(
+            group="large",
+            name=f"8b on {devices}, {tokens}",
+            problem=lambda devices=devices: of_model("8b", devices),
+            lengths=drawn(law, tokens, 1),
+        )
 
 
 def restricted(problem: Problem) -> Iterator[tuple[str, Problem]]:

@@ -333,6 +333,7 @@ class AxisModel:
             group=shards.group,
             targets=places,
             tokens=self._local_places(shards),
+            by_places=True,
             placed=shards,
             rest=rest,
         )
@@ -404,6 +405,7 @@ class AxisModel:
             group=shards.group,
             targets=targets or 0,
             tokens=self._local_places(shards),
+            by_places=True,
             placed=shards,
         )
 

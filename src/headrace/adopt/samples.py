@@ -271,7 +271,8 @@ def _stacked(value: Any) -> torch.Tensor:
 
 def _of_array(array: NDArray[Any]) -> torch.Tensor | None:
     """An array of numbers or truth values as a tensor; None for other arrays. Unsigned numbers, for
-    which torch has few operators, become signed."""
-    if array.dtype.kind == "u" and array.itemsize > 1:
+    which torch has few operators, become signed where they fit."""
+    wide = array.dtype.kind == "u" and array.itemsize > 1
+    if wide and (array.itemsize < 8 or not (array > np.iinfo(np.int64).max).any()):
         array = array.astype(np.int64)
     return torch.as_tensor(array) if array.dtype.kind in "biuf" else None

@@ -63,6 +63,8 @@ class BatchPart(Mapping[str, Any]):
         rest: Fields of the local samples that the model does not take.
         placed: How the batch is sharded: a :class:`~headrace.adopt.placement.Placement` of tokens,
             :class:`~headrace.adopt.axis_shards.AxisShards` of axes.
+        by_places: Whether a rank's share of a step is that of its places, as for a model of several
+            axes; else that of its labels.
     """
 
     inputs: dict[str, Any]
@@ -72,6 +74,7 @@ class BatchPart(Mapping[str, Any]):
     tokens: int
     placed: Any
     rest: dict[str, torch.Tensor] = field(default_factory=dict)
+    by_places: bool = False
 
     def __getitem__(self, name: str) -> Any:
         return self.inputs[name]

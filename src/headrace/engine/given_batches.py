@@ -76,7 +76,7 @@ class _Given:
         return self.beside[sample] if self.beside else {}
 
     def fingerprint(self) -> str:
-        """A hash of all values."""
+        """A hash of all values of the samples, which ranks compare."""
         text = f"{fingerprint_of(self.items)} {self.units} {fingerprint_of(self.beside)}"
         return sha256(text.encode()).hexdigest()
 

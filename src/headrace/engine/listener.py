@@ -70,7 +70,7 @@ class Listener:
         self._progress = ProgressLines(tell)
 
     def tell(self, text: str) -> None:
-        """Print a line of text."""
+        """Print a line of text for people, apart from the data."""
         self._tell(text)
 
     def progress(self, what: str, done: int, of: int) -> None:

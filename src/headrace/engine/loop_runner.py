@@ -26,7 +26,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from headrace.adopt.axis_shards import AxisShards
 from headrace.adopt.held_weights import HeldWeights, bytes_now
 from headrace.adopt.labels import local_loss
 from headrace.adopt.spread_model import BatchPart, Pack, SpreadModel
@@ -671,7 +670,7 @@ class LoopRunner:
         share_divisor = len(ranks) * len(batch.tokens)  # ranks that add the loss, samples of a step
         parameter = next(self.held.model.parameters())
         known_share = 0.0 if isinstance(action, Idle) else None
-        if known_share is None and isinstance(part.placed, AxisShards):
+        if known_share is None and part.by_places:
             known_share = share_factor(trial, self.groups.rank) * part.tokens / self.targets
         return LoopMicroBatch(
             inputs=part.inputs,

@@ -38,7 +38,6 @@ from typing import Literal
 
 import torch
 
-from headrace.adopt.axis_shards import AxisShards
 from headrace.adopt.spread_model import BatchPart
 from headrace.errors import ModelError
 from headrace.ops.loss import IGNORED
@@ -109,7 +108,7 @@ class LossCheck:
         if are_classes or self.by_sequence:
             yield "even"
             yield "odd"
-        if isinstance(self.part.placed, AxisShards):
+        if self.part.by_places:
             yield "uneven"
 
     def times(self, trial: Trial | None) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -438,8 +439,8 @@ class StreamOrder:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position: skip the items that were consumed. Raises DataError where
-        the data set has fewer, and for a generator, which gives its items once, that is past the
-        position."""
+        the data set has fewer, for a generator, which gives its items once, that is past the
+        position, and for a class that is its own iterator: whether it begins anew is not known."""
         position = {key: state.get(key) for key in ("epoch", "items")}
         if any(type(value) is not int or value < 0 for value in position.values()):
             raise DataError("state of the data", got=dict(state), wanted="that of a stream")
@@ -448,8 +449,17 @@ class StreamOrder:
             "items": int(position["items"] or 0),
         }
         items, consumed = iter(self._dataset), self._position["items"]
-        if items is not self._items:
+        # A loader with persistent workers gives the same iterator, which begins anew.
+        is_loader = isinstance(self._dataset, torch.utils.data.DataLoader)
+        if items is not self._items or is_loader or not self._read_items:
             self._items, self._next, self._read_items = items, None, 0
+        elif isinstance(type(items).__iter__, FunctionType):
+            raise DataError(
+                "stream of samples",
+                got=f"{type(items).__name__}, which is its own iterator",
+                wanted="a new iterator for each loop, to go on where a run was",
+                hint="write __iter__ with yield, and leave __next__ out",
+            )
         elif self._next is not None and consumed == self._read_items - 1:
             return  # what was read and not taken is the item to go on with
         elif consumed < self._read_items or self._position["epoch"]:

@@ -269,7 +269,7 @@ class _Bias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: Part) -> torch.Tensor:
-        """x [t, h] plus the bias."""
+        """The sum of x [t, h] and the bias, [t, h]."""
         ctx.bias = bias
         return x + bias.rows()
 

@@ -31,7 +31,7 @@ class ByteCounter(TorchDispatchMode):
     """
 
     def __init__(self, *, settle_s: float = 0.0) -> None:
-        """Start at 0 bytes."""
+        """Start the count at 0 bytes."""
         super().__init__()
         self._settle_s = settle_s
         self.current_bytes = 0
@@ -140,7 +140,7 @@ class TrafficCounter(TorchDispatchMode):
     """``with TrafficCounter() as counter``: bytes that collectives inside send to other ranks."""
 
     def __init__(self) -> None:
-        """Start at 0 bytes."""
+        """Start the count at 0 bytes."""
         super().__init__()
         self.sent_bytes = 0
 

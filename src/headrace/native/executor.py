@@ -61,7 +61,7 @@ class PlanGroups:
     Those of a pipeline with a layer plan are computed once and kept for later plans."""
 
     def __init__(self, architecture: Architecture) -> None:
-        """Start with empty caches."""
+        """Start with empty caches, which fill as plans come."""
         self._architecture = architecture
         # Layer plans are numbered from 0, as a number is quicker to hash in the keys below.
         self._layer_numbers: dict[LayerPlan, int] = {}

@@ -37,7 +37,7 @@ class SwiGLU:
     block: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """y [T, f] of x [T, 2 f]."""
+        """The activation y [T, f] of x [T, 2 f]."""
         return _swiglu(x, self.block)  # type: ignore[no-any-return]
 
     def backward(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Gelu:
     approximate: Literal["tanh", "none"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """y [T, f] of x [T, f]."""
+        """The activation y [T, f] of x [T, f]."""
         return torch.nn.functional.gelu(x, approximate=self.approximate)
 
     def backward(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ class RMSNorm:
     eps: float
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """(y [T, h], (r [T, 1],))."""
+        """The normalised rows y [T, h], and what the backward needs of them, (r [T, 1],)."""
         y, scale = _rms(x, self.weight.rows(), self.eps)
         return y, (scale,)
 

@@ -48,7 +48,7 @@ class Ring:
 
     @property
     def ranks(self) -> int:
-        """R, the number of ranks."""
+        """The number R of ranks in the ring."""
         return len(self.sizes)
 
     def source(self, step: int) -> int:

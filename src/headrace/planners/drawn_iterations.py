@@ -98,7 +98,7 @@ class Setting:
 
     @property
     def width(self) -> int:
-        """Ranks of a group."""
+        """The number of ranks of a group."""
         return self.scheme.devices
 
 

@@ -631,6 +631,62 @@ def test_a_generator_goes_on_where_it_was_or_says_that_it_cannot() -> None:
         begun.restore({"epoch": 0, "items": 0})
 
 
+class Numbered(torch.utils.data.Dataset[torch.Tensor]):
+    """Eight items of two tokens, their number twice."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        return torch.tensor([at, at])
+
+
+class OwnIterator:
+    """Gives the same items; it is its own iterator, and begins anew."""
+
+    def __iter__(self) -> OwnIterator:
+        self.at = 0
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        self.at += 1
+        if self.at > 8:
+            raise StopIteration
+        return torch.tensor([self.at - 1] * 2)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_goes_on_where_it_was(persistent: bool) -> None:
+    """Catches workers that persist, whose loader gives one iterator, which begins anew: taken for a
+    generator, it gave items again or left some out."""
+
+    def order(source: Any = None) -> StreamOrder:
+        loader = torch.utils.data.DataLoader(
+            Numbered(), batch_size=None, num_workers=1, persistent_workers=persistent
+        )
+        return StreamOrder(loader if source is None else source, Counting(), batch_tokens=4)
+
+    def taken(source: StreamOrder, batches: int) -> list[int]:
+        found = [source.next_batch() for _ in range(batches)]
+        return [int(b.read(i)["input_ids"][0]) for b in found for i in range(len(b.lengths))]
+
+    unbroken = order()
+    unbroken.first()
+    start, found = unbroken.state(), taken(unbroken, 2)
+    state = unbroken.state()
+    assert found + taken(unbroken, 2) == list(range(8))
+    for place, wanted in ((state, [4, 5, 6, 7]), (start, [0, 1, 2, 3])):
+        resumed = order()
+        resumed.first()
+        resumed.restore(place)
+        assert taken(resumed, 2) == wanted
+    assert taken(unbroken, 1) == [0, 1]
+    own = order(OwnIterator())
+    own.first()
+    with pytest.raises(DataError, match="OwnIterator, which is its own iterator"):
+        own.restore(state)
+
+
 def trained_step(step: Any, model: Any) -> bool:
     for micro in step:
         micro.backward(model(**micro.inputs).loss)

@@ -364,6 +364,9 @@ def test_numbers_in_lists_of_any_kind_are_columns() -> None:
     }
     assert found["ids16"].dtype == found["ids"].dtype == torch.int64
     assert found["halves"].dtype == found["worths"].dtype == torch.float32
+    keys = np.array([2**64 - 1, 0, 1], dtype=np.uint64)
+    kept = TokenReader(tokens="ids", kind="next").read({"ids": [1, 2, 3], "keys": keys}, "item")
+    assert kept["keys"].tolist() == keys.tolist()
     for ragged in ([[1], [1, 2], [3]], [1, None, 2], [torch.ones(1), torch.ones(2), torch.ones(1)]):
         with pytest.raises(DataError, match=r"odd of item.*lists of several lengths"):
             reader.read({"ids": [1, 2, 3], "odd": ragged}, "item")

@@ -49,7 +49,7 @@ class Steps:
         object.__setattr__(self, "_values", values)
 
     def __call__(self, x: ArrayLike) -> Floats:
-        """Values [n] at x [n]."""
+        """The values [n] of the function at x [n]."""
         return self._values[self._breaks.searchsorted(single(x))]
 
     def to_json(self) -> dict[str, Any]:

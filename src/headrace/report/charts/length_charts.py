@@ -213,7 +213,7 @@ def _share_axis() -> alt.Axis:
 
 
 def _plain() -> alt.Axis:
-    """An axis of labels alone."""
+    """An axis with labels, and without ticks and lines."""
     return alt.Axis(grid=False, domain=False, ticks=False, labelAngle=0)
 
 
