@@ -22,14 +22,12 @@ cases, not world by world: a search is a lottery within a fraction of a percent.
 tensor blocks and stages without context groups): where such a plan is quicker, the search is to
 blame, as more choices can never be worse.
 
-``--ablate`` plans all worlds with each number of a generator or of the improvement at its smallest
-instead, and prints what that loses: a number that loses nothing has no reason to be there.
-``--without`` leaves generators out.
+``--set`` plans with other numbers, ``--without`` leaves generators out; ``search_numbers.py`` says
+what each number of the search gains.
 
 examples:
     python benchmarks/worlds.py
     python benchmarks/worlds.py --groups 32b 70b --restrict --known benchmarks/results/worlds.json
-    python benchmarks/worlds.py --ablate --groups 8b groups
     python benchmarks/worlds.py --without "side by side" --known benchmarks/results/worlds.json
     python benchmarks/worlds.py --set nested.near=0.02 improvement.looks=0
 """
@@ -40,7 +38,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean, geometric_mean
@@ -266,11 +264,6 @@ class Search:
             improvement=self.improvement,
         )
 
-    def changed(self, name: str, field: str, value: Any) -> Search:
-        """The same with another number of a generator, or of the improvement."""
-        own = {**self.numbers.get(name, {}), field: value}
-        return replace(self, numbers={**self.numbers, name: own})
-
 
 def planned(world: World, search: Search) -> tuple[Plan, float]:
     """The plan of a world, and the processor seconds of making it again where that is short."""
@@ -340,43 +333,6 @@ def told(rows: list[dict[str, Any]], console: Console, *, each: bool) -> None:
             console.print(f"{text}, gap {percent_text(row['gap'])}, {row['strategy']}")
 
 
-def smallest(search: Search) -> Iterator[tuple[str, Search]]:
-    """The search with each number of a generator, or of the improvement, at its smallest."""
-    parts = {own.role.name: own for own in PLANNERS["adaptive"] if not own.role.last}
-    for name, part in {**parts, "improvement": search.improvement}.items():
-        for one in fields(part):  # type: ignore[arg-type]
-            value = getattr(part, one.name)
-            if isinstance(value, (int, float, tuple)) and not isinstance(value, bool):
-                less = value[:1] if isinstance(value, tuple) else type(value)(0)
-                if less != value:
-                    yield f"{name}.{one.name}", search.changed(name, one.name, less)
-
-
-def ablated(
-    worlds: list[World], rows: list[dict[str, Any]], search: Search, console: Console
-) -> None:
-    table = Table("number at its smallest", "group", "loss", "worst", "cpu")
-    for name, less in smallest(search):
-        tell(f"without {name}")
-        for group in dict.fromkeys(world.group for world in worlds):
-            own = [world for world in worlds if world.group == group]
-            before = {row["world"]: row for row in rows if row["group"] == group}
-            losses, ratios = list[float](), list[float]()
-            for world in own:
-                made, spent_s = planned(world, less)
-                known = before[world.name]
-                losses.append(made.predicted_s / known["step_s"] - 1)
-                ratios.append(max(spent_s, 1e-4) / max(known["cpu_s"], 1e-4))
-            table.add_row(
-                name,
-                group,
-                f"{100 * fmean(losses):+.3f} %",
-                f"{100 * max(losses):+.2f} %",
-                f"x{geometric_mean(ratios):.2f}",
-            )
-    console.print(table)
-
-
 def numbers_of(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
     """``GENERATOR.FIELD=VALUE`` as fields by generator."""
     found: dict[str, dict[str, Any]] = {}
@@ -404,7 +360,6 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--without", nargs="+", default=(), help="generators that are left out")
     parser.add_argument("--known", type=Path, help="the JSON of earlier runs: the best of them")
-    parser.add_argument("--ablate", action="store_true", help="each number at its smallest")
     parser.add_argument("--each", action="store_true", help="every world 0.1 %% behind")
     parser.add_argument("--json", type=Path, help="where rows are kept")
     return parser.parse_args()
@@ -425,8 +380,6 @@ def main() -> None:
             row |= {"best_s": other["best_s"], "by": other["by"] or "an earlier run"}
     console = Console()
     told(rows, console, each=o.each)
-    if o.ablate:
-        ablated(worlds, rows, search, console)
     if o.json is not None:
         o.json.write_text(json.dumps(rows, indent=1) + "\n")
 

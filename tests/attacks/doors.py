@@ -4,6 +4,7 @@ or are refused by name, on every rank."""
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from headrace.adopt.gradients import gradient_error
 from headrace.cli.foreign_models import foreign_model
 from headrace.comm.mesh import Groups
 from headrace.errors import DataError, HeadraceError
+from running.adopt.foreign import gpt
 from running.engine.loops import Drawn, attached, costs
 
 __all__ = ["AXES", "CALLS", "LOOPS", "door_attack"]
@@ -304,9 +306,22 @@ class Loop:
     labels: str
     column: str
     steps: int
+    form: str
+    partial: bool
+    evaluates: bool
+
+    @property
+    def tokens(self) -> str:
+        """The field with token numbers."""
+        return "ids" if self.kind == "plain" else "input_ids"
+
+    @property
+    def label_name(self) -> str:
+        """The field with labels."""
+        return "wanted" if self.form == "renamed" else "labels"
 
 
-_LOOPED = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "gpt2", "phi3")
+_LOOPED = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "gpt2", "phi3", "plain")
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -328,16 +343,21 @@ def _drawn_loop(rng: np.random.Generator, ranks: int) -> Loop:
             rng.choice(["own", "micro", "weighted", "penalty", "mean", "bce", "sequence", "bare"])
         ),
         labels=str(rng.choice(["given", "ignored", "one", "shifted"], p=[0.4, 0.4, 0.1, 0.1])),
-        column=str(rng.choice(["", "weights", "sample", "short"], p=[0.4, 0.3, 0.2, 0.1])),
+        column=str(
+            rng.choice(["", "weights", "sample", "nested", "short"], p=[0.4, 0.2, 0.2, 0.1, 0.1])
+        ),
         steps=int(rng.integers(1, 4)),
+        form=str(rng.choice(["dicts", "pairs", "renamed", "stream"], p=[0.55, 0.15, 0.15, 0.15])),
+        partial=bool(rng.random() < 0.3),
+        evaluates=bool(rng.random() < 0.3),
     )
 
 
-def _items(loop: Loop) -> list[dict[str, Any]]:
+def _items(loop: Loop) -> list[Any]:
     draw = torch.Generator().manual_seed(loop.seed)
-    items = []
+    items = list[Any]()
     for at, count in enumerate(loop.lengths):
-        ids = torch.randint(3, 97, (count,), generator=draw)
+        ids = torch.randint(3, 61 if loop.kind == "plain" else 97, (count,), generator=draw)
         labels = ids.clone()
         if loop.labels == "ignored":
             labels[torch.rand(count, generator=draw) < 0.4] = -100
@@ -345,11 +365,16 @@ def _items(loop: Loop) -> list[dict[str, Any]]:
             labels = labels[:1]
         if loop.labels == "shifted":
             labels = labels[1:]
-        item: dict[str, Any] = {"input_ids": ids, "labels": labels}
+        if loop.form == "pairs":
+            items.append((ids, labels))
+            continue
+        item: dict[str, Any] = {loop.tokens: ids, loop.label_name: labels}
         if loop.column == "weights":
             item["weights"] = torch.rand(count, generator=draw, dtype=torch.float64)
         if loop.column == "sample":
             item["weights"] = float(at)
+        if loop.column == "nested":
+            item["weights"] = torch.rand(count, 2, generator=draw, dtype=torch.float64).tolist()
         if loop.column == "short":
             item["weights"] = torch.rand(max(1, count - 1), generator=draw)
         items.append(item)
@@ -358,13 +383,16 @@ def _items(loop: Loop) -> list[dict[str, Any]]:
 
 def _loop_loss(model: Any, micro: Any, loop: Loop) -> torch.Tensor:
     if loop.loss == "own":
-        return model(**micro.inputs).loss  # type: ignore[no-any-return]
-    inputs = {k: v for k, v in micro.inputs.items() if k != "labels"}
-    logits = model(**inputs).logits
+        outputs = model(**micro.inputs)
+        return outputs[1] if loop.kind == "plain" else outputs.loss  # type: ignore[no-any-return]
+    inputs = {k: v for k, v in micro.inputs.items() if k not in ("labels", loop.label_name)}
+    outputs = model(**inputs)
+    logits = outputs[0] if loop.kind == "plain" else outputs.logits
     kept = micro.labels != -100
     each = f.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), reduction="none")
     each = each.view(micro.labels.shape)
     weights = micro.rest.get("weights", torch.ones_like(each))
+    weights = weights[..., 0] if weights.dim() > each.dim() else weights
     if loop.loss == "weighted":
         return (each * weights * kept).sum() / micro.targets
     if loop.loss == "penalty":
@@ -383,45 +411,72 @@ def _loop_loss(model: Any, micro: Any, loop: Loop) -> torch.Tensor:
     return micro.loss(logits)
 
 
+def _looped_model(loop: Loop) -> Any:
+    return gpt() if loop.kind == "plain" else foreign_model(loop.kind, 1)
+
+
+def _optimizer(loop: Loop, model: Any) -> torch.optim.Optimizer:
+    """Of all parameters of the model, or all but its first."""
+    return _OPTIMIZERS[loop.optimizer]([*model.parameters()][int(loop.partial) :])
+
+
+def _evaluated(model: Any, loop: Loop, ids: torch.Tensor) -> float:
+    """The error of an evaluation within a loop, beside a plain model of the same weights."""
+    alone = _looped_model(loop)
+    alone.load_state_dict(model.state_dict())
+    logits = list[torch.Tensor]()
+    for one in (model, alone):
+        one.eval()
+        with torch.no_grad():
+            logits.append(one(ids[None])[0] if loop.kind == "plain" else one(ids[None]).logits)
+        one.train()
+    return float((logits[0] - logits[1]).abs().max() / logits[1].abs().max())
+
+
 def _looped(groups: Groups, loop: Loop, folder: Path) -> float:
-    """The error of weights after a loop of random plans."""
-    model, plain = (foreign_model(loop.kind, 1) for _ in range(2))
-    optimizer = _OPTIMIZERS[loop.optimizer](model.parameters())
-    layers = int(model.config.num_hidden_layers)  # type: ignore[union-attr, arg-type]
+    """The error of weights after a loop of random plans, and of evaluations within it."""
+    model, plain = (_looped_model(loop) for _ in range(2))
+    layers = 2 if loop.kind == "plain" else int(model.config.num_hidden_layers)
+    items = _items(loop)
     run = attached(
         model,
-        optimizer,
-        _items(loop),
+        _optimizer(loop, model),
+        itertools.cycle(items) if loop.form == "stream" else items,
         folder,
         steps=loop.steps,
         costs=costs(groups.ranks, layers),
         batch_tokens=120,
         clip=loop.clip,
+        label_name=loop.label_name,
+        longest=60 if loop.form == "stream" else None,
+        labels="next",
     )
     run.engine.planner = Drawn(  # type: ignore[assignment]
         ranks=groups.ranks, layers=layers, seed=loop.seed, levels=("none",)
     )
-    batches = []
+    batches, errors = [], [0.0]
     try:
         for step in run:
             batches.append([step.batch.read(i) for i in range(len(step.batch.lengths))])
             for micro in step:
                 micro.backward(_loop_loss(model, micro, loop))
+                if loop.evaluates:
+                    errors.append(_evaluated(model, loop, batches[-1][0][loop.tokens]))
     finally:
         run.detach()
     _train_alone(plain, batches, loop)
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     found = [(p - q).abs().max() / q.abs().max().clamp(min=1e-3) for p, q in pairs]
-    return float(torch.stack(found).max())
+    return max(float(torch.stack(found).max()), *errors)
 
 
 class _Whole:
     """A sample of a batch, as a micro-batch is to a loss."""
 
-    def __init__(self, item: Any, targets: int, count: int, samples: int) -> None:
+    def __init__(self, item: Any, tokens: str, targets: int, count: int, samples: int) -> None:
         self.labels = item["labels"][None]
         self.rest = {"weights": item["weights"][None]} if "weights" in item else {}
-        self.inputs = {"input_ids": item["input_ids"][None]}
+        self.inputs = {tokens: item[tokens][None]}
         self.targets, self.share = targets, count / targets
         self.sequence_share = torch.tensor([1 / samples], dtype=torch.float64)
 
@@ -434,21 +489,21 @@ class _Whole:
 
 
 def _train_alone(plain: Any, batches: list[Any], loop: Loop) -> None:
-    optimizer = _OPTIMIZERS[loop.optimizer](plain.parameters())
+    optimizer = _optimizer(loop, plain)
     own = replace(loop, loss="micro") if loop.loss == "own" else loop
     for batch in batches:
         counts = [int((item["labels"] != -100).sum()) for item in batch]
         for item, count in zip(batch, counts, strict=True):
-            micro = _Whole(item, sum(counts), count, len(batch))
+            micro = _Whole(item, loop.tokens, sum(counts), count, len(batch))
             _loop_loss(plain, micro, own).backward()
         if loop.clip is not None:
             nn.utils.clip_grad_norm_(plain.parameters(), loop.clip)
         optimizer.step()
-        optimizer.zero_grad()
+        plain.zero_grad()
 
 
 def _takes_loop(loop: Loop) -> bool | None:
-    if loop.labels in ("one", "shifted") or loop.column == "short":
+    if loop.labels in ("one", "shifted") or (loop.column == "short" and loop.form != "pairs"):
         return None if min(loop.lengths) == max(loop.lengths) == 1 else False
     return None if loop.loss in ("mean", "bare", "weighted") else True
 

@@ -40,6 +40,7 @@ from headrace.comm.gpus import make_current
 from headrace.comm.launch import join_world
 from headrace.comm.loop_watch import LoopWatch, watched_beginning
 from headrace.comm.mesh import Groups
+from headrace.comm.variables import under_torchrun
 from headrace.config.model import PlannerConfig, cache_folder
 from headrace.costs import CostModel
 from headrace.data.sampler import Sampler, SamplerOptions
@@ -283,12 +284,20 @@ def begin(
         The run.
     """
     module = model.model if isinstance(model, AxisModel) else model
-    require_trainable(module, optimizer, scheduler, clip=clip, update=update)
     device = _device_of(module)
+    refused: HeadraceError | None = None
+    try:
+        require_trainable(module, optimizer, scheduler, clip=clip, update=update)
+    except HeadraceError as error:
+        if not (dist.is_initialized() or under_torchrun()):
+            raise
+        refused = error  # raised where the other ranks are told of it
     make_current(device)
     join_world(device)
     groups = Groups(device=device)
     with watched_beginning(groups) as watch:
+        if refused is not None:
+            raise refused
         held = HeldWeights.of(module, groups.ranks)
         quiet = groups.rank > 0  # lines for people come from the first rank alone
         agree("optimizer of the loop", optimizer_text(optimizer), groups.world)
@@ -996,6 +1005,7 @@ class Attached:
             drawn=self._drawn,
             record=self._record,
             finished=self._note_step_done,
+            skipped=lambda step: self._runner.skip(step.number, step.batch, step.plan),
             heard=lambda step, notices: on_step(step),
             tell=setup.say,
         )

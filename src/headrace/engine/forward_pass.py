@@ -89,7 +89,7 @@ class ForwardRunner:
         self._pieces.clear()
         self._failure, self.action = None, "the making of groups"
         loop = self.loop
-        work = loop.work(batch, plan)
+        work = loop.work(number, batch, plan)
         loop.targets = work.targets
         if loop.probes.levels is not None:
             loop.probes.levels.choose([])  # no layer recomputes: no backward follows

@@ -308,7 +308,7 @@ class LoopRunner:
         self._step_start = self._clock.mark()
         self.action = "the making of groups"
         self._require_no_gradients(number)
-        work = self.work(batch, plan)
+        work = self.work(number, batch, plan)
         self.targets = work.targets
         with self.held.step():
             for index, action in enumerate(work.program.actions):
@@ -420,7 +420,12 @@ class LoopRunner:
         metrics: dict[str, Any] = {"lr": rate, "targets": self.targets}
         return metrics if step_s is None else metrics | {"mfu": None}
 
-    def work(self, batch: LoopBatch, plan: Plan) -> Work:
+    def skip(self, number: int, batch: LoopBatch, plan: Plan) -> None:
+        """Leave a step out. Collective: raises PlanMismatch on every rank where any trains it."""
+        batch.bring(plan)  # as the ranks do that train the step
+        _agreed_reports(self._report(f"skips step {number}", batch), self.groups)
+
+    def work(self, number: int, batch: LoopBatch, plan: Plan) -> Work:
         """Read this rank's samples, agree on the packs of all ranks, make their groups, and compile
         and check this rank's program. Collective."""
         me = self.groups.rank
@@ -432,20 +437,9 @@ class LoopRunner:
             own_packs = self._read_packs(batch, plan)
         except Exception as error:  # told to all ranks, which would wait for this one
             failure = error
-        report = _RankReport(
-            # The first rank of each pack counts its targets, so that each is counted once.
-            led_targets=sum(own.pack.targets for own in own_packs if own.ranks[0] == me),
-            must_match={
-                "optimizer": f"learning rates {self._rates()}",
-                "samples": _samples_text(batch.lengths),
-            },
-            packs={},
-            failure=None if failure is None else f"{type(failure).__name__}: {failure}",
-        )
-        for own in own_packs:
-            of_micro_batch = report.packs.setdefault(str(own.micro_batch), [])
-            of_micro_batch.append([list(own.ranks), checksum_of(own.pack.values)])
-        packs, targets = _agree_on_packs(report, plan, self.groups, failure, learned=batch.learned)
+        report = self._report(f"trains step {number}", batch, own_packs, failure)
+        reports = _agreed_reports(report, self.groups, failure)
+        packs, targets = _packs_of(reports, plan, learned=batch.learned)
         # Sorted, as every rank must make the same process groups in the same order.
         sharing = sorted({ranks for groups in packs for ranks in groups})
         self.model.prepare(group for ranks in sharing for group in self.model.groups_of(ranks))
@@ -453,6 +447,32 @@ class LoopRunner:
         check_turns([program], plan, packs)
         checked = _checked_actions(program, packs, plan)
         return Work(program=program, packs=_by_number(own_packs), targets=targets, checked=checked)
+
+    def _report(
+        self,
+        does: str,
+        batch: LoopBatch,
+        own_packs: Sequence[_OwnPack] = (),
+        failure: Exception | None = None,
+    ) -> _RankReport:
+        """What this rank tells all others before a step: what its loop ``does`` with the step, its
+        packs, and the error of reading them, if any."""
+        packs = dict[str, list[list[Any]]]()
+        for own in own_packs:
+            of_micro_batch = packs.setdefault(str(own.micro_batch), [])
+            of_micro_batch.append([list(own.ranks), checksum_of(own.pack.values)])
+        # The first rank of each pack counts its targets, so that each is counted once.
+        led = (own.pack.targets for own in own_packs if own.ranks[0] == self.groups.rank)
+        return _RankReport(
+            led_targets=sum(led),
+            must_match={
+                "loop": does,
+                "optimizer": f"learning rates {self._rates()}",
+                "samples": _samples_text(batch.lengths),
+            },
+            packs=packs,
+            failure=None if failure is None else f"{type(failure).__name__}: {failure}",
+        )
 
     def _read_packs(self, batch: LoopBatch, plan: Plan) -> list[_OwnPack]:
         """Read the samples of the micro-batches that this rank works on; returns their packs, in
@@ -827,16 +847,13 @@ def checksum_of(values: Mapping[str, torch.Tensor]) -> int:
     return checksum
 
 
-def _agree_on_packs(
-    own: _RankReport, plan: Plan, groups: Groups, failure: Exception | None, *, learned: bool
-) -> tuple[Packs, int]:
-    """Gather the reports of all ranks and compare them; returns the ranks of each pack of each
-    micro-batch, and the tokens of all ranks that have a loss. Collective. ``failure`` is this
-    rank's, ``learned`` says whether the step must have a token with a loss.
+def _agreed_reports(
+    own: _RankReport, groups: Groups, failure: Exception | None = None
+) -> list[_RankReport]:
+    """Gather the reports of all ranks and compare them; ``failure`` is this rank's. Collective.
 
-    Raises on every rank: HeadraceError where one could not read its samples, PlanMismatch where
-    ranks have other learning rates or ranks of one micro-batch other samples, and DataError where
-    no token of the step has a loss that needs one.
+    Raises on every rank: HeadraceError where one could not read its samples, and PlanMismatch where
+    ranks skip and train a step, or have other learning rates or samples.
     """
     messages = gather_bytes(json.dumps(asdict(own)).encode(), groups.world)
     reports = [_RankReport(**json.loads(message)) for message in messages]
@@ -848,12 +865,21 @@ def _agree_on_packs(
                     f"{what} of rank {rank}",
                     got=text,
                     wanted=f"{reports[0].must_match[what]}, as on rank 0",
-                    hint="ranks must set the same rate, and read the same data in the same order",
+                    hint="ranks must set the same rate, read the same data in the same order, and "
+                    "call step.skip() alike",
                 )
         if report.failure is not None:
             if failure is not None:  # this rank failed too: raise its own error, with its trace
                 raise failure
             raise HeadraceError(f"samples of rank {rank}", got=report.failure, wanted="its samples")
+    return reports
+
+
+def _packs_of(reports: Sequence[_RankReport], plan: Plan, *, learned: bool) -> tuple[Packs, int]:
+    """The ranks of each pack of each micro-batch, and the tokens of all ranks that have a loss, by
+    the reports of all ranks. ``learned`` says whether the step must have such a token. Raises
+    PlanMismatch where ranks of one micro-batch have other samples, and DataError for a step without
+    a token that has a loss, where one is needed."""
     packs = [_ranks_of_packs(index, reports, plan) for index in range(len(plan.micro_batches))]
     targets = sum(report.led_targets for report in reports)
     if not targets and learned:

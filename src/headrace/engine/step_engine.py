@@ -197,6 +197,7 @@ class Engine(Generic[Batch, Handed]):
             (:class:`Row`) of all ranks are gathered. The same on every rank.
         record: The files of the run, on the first rank.
         finished: Called with every step once it is done, on all ranks.
+        skipped: Called with a step that the loop leaves out, before it counts as done.
         heard: Called with every finished step and sentences for the user, on the first rank.
         tell: Called with a line for people.
         entered: Called with the action that this rank begins between two steps.
@@ -211,6 +212,7 @@ class Engine(Generic[Batch, Handed]):
     drawn: Container[int] = ()
     record: RunRecord | None = None
     finished: Callable[[RunningStep[Batch, Handed]], object] = lambda step: None
+    skipped: Callable[[RunningStep[Batch, Handed]], object] = lambda step: None
     heard: Callable[[Step, tuple[str, ...]], object] = lambda step, notices: None
     tell: Callable[[str], object] = lambda text: None
     entered: Callable[[str], object] = lambda action: None
@@ -327,15 +329,17 @@ class RunningStep(Generic[Batch, Handed]):
 
     def skip(self) -> None:
         """Leave the batch out: nothing is trained, no step is taken, and the run goes on with the
-        next batch. Call it on every rank.
+        next batch. Collective.
 
         Raises:
             HeadraceError: For a step that a loop has begun.
+            PlanMismatch: On every rank where another trains the step.
         """
         if self.begun:
             raise HeadraceError(
                 f"step {self.number}", got="skip() after its loop began", wanted="one or the other"
             )
+        self.engine.skipped(self)
         self.stage = "done"
         self.engine.finished(self)
 

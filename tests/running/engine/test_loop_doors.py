@@ -736,6 +736,31 @@ def test_a_loop_that_is_left_loses_no_batch(tmp_path: Path) -> None:
         assert count == len(plain) > 4
 
 
+def skipped_apart(own: bool, folder: Path) -> str:
+    """What a rank says of a step that rank 1 alone skips, where ranks give samples of their own or
+    read the same."""
+    model, rank = llama(), dist.get_rank()
+    given = {"own": True, "longest": 70} if own else {"batch_tokens": 60}
+    run = attached(model, sgd(model), None if own else dataset(), folder, costs=costs(2), **given)
+    try:
+        for step in (run.step(dataset()[rank::2]) for _ in range(3)) if own else run:
+            if step.number == 1 and rank:
+                step.skip()
+            else:
+                trained_step(step, model)
+    except HeadraceError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_step_that_one_rank_skips_is_told_on_all(own: bool, tmp_path: Path) -> None:
+    """Catches a rank that goes on to the next batch while others wait for it in this one."""
+    for text in run_ranks(2, skipped_apart, own, tmp_path, timeout_s=60):
+        assert text.startswith("PlanMismatch: loop of rank 1: got skips step 1, wanted trains step")
+        assert "step.skip()" in text
+
+
 class Slow(list[Any]):
     """Items that are read by number, by whichever process, which notes its number in ``readers``;
     one may not be readable."""

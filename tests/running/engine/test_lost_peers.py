@@ -99,6 +99,8 @@ def beginning(folder: Path, rank: int, what: str) -> None:
         model.model.layers[1].register_full_backward_hook(fail)
     given = {} if what == "measuring" else {"costs": costs(2)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if what == "a mode" and here == rank:
+        model.eval()
     (folder / "ended").write_text(str(time.time()))
     try:
         attached(model, optimizer, source, folder, **given)
@@ -197,12 +199,21 @@ def test_an_error_that_ends_a_program_is_named(tmp_path: Path) -> None:
     assert seconds < 30
 
 
-@pytest.mark.parametrize("what", ["an item", "a stream", "measuring"])
-def test_an_error_before_the_first_step_is_named(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("an item", "OSError: planted here"),
+        ("a stream", "OSError: planted here"),
+        ("measuring", "OSError: planted here"),
+        ("a mode", "ModelError: model: got evaluation mode"),
+    ],
+)
+def test_an_error_before_the_first_step_is_named(what: str, error: str, tmp_path: Path) -> None:
     """Catches a loop that fails to begin on one rank, while the others wait for it and then hear of
     a broken connection; and a thread that stays on watch for a loop that never was."""
     text, seconds = told(tmp_path, 2, 1, what, body=beginning)
-    assert "PeerLost: rank 1: got raised OSError: planted here (in the beginning of the l" in text
+    assert f"PeerLost: rank 1: got raised {error}" in text
+    assert "(in the beginning of the l" in text
     assert seconds < 10
     for rank in range(2):
         assert "loop watch" not in (tmp_path / f"threads of {rank}").read_text()
