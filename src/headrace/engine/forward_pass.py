@@ -10,6 +10,7 @@ all ranks at the end, with the places of the tokens: no rank waits for another o
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import math
@@ -224,9 +225,11 @@ class ForwardRunner:
         return 0.0
 
     def drop_attempt(self) -> None:
-        """Drop the values of an attempt that ran out of memory, and free what it held."""
+        """Drop the values of an attempt that ran out of memory, and free what it held. Gradients
+        stay: they are of a step whose update the loop may still take."""
         self._pieces.clear()
-        self.loop.drop_attempt()
+        self.model.forget()
+        gc.collect()
 
     def abandon(self) -> None:
         """Drop the values of a pass that failed."""

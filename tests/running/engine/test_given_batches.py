@@ -390,9 +390,10 @@ def test_two_passes_for_any_loss(how: str, ranks: int, kind: str, tmp_path: Path
     require_equal(found, (losses, weights(model)))
 
 
-def exhausted(folder: Path) -> Any:
-    """Losses, weights and values where the last rank runs out of memory once a step and a map."""
-    run, model, called, drawn = given("ddp", 2, folder)
+def exhausted(folder: Path, update: bool) -> Any:
+    """Losses, weights and values where the last rank runs out of memory once a step and a map. The
+    loop may take the updates: there the map comes before each."""
+    run, model, called, drawn = given("ddp", 2, folder, update=update)
     left, found, losses = [0], [], []
 
     def fail(*_: Any) -> None:
@@ -402,25 +403,34 @@ def exhausted(folder: Path) -> Any:
 
     model.model.layers[1].register_forward_pre_hook(fail)
     for batch in BATCHES:
-        left[0] = 1
-        found.append(arrays(run.map(batch, token_values)))
+        if update:
+            left[0] = 1
+            found.append(arrays(run.map(batch, token_values)))
         left[0] = 1
         step = run.step(batch)
         for micro in step:
             with micro:
                 micro.backward(by_tokens(called(**micro.inputs).logits, micro))
         losses.append(step.loss)
+        if not update:
+            left[0] = 1
+            found.append(arrays(run.map(batch, token_values)))
+            optimizer = run.engine.runner.optimizer
+            optimizer.step()
+            optimizer.zero_grad()
     return losses, weights(model), found, len(drawn.failed)
 
 
-def test_memory_that_runs_out(tmp_path: Path) -> None:
-    """Catches a pass that is not taken again, or values of an attempt that failed."""
+@pytest.mark.parametrize("update", [True, False])
+def test_memory_that_runs_out(update: bool, tmp_path: Path) -> None:
+    """Catches a pass that is not taken again, values of an attempt that failed, and a pass that
+    drops the gradients of a step whose update is still to come."""
     wanted = alone("tokens")
     model = llama()
     with torch.no_grad():
         own = Alone(BATCHES[0])
         first = log_probabilities(own.logits(model), own.labels)[0]
-    for losses, ends, found, failed in run_ranks(2, exhausted, tmp_path, timeout_s=60):
+    for losses, ends, found, failed in run_ranks(2, exhausted, tmp_path, update, timeout_s=60):
         require_equal([(losses, ends)], wanted)
         np.testing.assert_allclose(np.concatenate(found[0]), first, rtol=0, atol=EXACT)
         assert failed >= 6
