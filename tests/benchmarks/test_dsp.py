@@ -115,6 +115,7 @@ def test_scaling_is_that_of_the_formulas() -> None:
             assert len({row[m] for m in dsp.METHODS}) == 1
 
 
+@pytest.mark.slow
 def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches tables that lack a method, and a picture of nothing."""
     pytest.importorskip("altair")

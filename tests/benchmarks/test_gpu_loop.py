@@ -16,6 +16,7 @@ import gpu_loop
 SMALL = "--device cpu --layers 1 --hidden 64 --vocabulary 60 --context 128 --batch-tokens 256"
 
 
+@pytest.mark.slow
 def test_all_sides_train_the_same(tmp_path: Path) -> None:
     """Catches sides that are given other samples, lose tokens, or mix those of a pack."""
     path = tmp_path / "loop.json"

@@ -188,6 +188,7 @@ def test_bytes_moved_by_a_change_are_not_reported_away(
     assert "4x" in out.split("first change", 1)[1].splitlines()[0]
 
 
+@pytest.mark.slow
 def test_a_restart_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch a wait without end for a job that never gets to its first step."""
     a = switching.architecture_of(SMALL)

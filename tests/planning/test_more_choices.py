@@ -11,6 +11,7 @@ import pytest
 import headrace as hr
 from headrace.costs import published
 from headrace.planning import GENERATORS, Nested, Problem, plan
+from spread import whole
 
 _LUCK = 0.003
 
@@ -28,7 +29,7 @@ def problem_of_32b(devices: int) -> Problem:
     ("law", "tokens", "seed", "before"),
     [
         ("commoncrawl-like", "1600K", 1, 0.0234),
-        ("github-code", "4M", 2, 0.0492),
+        whole("github-code", "4M", 2, 0.0492),
         ("chatqa2-sft", "1M", 1, 0.0),
     ],
 )

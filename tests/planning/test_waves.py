@@ -20,6 +20,7 @@ from headrace.planning.waves import WaveFiller, sorted_into_waves, waves
 from headrace.spec import Lengths
 from planning.group_worlds import batches, best_by_force, world_costs
 from planning.tables import bound_s, checked_s, fixture, flexsp, group_table
+from spread import whole
 
 BEFORE = json.loads((Path(__file__).parent / "others.json").read_text())["waves"]
 
@@ -77,7 +78,7 @@ def test_the_same_seed_gives_the_same_waves() -> None:
     assert (one.groups, one.seconds) == (two.groups, two.seconds)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, 2, *map(whole, range(3, 6))])
 def test_tiny_batches_are_planned_as_well_as_by_force(seed: int) -> None:
     """Would catch a dynamic program that misses an arrangement."""
     random = np.random.default_rng(seed)

@@ -38,8 +38,9 @@ class Improvement:
 
     Attributes:
         packed: Drafts that are packed exactly and improved by local search, at most.
-        looks: Sequences that local search looks at, in all steps of all schedules together: after
-            so many no step begins.
+        looks: Sequences that are looked at, at most: half of it by the packing of drafts, of which
+            one is packed in any case, and the rest by local search, in all steps of all schedules
+            together.
     """
 
     packed: int = 12
@@ -62,7 +63,11 @@ class Improvement:
         schedules, drafts = list(found), sorted(drafts, key=lambda draft: draft.expected_s)
         # Whether only some of the drafts are packed, as packing all would take too long.
         selects = bool(drafts) and not _are_few(drafts)
+        looks = self.looks
         for draft in self._various(drafts) if selects else drafts:
+            if schedules and 2 * looks < self.looks:
+                break
+            looks -= len(draft.table.tokens)
             known_s = min((schedule.expected_s for schedule in schedules), default=inf)
             # The first draft may be the only one that packing makes much slower.
             limit_s = max(known_s, drafts[0].expected_s) * (1 + 2 * NEAR)
@@ -73,7 +78,7 @@ class Improvement:
         schedules.sort(key=lambda schedule: schedule.expected_s)
         if not schedules:
             return schedules
-        limit_s, looks = schedules[0].expected_s * (1 + NEAR), self.looks
+        limit_s = schedules[0].expected_s * (1 + NEAR)
         for schedule in schedules[: self.packed]:
             near_bound = schedules[0].expected_s <= bound_s * (1 + ENOUGH)
             if near_bound or schedule.expected_s > limit_s:

@@ -168,6 +168,7 @@ def one_graph(ranks: int, backend: str, steps: list[tuple[tuple[int, ...], ...]]
         assert compiles <= 2
 
 
+@pytest.mark.slow
 def test_one_graph_serves_lengths_and_groups() -> None:
     """Catches a graph that knows its group, its lengths, or how attention is exchanged."""
     one_graph(2, "eager", [((0, 1),), ((0,), (1,)), ((0, 1),)])

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import headrace as hr
+import spread
 from headrace.adopt.axis_hooks import ArgumentCut
 from headrace.adopt.axis_shards import Dims
 from headrace.errors import DataError, HeadraceError, ModelError
@@ -66,7 +67,7 @@ def with_sides() -> tuple[float, float]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3, spread.whole(2), spread.whole(4)])
 def test_sides_are_cut_without_a_name_of_samples(ranks: int) -> None:
     """Catches a side that has all places and is taken for one that has this rank's, of more
     samples."""
@@ -139,7 +140,9 @@ def counting(samples: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "samples"), [(1, 2), (2, 1), (3, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "samples"), [(1, 2), (3, 2), spread.whole(2, 1), spread.whole(4, 2)]
+)
 def test_numbers_that_count_an_axis(ranks: int, samples: int) -> None:
     """Catches a number of frames that is that of the whole, where a rank has some, and that of a
     rank, where a stage has all."""

@@ -26,6 +26,7 @@ from headrace.comm.ranks import RankPlace
 from headrace.comm.variables import ranks_here, sees_own_gpus, under_torchrun
 from headrace.errors import ConfigError, LaunchError
 from jobs import Job, heard
+from spread import whole
 
 RunJob = Callable[[Callable[[Job], int]], Job]
 
@@ -385,7 +386,7 @@ def test_wrong_variables(
 
 
 @pytest.mark.apart  # torch's client says in frames, when all is over, that the stranger has gone
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [whole(0), 1])
 def test_a_stranger_on_the_port(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """Catches the endless wait of torch's client for a listener that is no store, and the server's
     own error."""
@@ -591,6 +592,7 @@ sys.exit(start(precise, ranks=1, forked=False))
 """
 
 
+@pytest.mark.slow
 def test_new_processes_are_like_this_one(tmp_path: Path) -> None:
     """Catches modules of the working folder taken for Python's own, a path that is no text, and
     products that are rounded otherwise than on forked ranks."""

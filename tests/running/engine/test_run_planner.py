@@ -29,6 +29,7 @@ from headrace.simulator import step_s
 from headrace.spec import Architecture, Lengths, Plan
 from headrace.spec.step import BestStatic, Exhausted, Planned, PlanRequest, Step
 from ranks import run_ranks
+from spread import whole
 
 MODEL = Architecture(layers=4, hidden=64, heads=8, kv_heads=2, ffn=192, vocabulary=50)
 MEMORY = 2**25
@@ -120,7 +121,9 @@ def counted(made: RunPlanner) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("adaptive", "rotate") else whole(kind) for kind in KINDS]
+)
 def test_plans_made_ahead_are_those_made_here(kind: str) -> None:
     """Would catch a step's number, a turn or a seed that is counted otherwise ahead, from the
     first step or from where a run goes on; plans that were never made ahead; and a correction

@@ -137,7 +137,8 @@ def test_operators_without_contents(name: str) -> None:
 
 
 @pytest.mark.apart
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.slow
 def test_all_compile_once_for_any_number_of_tokens(backend: str) -> None:
     """Catches what a compiler cannot take, and one compilation for each length."""
     for name, fused in FUSED.items():
