@@ -32,6 +32,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
+import numpy as np
 import worlds
 from rich.console import Console
 from rich.table import Table
@@ -152,6 +153,8 @@ def others(number: Number) -> dict[str, Any]:
     value = number.value
     if number.name in OF_POWERS:
         return {"smaller": value - 1, "larger": value + 1}
+    if isinstance(value, np.ndarray):
+        return {"smaller": value[::2]}
     if isinstance(value, (tuple, list)):
         return {"smaller": value[: max(1, len(value) // 2)]} if len(value) > 1 else {}
     if isinstance(value, int):
