@@ -253,7 +253,8 @@ def main() -> None:
         tell(f"{at + 1} of {len(numbers)}: {number}")
         rows.append(row_of(number, chosen, usual))
         if o.json is not None:
-            o.json.write_text(json.dumps(rows, indent=1) + "\n")
+            found = {"worlds": len(chosen), "groups": o.groups, "numbers": rows}
+            o.json.write_text(json.dumps(found, indent=1) + "\n")
     told(rows, Console(width=160))
 
 

@@ -3,7 +3,8 @@
 docs/benchmarks.md is generated whole: every claim of the papers, and what headrace's own numbers
 are. In README.md the lines between the marks ``<!-- NAME -->`` and ``<!-- end of NAME -->`` are.
 
-docs/pictures/one-planner.svg is drawn from them.
+docs/pictures/one-planner.svg is drawn from them, and docs/_generated/search_numbers.md says what
+each number of the search for plans gains.
 
 python docs/make_benchmarks.py           write them
 python docs/make_benchmarks.py --check   exit 1 when they are not as written
@@ -26,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
 PICTURE = ROOT / "docs" / "pictures" / "one-planner.svg"
+NUMBERS = ROOT / "docs" / "_generated" / "search_numbers.md"
 
 PAPERS = {
     "paradyse": "ParaDySe",
@@ -448,6 +450,49 @@ def page() -> str:
     return "\n".join(line.rstrip() for line in lines).rstrip("\n") + "\n"
 
 
+_SEEN = 5e-4
+"""Losses of a world's step below this share are not shown."""
+
+
+def search_numbers() -> str:
+    """docs/_generated/search_numbers.md: what numbers of the search gain, by how much steps are
+    longer without them."""
+    found = read("search_numbers")["numbers"]
+    shown = [row for row in found if any(_matters(row, way) for way in ("smaller", "larger"))]
+    others = ", ".join(f"`{row['number']}`" for row in found if row not in shown)
+    lines = rows(
+        ("number", "is", "smaller", "mean", "worst", "larger", "mean", "worst"),
+        (
+            (
+                f"`{row['number']}`",
+                row["value"].replace("|", "/"),
+                *(cell for way in ("smaller", "larger") for cell in _lost(row, way)),
+            )
+            for row in shown
+        ),
+    )
+    return "\n".join([*lines, "", f"No step changes with the others: {others}.", ""])
+
+
+def _matters(row: dict[str, Any], way: str) -> bool:
+    """Whether a number makes some step longer when it is changed in a way."""
+    return way in row and row[way]["all"]["worst"] >= _SEEN
+
+
+def _lost(row: dict[str, Any], way: str) -> tuple[str, str, str]:
+    """(value, mean loss, worst loss and the group of its world) of a number changed in a way."""
+    if way not in row:
+        return "", "", ""
+    groups = {name: own for name, own in row[way].items() if name not in ("value", "all")}
+    worst = max(groups, key=lambda name: groups[name]["worst"])
+    whole = row[way]["all"]
+    return (
+        row[way]["value"].replace("|", "/"),
+        f"{100 * whole['mean']:+.3f} %",
+        f"{100 * whole['worst']:.2f} % ({worst})",
+    )
+
+
 def readme() -> str:
     """README.md with its generated lines made anew."""
     text = README.read_text(encoding="utf-8")
@@ -462,9 +507,10 @@ def readme() -> str:
 
 
 def main() -> int:
-    """Write or check both."""
+    """Write or check all of them."""
     stale = list[str]()
-    for path, text in ((PAGE, page()), (README, readme()), (PICTURE, picture())):
+    written = {PAGE: page(), README: readme(), PICTURE: picture(), NUMBERS: search_numbers()}
+    for path, text in written.items():
         if "--check" not in sys.argv[1:]:
             path.write_text(text, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != text:

@@ -309,6 +309,7 @@ class Loop:
     form: str
     partial: bool
     evaluates: bool
+    hook: str
 
     @property
     def tokens(self) -> str:
@@ -350,6 +351,7 @@ def _drawn_loop(rng: np.random.Generator, ranks: int) -> Loop:
         form=str(rng.choice(["dicts", "pairs", "renamed", "stream"], p=[0.55, 0.15, 0.15, 0.15])),
         partial=bool(rng.random() < 0.3),
         evaluates=bool(rng.random() < 0.3),
+        hook=str(rng.choice(["", "mask", "clamp"], p=[0.8, 0.15, 0.05])),
     )
 
 
@@ -415,6 +417,16 @@ def _looped_model(loop: Loop) -> Any:
     return gpt() if loop.kind == "plain" else foreign_model(loop.kind, 1)
 
 
+def _hook(loop: Loop, model: Any) -> None:
+    """Hang a hook on the gradient of each parameter."""
+    for p in model.parameters():
+        if loop.hook == "mask":
+            kept = p.detach() > 0
+            p.register_hook(lambda gradient, kept=kept: gradient * kept)
+        if loop.hook == "clamp":
+            p.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
 def _optimizer(loop: Loop, model: Any) -> torch.optim.Optimizer:
     """Of all parameters of the model, or all but its first."""
     return _OPTIMIZERS[loop.optimizer]([*model.parameters()][int(loop.partial) :])
@@ -436,6 +448,8 @@ def _evaluated(model: Any, loop: Loop, ids: torch.Tensor) -> float:
 def _looped(groups: Groups, loop: Loop, folder: Path) -> float:
     """The error of weights after a loop of random plans, and of evaluations within it."""
     model, plain = (_looped_model(loop) for _ in range(2))
+    _hook(loop, model)
+    _hook(loop, plain)
     layers = 2 if loop.kind == "plain" else int(model.config.num_hidden_layers)
     items = _items(loop)
     run = attached(
@@ -505,6 +519,9 @@ def _train_alone(plain: Any, batches: list[Any], loop: Loop) -> None:
 def _takes_loop(loop: Loop) -> bool | None:
     if loop.labels in ("one", "shifted") or (loop.column == "short" and loop.form != "pairs"):
         return None if min(loop.lengths) == max(loop.lengths) == 1 else False
+    unlabelled = loop.kind == "plain" and loop.form == "renamed" and loop.loss == "own"
+    if loop.hook == "clamp" or unlabelled:  # a model whose argument has another name
+        return False
     return None if loop.loss in ("mean", "bare", "weighted") else True
 
 

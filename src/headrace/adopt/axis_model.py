@@ -39,7 +39,13 @@ from headrace.adopt.axis_probe import WholeFails, mixes_batch, probe_axes, refus
 from headrace.adopt.axis_shards import AxisShards, Dims
 from headrace.adopt.axis_stages import AxisStage
 from headrace.adopt.first_step import FirstStep, compare_first_step, ranks_that_add_up
-from headrace.adopt.gradients import add_plainly, add_up, is_wrapped, summed_loss
+from headrace.adopt.gradients import (
+    add_plainly,
+    add_up,
+    is_wrapped,
+    require_linear_hooks,
+    summed_loss,
+)
 from headrace.adopt.labels import logits_of, result_tensors
 from headrace.adopt.placement import fingerprint, replica_blocks
 from headrace.adopt.samples import numbers_of
@@ -149,6 +155,7 @@ class AxisModel:
         taken = [name for name in inputs_with_axis if name in self._argument_names]
         self._main_input = next(iter((*taken, *inputs_with_axis)), None)
         self._watch = CallWatch()
+        self._hooks_seen = set[int]()  # ids of hooks on gradients that were looked at
         weakref.finalize(self, self._watch.close)
 
     exchanges: tuple[str, ...] = ("dsp",)
@@ -895,6 +902,7 @@ class AxisModel:
             with self._watch.during("adding up gradients"):
                 world = self._groups.world
                 Transfer(dist.all_reduce(whole, group=world, async_op=True), world, whole).wait()
+                require_linear_hooks(self.model, self._hooks_seen)
                 if not is_wrapped(self.model):
                     add_up(self.model.parameters(), world)
         return whole

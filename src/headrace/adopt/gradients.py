@@ -1,18 +1,32 @@
-"""Gradients of adopted models: sums over all ranks, whatever wraps the model."""
+"""Gradients of adopted models: sums over all ranks, whatever wraps the model.
+
+A user's hook on a parameter's gradient sees what one backward adds, of the samples that a rank or a
+micro-batch has. The sum is that of one process only where the hook is linear (a mask, a factor).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from headrace.comm.waiting import Transfer
+from headrace.errors import ModelError
 
-__all__ = ["add_plainly", "add_up", "gradient_error", "is_wrapped", "summed_loss"]
+__all__ = [
+    "add_plainly",
+    "add_up",
+    "gradient_error",
+    "is_wrapped",
+    "require_known_wrapper",
+    "require_linear_hooks",
+    "summed_loss",
+]
 
 _BUCKET_BYTES = 32 << 20
 """Bytes of gradients that are summed in one all-reduce, unless one parameter has more."""
@@ -25,6 +39,26 @@ _WRAPPERS = (DistributedDataParallel, FSDPModule)
 def is_wrapped(model: torch.nn.Module) -> bool:
     """Whether DDP or FSDP2 adds up the gradients of a model."""
     return isinstance(model, _WRAPPERS)
+
+
+def require_known_wrapper(model: torch.nn.Module) -> None:
+    """Raise ModelError for a model within a wrapper whose calls or gradients are its own: FSDP1,
+    DataParallel, or what torch.compile made of the whole model."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    compiled = hasattr(inner, "_orig_mod")
+    found = [module for module in model.modules() if isinstance(module, (Fsdp1, DataParallel))]
+    if not found and not compiled:
+        return
+    wrapper = type(inner if compiled else found[0]).__name__
+    raise ModelError(
+        f"model under {wrapper}",
+        got="torch.compile" if compiled else f"{wrapper}, which adds up gradients in its own way",
+        wanted="the model itself, DDP of it, or fully_shard (FSDP2)",
+        hint="spread=hr.SpreadOptions(backend='inductor'), hr.compile(backend='inductor') and "
+        "run.compile() compile the spread model"
+        if compiled
+        else "start a rank for each GPU by torchrun",
+    )
 
 
 def summed_loss(model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
@@ -58,6 +92,49 @@ def add_up(parameters: Iterable[torch.nn.Parameter], world: dist.ProcessGroup) -
         sums = flat.split([p.numel() for p in bucket])
         for parameter, grad, summed in zip(bucket, grads, sums, strict=True):
             parameter.grad = grad.copy_(summed.view_as(grad))
+
+
+def require_linear_hooks(model: torch.nn.Module, seen: set[int]) -> None:
+    """Raise ModelError for a hook on the gradient of a parameter that is not linear, or is called
+    once the gradient is accumulated, as an optimizer's step within the backward is. ``seen`` has
+    the ids of hooks that were looked at, which call for no second look. FSDP2 calls no hooks."""
+    for name, parameter in () if isinstance(model, FSDPModule) else model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            _refuse_hook(name, "one that is called once its gradient is accumulated")
+        for hook in list((parameter._backward_hooks or {}).values()):  # noqa: SLF001
+            if id(hook) not in seen and not _is_linear(hook, parameter):
+                _refuse_hook(name, "one that is no linear function of its gradient")
+            seen.add(id(hook))
+
+
+def _refuse_hook(name: str, got: str) -> None:
+    """Raise ModelError for a hook on the gradient of the parameter ``name``."""
+    raise ModelError(
+        f"hook on parameter {name}",
+        got=got,
+        wanted="none, or a linear one, such as a mask or a factor",
+        hint="it would see the gradient of the samples of one rank or micro-batch, which plans "
+        "choose: change gradients once they are added up, after run.add_up or in a loop of "
+        "hr.attach(update=False)",
+    )
+
+
+def _is_linear(hook: Callable[[torch.Tensor], torch.Tensor | None], like: torch.Tensor) -> bool:
+    """Whether a hook of a gradient of the shape of ``like`` adds up: whether what it makes of the
+    sum of two random gradients is the sum of what it makes of each."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    drawn = (
+        torch.empty_like(like, requires_grad=False).normal_(generator=generator) for _ in range(2)
+    )
+    first, second = drawn
+    results = list[torch.Tensor]()
+    with torch.no_grad():
+        for gradient in (first, second, first + second):
+            result = hook(gradient.clone())
+            results.append(gradient if result is None else result)
+        one, other, both = results
+        tolerance = 4 * torch.finfo(like.dtype).eps ** 0.75 * _largest(both)
+        return _largest(both - one - other) <= tolerance
 
 
 def gradient_error(

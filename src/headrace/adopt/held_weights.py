@@ -15,12 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from headrace.adopt.gradients import add_up
-from headrace.errors import ModelError
+from headrace.adopt.gradients import add_up, require_known_wrapper
 from headrace.spec.plan import Semantics
 
 __all__ = ["HeldWeights", "bytes_now", "state_bytes"]
@@ -41,14 +39,8 @@ class HeldWeights:
     @classmethod
     def of(cls, model: torch.nn.Module, ranks: int) -> HeldWeights:
         """The weights of ``model``, wrapped or not, in a world of ``ranks`` ranks. Raises
-        ModelError for FSDP1."""
-        for module in model.modules():
-            if isinstance(module, Fsdp1):
-                raise ModelError(
-                    "model under FullyShardedDataParallel",
-                    got="FSDP1",
-                    wanted="fully_shard (FSDP2), DDP, or no wrapper",
-                )
+        ModelError for a wrapper that is not known."""
+        require_known_wrapper(model)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         return cls(model=model, inner=inner, ranks=ranks)
 

@@ -19,6 +19,7 @@ from headrace.adopt.axis_model import AxisModel, Sizes
 from headrace.adopt.axis_shards import Dims
 from headrace.adopt.axis_stages import AxisStage
 from headrace.adopt.first_step import FirstStep
+from headrace.adopt.gradients import require_known_wrapper
 from headrace.comm.mesh import Groups
 from headrace.errors import DataError, InfeasiblePlan, ModelError
 
@@ -662,6 +663,7 @@ def adapt(
         >>> run = hr.adapt(model, stages=[stage], inputs={"x": "b t s c"}, axis="t")
         >>> out = run(**run.shard({"x": video}))
     """
+    require_known_wrapper(model)
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     known = KNOWN.get(type(inner).__name__.removeprefix("FSDP"))
     if known is not None and not stages:

@@ -41,7 +41,14 @@ from headrace.adopt.call_arguments import (
 )
 from headrace.adopt.entry_points import ChosenLevels, EntryPointName, entry_point_of
 from headrace.adopt.first_step import FirstStep, compare_first_step, ranks_that_add_up
-from headrace.adopt.gradients import add_plainly, add_up, is_wrapped, summed_loss
+from headrace.adopt.gradients import (
+    add_plainly,
+    add_up,
+    is_wrapped,
+    require_known_wrapper,
+    require_linear_hooks,
+    summed_loss,
+)
 from headrace.adopt.labels import (
     Labels,
     LossHead,
@@ -199,6 +206,7 @@ class TokenModel:
             raise SpecError("check", got=repr(check), wanted="'first step' or None")
         if exchange is not None and exchange not in EXCHANGES:
             raise SpecError("exchange", got=repr(exchange), wanted=", ".join(EXCHANGES))
+        require_known_wrapper(model)
         self.model = model
         self._slot = ModelSlot()
         self._exchange, self._label_name = exchange, label_name
@@ -255,6 +263,7 @@ class TokenModel:
         self._batch_by_tokens = batches
         self._last_called: Placement | None = None  # of the last batch that a forward was run on
         self._part: BatchPart | None = None  # the part given to take(), until release()
+        self._hooks_seen = set[int]()  # ids of hooks on gradients that were looked at
         self._fsdp_sums = False  # whether FSDP2 was told to sum gradients
         # Whether a backward runs that began while the model was plain. It spreads the model, and
         # must make it plain again at its end.
@@ -751,6 +760,7 @@ class TokenModel:
             with self._watch.during("adding up gradients"):
                 world = self._groups.world
                 Transfer(dist.all_reduce(total, group=world, async_op=True), world, total).wait()
+                require_linear_hooks(self.model, self._hooks_seen)
                 if not is_wrapped(self.model):
                     add_up(self.model.parameters(), world)
         return total

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from headrace.adopt.gradients import require_linear_hooks
 from headrace.adopt.held_weights import HeldWeights, bytes_now
 from headrace.adopt.labels import local_loss
 from headrace.adopt.spread_model import BatchPart, Pack, SpreadModel
@@ -286,6 +287,7 @@ class LoopRunner:
     _hook: Any = field(default=None, init=False)  # that of the optimizer, to remove it
     # How many parameters of the optimizer were seen to be the model's.
     _parameter_count: int = field(init=False)
+    _hooks_seen: set[int] = field(default_factory=set, init=False)  # ids of hooks on gradients
 
     def __post_init__(self) -> None:
         """Start the clock, and refuse calls of ``optimizer.step()`` where plans make the steps."""
@@ -434,6 +436,8 @@ class LoopRunner:
         failure: Exception | None = None
         try:
             self._require_own_parameters()
+            if not self.held.sharded:
+                require_linear_hooks(self.held.model, self._hooks_seen)
             own_packs = self._read_packs(batch, plan)
         except Exception as error:  # told to all ranks, which would wait for this one
             failure = error

@@ -75,6 +75,10 @@ def require_loss(loss: torch.Tensor) -> None:
         "loss of a micro-batch",
         got=f"shape {shape}{' without gradient' if without_gradient else ''}",
         wanted="a single number with a gradient",
+        hint="a model without labels gives none: hr.SampleOptions(label_name=...) names the field "
+        "of samples and the model's argument"
+        if loss is None
+        else None,
     )
 
 

@@ -216,13 +216,13 @@ def attached_losses(folder: Path, check: Any, off: int) -> list[float] | str:
     return trained(run, model)
 
 
-def spread_norm(norm: Any, backward: int) -> None:
-    """Have the gradient of a norm be off in one backward."""
+def spread_norm(norm: Any, call: int) -> None:
+    """Have the gradient of a norm be off in one call of its hook."""
     seen = list[int]()
 
     def off(grad: torch.Tensor) -> torch.Tensor:
         seen.append(1)
-        return grad * (1.01 if len(seen) == backward else 1)
+        return grad * (1.01 if len(seen) == call else 1)
 
     norm.weight.register_hook(off)
 
@@ -233,8 +233,10 @@ def test_loops_compare_a_sample_and_a_pack(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     exact = run_ranks(2, attached_losses, tmp_path, "first step", 0)
     assert exact == run_ranks(2, attached_losses, tmp_path, None, 0)
-    for backward in (2, 3):  # of the plain model given a sample, of all ranks given two
-        for text in run_ranks(2, attached_losses, tmp_path, "first step", backward):
+    # The first backward is followed by three calls that see whether the hook is linear. Off are the
+    # plain model given a sample, and all ranks given two.
+    for call in (5, 6):
+        for text in run_ranks(2, attached_losses, tmp_path, "first step", call):
             assert "first step of LlamaForCausalLM" in text
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional as f
 from torch.nn.parallel import DistributedDataParallel
 
@@ -323,6 +323,59 @@ def test_fields_that_are_no_tensors_are_named(name: str, value: Any, got: str) -
         run.shard({**tokens(2, 20), name: value})
     part = run.shard({**tokens(2, 20), name: None})  # as if it were not there
     assert name not in part.inputs
+
+
+def wrapped(how: str) -> str:
+    """What is said of a model within a wrapper, by tokens and by axes."""
+    model = gpt()
+    if how == "torch.compile":
+        called: nn.Module = torch.compile(model, backend="eager")  # type: ignore[assignment]
+    elif how == "FSDP1":
+        called = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    else:
+        called = nn.DataParallel(model)
+    said = list[str]()
+    for adopt in (
+        lambda: hr.compile(called, labels="next"),
+        lambda: hr.adapt(called, stages=[], inputs={"x": "b t c"}, axis="t", batch="b"),
+    ):
+        with pytest.raises(ModelError) as caught:
+            adopt()
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    return said[0]
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "FSDP1", "DataParallel"])
+def test_wrappers_that_are_not_known_are_refused(how: str) -> None:
+    """Catches gradients that a wrapper adds up in a way of its own, and words about labels where a
+    compiled model is what is wrong."""
+    for said in run_ranks(1, wrapped, how):
+        assert said.startswith("model under ")
+        assert "fully_shard (FSDP2)" in said
+
+
+def clamped(linear: bool) -> str:
+    """What is said of a hook on gradients when the ranks' gradients are added up."""
+    model = gpt()
+    factor = (lambda g: 2 * g) if linear else (lambda g: g.clamp(-0.01, 0.01))
+    for parameter in model.parameters():
+        parameter.register_hook(factor)
+    run, batch = hr.compile(model, labels="next"), drawn(1, 12)
+    try:
+        loss = run(**run.shard(batch))[1]
+        run.backward(loss)
+        run.add_up(loss)
+    except ModelError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_hooks_on_gradients_of_parts(linear: bool) -> None:
+    """Catches gradients that each rank clamps before they are added up."""
+    for said in run_ranks(2, clamped, linear):
+        assert ("nothing" if linear else "no linear function of its gradient") in said
 
 
 def test_inputs_without_names_are_refused() -> None:

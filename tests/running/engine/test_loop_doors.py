@@ -334,6 +334,48 @@ def test_segments_and_special_tokens_travel_as_tokens_do(tmp_path: Path) -> None
         assert got == pytest.approx(losses, rel=1e-9)
 
 
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "a mask": lambda p: p.register_hook(lambda g: g * (p.detach() > 0)),
+    "a factor": lambda p: p.register_hook(lambda g: 0.5 * g),
+    "a look": lambda p: p.register_hook(lambda g: None),
+    "a clamp": lambda p: p.register_hook(lambda g: g.clamp(-0.01, 0.01)),
+    "a norm": lambda p: p.register_hook(lambda g: g / g.norm().clamp(min=1e-3)),
+    "noise": lambda p: p.register_hook(lambda g: g + torch.randn_like(g)),
+    "a step within the backward": lambda p: p.register_post_accumulate_grad_hook(lambda p: None),
+}
+"""What a loop may hang on the gradients of parameters; the first three are linear."""
+
+
+def hooked(what: str, later: bool, folder: Path) -> Any:
+    """Weights after three steps with hooks on gradients, which may come after the first step."""
+    model = llama()
+    run = attached(model, sgd(model), dataset(), folder, costs=costs(dist.get_world_size()))
+    try:
+        for step in run:
+            if step.number == int(later):
+                for parameter in model.parameters():
+                    HOOKS[what](parameter)
+            trained_step(step, model)
+            if step.number == 2:
+                return weights(model)
+    except HeadraceError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("what", HOOKS)
+def test_hooks_on_gradients_are_linear_or_refused(what: str, tmp_path: Path) -> None:
+    """Catches gradients that are clamped micro-batch by micro-batch, so that weights follow from
+    the plan; and masks of gradients that are refused."""
+    apart = run_ranks(1, hooked, what, True, tmp_path / "alone", timeout_s=100)[0]
+    for found in run_ranks(2, hooked, what, True, tmp_path / "together", timeout_s=100):
+        if what in [*HOOKS][:3]:
+            for mine, alone_ in zip(found, apart, strict=True):
+                np.testing.assert_allclose(mine, alone_, rtol=0, atol=1e-10)
+        else:
+            assert found.startswith("hook on parameter model.embed_tokens.weight: got one that is")
+
+
 class Outside(torch.nn.Module):
     """A learned temperature."""
 
@@ -362,6 +404,10 @@ def begun(what: str, folder: Path) -> None:
         model.eval()
     if what == "a clip of nothing":
         given["clip"] = 0.0
+    if what == "a compiled model":
+        model = torch.compile(model, backend="eager")
+    if what == "one process for all devices":
+        model = torch.nn.DataParallel(model)
     attached(model, optimizer, dataset(), folder, costs=costs(1), **given)
 
 
@@ -374,6 +420,8 @@ BEGUN = {
     "a scheduler of another optimizer": (SpecError, "one of another optimizer"),
     "evaluation mode": (ModelError, r"model\.train\(\)"),
     "a clip of nothing": (SpecError, "a norm above 0"),
+    "a compiled model": (ModelError, "model under OptimizedModule: got torch.compile"),
+    "one process for all devices": (ModelError, "model under DataParallel"),
 }
 
 
