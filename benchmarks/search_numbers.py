@@ -160,7 +160,9 @@ def others(number: Number) -> dict[str, Any]:
     if isinstance(value, int):
         return {"smaller": value // 2, "larger": 2 * value}
     if 0.5 < value < 2:
-        return {"smaller": 1 + (value - 1) / 2, "larger": 1 + (value - 1) * 2}
+        return {
+            way: round(1 + (value - 1) * by, 9) for way, by in (("smaller", 0.5), ("larger", 2))
+        }
     return {"smaller": value / 2, "larger": 2 * value}
 
 

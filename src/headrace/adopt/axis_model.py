@@ -43,9 +43,9 @@ from headrace.adopt.gradients import (
     add_plainly,
     add_up,
     is_wrapped,
-    require_linear_hooks,
     summed_loss,
 )
+from headrace.adopt.held_weights import require_linear_hooks
 from headrace.adopt.labels import logits_of, result_tensors
 from headrace.adopt.placement import fingerprint, replica_blocks
 from headrace.adopt.samples import numbers_of

@@ -1,13 +1,9 @@
-"""Gradients of adopted models: sums over all ranks, whatever wraps the model.
-
-A user's hook on a parameter's gradient sees what one backward adds, of the samples that a rank or a
-micro-batch has. The sum is that of one process only where the hook is linear (a mask, a factor).
-"""
+"""Gradients of adopted models: sums over all ranks, whatever wraps the model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -24,7 +20,6 @@ __all__ = [
     "gradient_error",
     "is_wrapped",
     "require_known_wrapper",
-    "require_linear_hooks",
     "summed_loss",
 ]
 
@@ -92,49 +87,6 @@ def add_up(parameters: Iterable[torch.nn.Parameter], world: dist.ProcessGroup) -
         sums = flat.split([p.numel() for p in bucket])
         for parameter, grad, summed in zip(bucket, grads, sums, strict=True):
             parameter.grad = grad.copy_(summed.view_as(grad))
-
-
-def require_linear_hooks(model: torch.nn.Module, seen: set[int]) -> None:
-    """Raise ModelError for a hook on the gradient of a parameter that is not linear, or is called
-    once the gradient is accumulated, as an optimizer's step within the backward is. ``seen`` has
-    the ids of hooks that were looked at, which call for no second look. FSDP2 calls no hooks."""
-    for name, parameter in () if isinstance(model, FSDPModule) else model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            _refuse_hook(name, "one that is called once its gradient is accumulated")
-        for hook in list((parameter._backward_hooks or {}).values()):  # noqa: SLF001
-            if id(hook) not in seen and not _is_linear(hook, parameter):
-                _refuse_hook(name, "one that is no linear function of its gradient")
-            seen.add(id(hook))
-
-
-def _refuse_hook(name: str, got: str) -> None:
-    """Raise ModelError for a hook on the gradient of the parameter ``name``."""
-    raise ModelError(
-        f"hook on parameter {name}",
-        got=got,
-        wanted="none, or a linear one, such as a mask or a factor",
-        hint="it would see the gradient of the samples of one rank or micro-batch, which plans "
-        "choose: change gradients once they are added up, after run.add_up or in a loop of "
-        "hr.attach(update=False)",
-    )
-
-
-def _is_linear(hook: Callable[[torch.Tensor], torch.Tensor | None], like: torch.Tensor) -> bool:
-    """Whether a hook of a gradient of the shape of ``like`` adds up: whether what it makes of the
-    sum of two random gradients is the sum of what it makes of each."""
-    generator = torch.Generator(like.device).manual_seed(0)
-    drawn = (
-        torch.empty_like(like, requires_grad=False).normal_(generator=generator) for _ in range(2)
-    )
-    first, second = drawn
-    results = list[torch.Tensor]()
-    with torch.no_grad():
-        for gradient in (first, second, first + second):
-            result = hook(gradient.clone())
-            results.append(gradient if result is None else result)
-        one, other, both = results
-        tolerance = 4 * torch.finfo(like.dtype).eps ** 0.75 * _largest(both)
-        return _largest(both - one - other) <= tolerance
 
 
 def gradient_error(

@@ -4,10 +4,14 @@ replicated  every rank has all weights, alone or under DDP: groups run whatever 
             gradients are added up once at the end of the step (plans are ``free``)
 sharded     FSDP2 gathers weights from all ranks at every layer and scatters gradients over them:
             all ranks run as many micro-batches as any other (plans are ``lockstep``)
+
+A user's hook on a parameter's gradient sees what one backward adds, of the samples that a rank or a
+micro-batch has. The sum is that of one process only where the hook is linear (a mask, a factor).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from headrace.adopt.gradients import add_up, require_known_wrapper
+from headrace.errors import ModelError
 from headrace.spec.plan import Semantics
 
-__all__ = ["HeldWeights", "bytes_now", "state_bytes"]
+__all__ = ["HeldWeights", "bytes_now", "require_linear_hooks", "state_bytes"]
 
 _STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Adam": 2, "AdamW": 2, "RAdam": 2, "Adamax": 2}
 """How many tensors of a parameter's size optimizers keep for it, by the names of their classes."""
@@ -124,3 +129,48 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int
 def _local(x: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor; any other tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def require_linear_hooks(model: torch.nn.Module, seen: set[int]) -> None:
+    """Raise ModelError for a hook on the gradient of a parameter that is not linear, or is called
+    once the gradient is accumulated, as an optimizer's step within the backward is. ``seen`` has
+    the ids of hooks that were looked at, which call for no second look. FSDP2 calls no hooks."""
+    for name, parameter in () if isinstance(model, FSDPModule) else model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            _refuse_hook(name, "one that is called once its gradient is accumulated")
+        for hook in list((parameter._backward_hooks or {}).values()):  # noqa: SLF001
+            if id(hook) not in seen and not _is_linear(hook, parameter):
+                _refuse_hook(name, "one that is no linear function of its gradient")
+            seen.add(id(hook))
+
+
+def _refuse_hook(name: str, got: str) -> None:
+    """Raise ModelError for a hook on the gradient of the parameter ``name``."""
+    raise ModelError(
+        f"hook on parameter {name}",
+        got=got,
+        wanted="none, or a linear one, such as a mask or a factor",
+        hint="it would see the gradient of the samples of one rank or micro-batch, which plans "
+        "choose: change gradients once they are added up, after run.add_up or in a loop of "
+        "hr.attach(update=False)",
+    )
+
+
+def _is_linear(hook: Callable[[torch.Tensor], torch.Tensor | None], like: torch.Tensor) -> bool:
+    """Whether a hook of a gradient of the shape of ``like`` adds up: whether what it makes of the
+    sum of two random gradients is the sum of what it makes of each."""
+    if not like.numel():
+        return True
+    generator = torch.Generator(like.device).manual_seed(0)
+    drawn = (
+        torch.empty_like(like, requires_grad=False).normal_(generator=generator) for _ in range(2)
+    )
+    first, second = drawn
+    results = list[torch.Tensor]()
+    with torch.no_grad():
+        for gradient in (first, second, first + second):
+            result = hook(gradient.clone())
+            results.append(gradient if result is None else result)
+        one, other, both = results
+        tolerance = 4 * torch.finfo(like.dtype).eps ** 0.75 * float(both.abs().max())
+        return float((both - one - other).abs().max()) <= tolerance

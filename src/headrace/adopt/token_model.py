@@ -46,9 +46,9 @@ from headrace.adopt.gradients import (
     add_up,
     is_wrapped,
     require_known_wrapper,
-    require_linear_hooks,
     summed_loss,
 )
+from headrace.adopt.held_weights import require_linear_hooks
 from headrace.adopt.labels import (
     Labels,
     LossHead,

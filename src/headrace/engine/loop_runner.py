@@ -26,8 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from headrace.adopt.gradients import require_linear_hooks
-from headrace.adopt.held_weights import HeldWeights, bytes_now
+from headrace.adopt.held_weights import HeldWeights, bytes_now, require_linear_hooks
 from headrace.adopt.labels import local_loss
 from headrace.adopt.spread_model import BatchPart, Pack, SpreadModel
 from headrace.comm.collectives import gather_bytes
