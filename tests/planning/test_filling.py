@@ -113,8 +113,11 @@ def test_sequences_follow_each_other_into_a_pipeline_as_if_each_looked_anew(
     """Catches a pipeline that takes the next sequence although another is fuller and holds it, or
     although it has no time or tokens left: it is compared with a filling one by one."""
     table, rng = drawn(seed, stages=True), np.random.default_rng(seed)
-    deep = [depth > 1 for depth in table.depth]
-    filler, tau = Filler(table, used=deep if any(deep) else None), factor * bound_s(table)
+    deep = [float("inf") if depth == 1 else 1.0 for depth in table.depth]
+    filler, tau = (
+        Filler(table, bias=deep if max(table.depth) > 1 else None),
+        factor * bound_s(table),
+    )
     order = rng.permutation(len(table.tokens)).tolist() if seed % 2 else None
     found = filler.fill(tau, order, join_any=join_any, measured=False)
     plain = one_by_one(filler, tau, order or range(len(table.tokens)), join_any=join_any)
@@ -317,14 +320,19 @@ def test_a_time_far_above_the_bound_is_found(part: float, high_s: float) -> None
 
 
 @settings(max_examples=100, deadline=None)
-@given(seed=SEEDS, factor=st.floats(1.0, 2.0))
-def test_schemes_are_ranked_alike_for_strategies_that_are_given(seed: int, factor: float) -> None:
-    """Catches schemes that are not to be used, where the ranking of all schemes serves many
-    strategies."""
+@given(seed=SEEDS, factor=st.floats(1.0, 2.0), biased=st.booleans())
+def test_schemes_are_ranked_alike_for_strategies_that_are_given(
+    seed: int, factor: float, biased: bool
+) -> None:
+    """Catches a bias that is lost, or schemes that are not to be used, where the ranking of all
+    schemes serves many strategies."""
     table, rng = drawn(seed, stages=True), np.random.default_rng(seed)
     most = rng.integers(0, 3, len(table)).tolist()
-    used, tau = [count > 0 for count in most], bound_s(table) * factor
-    assert Filler(table, most=most).cheapest(tau) == Filler(table, used=used).cheapest(tau)
+    weights = rng.choice([1.0, 1.1, 1.25], len(table)) if biased else np.ones(len(table))
+    unused = np.where(np.array(most) == 0, np.inf, weights).tolist()
+    tau = bound_s(table) * factor
+    strategy = Filler(table, most=most, bias=weights.tolist())
+    assert strategy.cheapest(tau) == Filler(table, bias=unused).cheapest(tau)
 
 
 @pytest.mark.parametrize("devices", [8, 64])

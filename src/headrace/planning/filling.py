@@ -55,7 +55,8 @@ class Filler:
     Args:
         table: The prices.
         most: The most pipelines of each scheme; as many as there is room for when left out.
-        used: Whether each scheme may be used; all when left out.
+        bias: For each scheme the factor by which the devices that it needs are multiplied when
+            schemes are compared; infinite where it is not to be used.
     """
 
     def __init__(
@@ -63,16 +64,17 @@ class Filler:
         table: PriceTable,
         *,
         most: Sequence[int] | None = None,
-        used: Sequence[bool] | None = None,
+        bias: Sequence[float] | None = None,
     ) -> None:
         self.table, self.most, self.devices = table, most, table.devices
-        may_use = np.ones(len(table), dtype=np.bool_) if used is None else np.array(used)
+        bias_of = np.ones(len(table)) if bias is None else np.array(bias)
         if most is not None:
-            may_use &= np.array(most) > 0
+            bias_of[np.array(most) == 0] = np.inf
             self.devices = sum(
                 [count * width for count, width in zip(most, table.width, strict=True)]
             )
-        self.used = np.flatnonzero(may_use)
+        self.used = np.flatnonzero(np.isfinite(bias_of))
+        self.weights = bias_of[self.used, None]
         self._after: Floats | None = None
         self._least_s: tuple[list[float], float] | None = None
         self._cheapest: dict[int, list[list[int]]] = {}
@@ -83,16 +85,17 @@ class Filler:
         within one step of the logarithm share an answer."""
         log_step = round(log(max(tau, float_info.min)) / _STEP)
         if log_step not in self._cheapest:
-            if self.most is None:
-                self._cheapest[log_step] = self._cheapest_of(_needs(self.table, log_step))
-            else:  # one of many strategies of a table: all schemes are ranked once for all
+            if self.most is None or (self.weights != 1).any():
+                self._cheapest[log_step] = self._cheapest_biased(_needs(self.table, log_step))
+            else:
                 self._cheapest[log_step] = self._cheapest_ranked(_ranking(self.table, log_step))
         return self._cheapest[log_step]
 
-    def _cheapest_of(self, needs: Floats) -> list[list[int]]:
-        """:meth:`cheapest`: for every run its ``_RANKED`` cheapest schemes, given the devices that
-        a sequence of each run ``needs`` of every scheme [schemes, runs]."""
-        needed = needs[self.used]
+    def _cheapest_biased(self, needs: Floats) -> list[list[int]]:
+        """:meth:`cheapest` with the schemes' biases: for every run its ``_RANKED`` cheapest
+        schemes, given the devices that a sequence of each run ``needs`` of every scheme [schemes,
+        runs]."""
+        needed = needs[self.used] * self.weights
         counts = np.minimum(np.isfinite(needed).sum(axis=0), _RANKED)
         runs, order = np.arange(needed.shape[1]), list[NDArray[np.int64]]()
         for _ in range(int(counts.max())):  # the next cheapest of all runs; sorting takes longer
@@ -108,7 +111,7 @@ class Filler:
         return schemes_of_run
 
     def _cheapest_ranked(self, ranking: Sequence[tuple[list[int], int]]) -> list[list[int]]:
-        """:meth:`cheapest` from ``ranking``, that of :func:`_ranking`, computed once
+        """:meth:`cheapest` without biases. ``ranking`` is that of :func:`_ranking`, computed once
         for all schemes of the table: (schemes, the cheapest first; number of runs) for each stretch
         of runs with the same order."""
         used = set(self.used.tolist())

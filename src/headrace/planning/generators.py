@@ -49,7 +49,7 @@ __all__ = [
 ENOUGH = 5e-4
 """Share above the bound, or of the best known time, that is not worth a search."""
 
-FEW = 140
+FEW = 100
 """Of up to so many sequences the order in which schemes are looked at matters."""
 
 CostKind = Literal["model", "groups", "pipelines"]
