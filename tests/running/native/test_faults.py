@@ -23,7 +23,7 @@ from strategies import laid_out
 RunJob = Callable[[Callable[[Job], int]], Job]
 LLAMA = Architecture(layers=3, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=61)
 LENGTHS = (37, 3, 20, 11, 1, 29, 8, 2, 17)
-HANG_S = 1.0
+HANG_S = 2.5
 # Ranks 0 and 1 are two stages, 2 and 3 a tensor block.
 WHERE = {
     "pull": (2, "P1"),
