@@ -109,7 +109,8 @@ class Number:
 
 def _rooms() -> list[dict[str, Any]]:
     """The names of all modules that plan."""
-    return [vars(m) for name, m in sys.modules.items() if name.startswith("headrace.pl")]
+    rooms = ("headrace.planning", "headrace.planners")
+    return [vars(module) for name, module in sys.modules.items() if name.startswith(rooms)]
 
 
 def _defaults() -> Iterator[dict[str, Any]]:

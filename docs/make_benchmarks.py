@@ -451,7 +451,7 @@ def page() -> str:
 
 
 _SEEN = 5e-4
-"""Losses of a world's step below this share are not shown."""
+"""A number is shown where some step gets longer by this share."""
 
 
 def search_numbers() -> str:
@@ -471,7 +471,7 @@ def search_numbers() -> str:
             for row in shown
         ),
     )
-    return "\n".join([*lines, "", f"No step changes with the others: {others}.", ""])
+    return "\n".join([*lines, "", f"With the others no step gets longer by 0.05 %: {others}.", ""])
 
 
 def _matters(row: dict[str, Any], way: str) -> bool:

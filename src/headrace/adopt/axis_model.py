@@ -39,12 +39,7 @@ from headrace.adopt.axis_probe import WholeFails, mixes_batch, probe_axes, refus
 from headrace.adopt.axis_shards import AxisShards, Dims
 from headrace.adopt.axis_stages import AxisStage
 from headrace.adopt.first_step import FirstStep, compare_first_step, ranks_that_add_up
-from headrace.adopt.gradients import (
-    add_plainly,
-    add_up,
-    is_wrapped,
-    summed_loss,
-)
+from headrace.adopt.gradients import add_plainly, add_up, is_wrapped, summed_loss
 from headrace.adopt.held_weights import require_linear_hooks
 from headrace.adopt.labels import logits_of, result_tensors
 from headrace.adopt.placement import fingerprint, replica_blocks
@@ -155,7 +150,7 @@ class AxisModel:
         taken = [name for name in inputs_with_axis if name in self._argument_names]
         self._main_input = next(iter((*taken, *inputs_with_axis)), None)
         self._watch = CallWatch()
-        self._hooks_seen = set[int]()  # ids of hooks on gradients that were looked at
+        self._hooks_seen = dict[int, Any]()  # hooks on gradients that were looked at, by id
         weakref.finalize(self, self._watch.close)
 
     exchanges: tuple[str, ...] = ("dsp",)

@@ -131,17 +131,27 @@ def _local(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def require_linear_hooks(model: torch.nn.Module, seen: set[int]) -> None:
+_SCALES = (1e-6, 1e-3, 1.0, 1e3)
+"""Sizes of gradients that hooks are tried on: a clamp shows above its limit alone."""
+
+
+def require_linear_hooks(model: torch.nn.Module, seen: dict[int, Any]) -> None:
     """Raise ModelError for a hook on the gradient of a parameter that is not linear, or is called
     once the gradient is accumulated, as an optimizer's step within the backward is. ``seen`` has
-    the ids of hooks that were looked at, which call for no second look. FSDP2 calls no hooks."""
-    for name, parameter in () if isinstance(model, FSDPModule) else model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+    the hooks that were looked at by their ids, and gets those that are new. Under FSDP2 any hook is
+    refused."""
+    sharded = isinstance(model, FSDPModule)
+    for name, parameter in model.named_parameters():
+        after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        hooks = list((parameter._backward_hooks or {}).values())  # noqa: SLF001
+        if sharded and (after or hooks):
+            _refuse_hook(name, "one that FSDP2 never calls")
+        if after:
             _refuse_hook(name, "one that is called once its gradient is accumulated")
-        for hook in list((parameter._backward_hooks or {}).values()):  # noqa: SLF001
+        for hook in hooks:
             if id(hook) not in seen and not _is_linear(hook, parameter):
                 _refuse_hook(name, "one that is no linear function of its gradient")
-            seen.add(id(hook))
+            seen[id(hook)] = hook  # kept, so that no other hook gets its id
 
 
 def _refuse_hook(name: str, got: str) -> None:
@@ -162,15 +172,21 @@ def _is_linear(hook: Callable[[torch.Tensor], torch.Tensor | None], like: torch.
     if not like.numel():
         return True
     generator = torch.Generator(like.device).manual_seed(0)
-    drawn = (
-        torch.empty_like(like, requires_grad=False).normal_(generator=generator) for _ in range(2)
-    )
-    first, second = drawn
-    results = list[torch.Tensor]()
+    first, second = (torch.empty_like(like).detach() for _ in range(2))
     with torch.no_grad():
-        for gradient in (first, second, first + second):
-            result = hook(gradient.clone())
-            results.append(gradient if result is None else result)
-        one, other, both = results
-        tolerance = 4 * torch.finfo(like.dtype).eps ** 0.75 * float(both.abs().max())
-        return float((both - one - other).abs().max()) <= tolerance
+        for scale in _SCALES:
+            first.normal_(std=scale, generator=generator)
+            second.normal_(std=scale, generator=generator)
+            one, other, both = (_hooked(hook, x) for x in (first, second, first + second))
+            tolerance = 4 * torch.finfo(like.dtype).eps ** 0.75 * float(both.abs().max())
+            if not float((both - one - other).abs().max()) <= tolerance:  # NaN is not linear
+                return False
+    return True
+
+
+def _hooked(
+    hook: Callable[[torch.Tensor], torch.Tensor | None], gradient: torch.Tensor
+) -> torch.Tensor:
+    """What a hook makes of a gradient: the gradient itself where the hook returns None."""
+    result = hook(gradient.clone())
+    return gradient if result is None else result

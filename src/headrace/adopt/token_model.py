@@ -263,7 +263,7 @@ class TokenModel:
         self._batch_by_tokens = batches
         self._last_called: Placement | None = None  # of the last batch that a forward was run on
         self._part: BatchPart | None = None  # the part given to take(), until release()
-        self._hooks_seen = set[int]()  # ids of hooks on gradients that were looked at
+        self._hooks_seen = dict[int, Any]()  # hooks on gradients that were looked at, by id
         self._fsdp_sums = False  # whether FSDP2 was told to sum gradients
         # Whether a backward runs that began while the model was plain. It spreads the model, and
         # must make it plain again at its end.

@@ -286,7 +286,8 @@ class LoopRunner:
     _hook: Any = field(default=None, init=False)  # that of the optimizer, to remove it
     # How many parameters of the optimizer were seen to be the model's.
     _parameter_count: int = field(init=False)
-    _hooks_seen: set[int] = field(default_factory=set, init=False)  # ids of hooks on gradients
+    # Hooks on gradients that were looked at, by id.
+    _hooks_seen: dict[int, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         """Start the clock, and refuse calls of ``optimizer.step()`` where plans make the steps."""
@@ -435,8 +436,7 @@ class LoopRunner:
         failure: Exception | None = None
         try:
             self._require_own_parameters()
-            if not self.held.sharded:
-                require_linear_hooks(self.held.model, self._hooks_seen)
+            require_linear_hooks(self.held.model, self._hooks_seen)
             own_packs = self._read_packs(batch, plan)
         except Exception as error:  # told to all ranks, which would wait for this one
             failure = error

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headrace.adopt.gradients import require_known_wrapper
 from headrace.adopt.held_weights import HeldWeights
 from headrace.comm.collectives import agree, gather_bytes
 from headrace.comm.mesh import Groups
@@ -65,7 +64,6 @@ def require_trainable(
         )
     if clip is not None and not clip > 0:
         raise SpecError("clip", got=clip, wanted="a norm above 0")
-    require_known_wrapper(model)
     if not model.training:
         raise ModelError(
             "model",

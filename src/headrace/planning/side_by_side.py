@@ -58,11 +58,12 @@ class SideBySide:
             that take up to this share are dealt out again.
         biases: Factors on the devices that schemes with stages are taken to need when a filling
             compares schemes. Each is tried where the pipelines of a strategy are given: with 1
-            alone steps of 1,024 devices are up to 4 % longer. Where all strategies are open, the
-            others lead to worse ones (32B 0.05 % in the mean), and only the first is tried.
+            alone steps of 1,024 devices are up to 4 % longer (``benchmarks/planner.py --parts 2``).
+            Where all strategies are open, the others lead to worse ones (32B 0.05 % in the mean of
+            ``benchmarks/worlds.py``), and only the first is tried.
         exchanged: Fillings in the search for better strategies, at most. Only strategies of up to
-            as many pipelines are searched from: of more, one pipeline of another scheme changes
-            nothing (0.000 % of the step on 256 and 1,024 devices).
+            as many pipelines are searched from: of more, one pipeline of another scheme hardly
+            counts (no step of ``benchmarks/worlds.py`` changes).
     """
 
     role: Role = GROUPS

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import (
     binary_cross_entropy_with_logits,
     cross_entropy,
@@ -339,6 +340,8 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
     "a factor": lambda p: p.register_hook(lambda g: 0.5 * g),
     "a look": lambda p: p.register_hook(lambda g: None),
     "a clamp": lambda p: p.register_hook(lambda g: g.clamp(-0.01, 0.01)),
+    "a clamp above most": lambda p: p.register_hook(lambda g: g.clamp(-100, 100)),
+    "small ones dropped": lambda p: p.register_hook(lambda g: g * (g.abs() > 1e-4)),
     "a norm": lambda p: p.register_hook(lambda g: g / g.norm().clamp(min=1e-3)),
     "noise": lambda p: p.register_hook(lambda g: g + torch.randn_like(g)),
     "a step within the backward": lambda p: p.register_post_accumulate_grad_hook(lambda p: None),
@@ -374,6 +377,25 @@ def test_hooks_on_gradients_are_linear_or_refused(what: str, tmp_path: Path) -> 
                 np.testing.assert_allclose(mine, alone_, rtol=0, atol=1e-10)
         else:
             assert found.startswith("hook on parameter model.embed_tokens.weight: got one that is")
+
+
+def hooked_and_sharded(folder: Path) -> str:
+    """What is said of a mask on a gradient under FSDP2."""
+    model = llama()
+    fully_shard(model)
+    model.lm_head.weight.register_hook(lambda gradient: 2 * gradient)
+    run = attached(model, sgd(model), dataset(), folder, costs=costs(2))
+    try:
+        trained(run, model)
+    except HeadraceError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_hook_that_fsdp2_never_calls_is_refused(tmp_path: Path) -> None:
+    """Catches a mask of a gradient that is lost without a word."""
+    for text in run_ranks(2, hooked_and_sharded, tmp_path, timeout_s=100):
+        assert text.startswith("hook on parameter lm_head.weight: got one that FSDP2 never calls")
 
 
 class Outside(torch.nn.Module):
