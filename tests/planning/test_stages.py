@@ -1,17 +1,33 @@
-"""What stages hold, beside the simulator's walk of their programs."""
+"""What stages hold and take, beside the simulator's walk of their programs."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.costs import synthetic_costs
+import headrace as hr
+from headrace.costs import ExchangeCost, synthetic_costs
+from headrace.planning import Problem, plan
+from headrace.planning.batch import PriceTable, SortedBatch
+from headrace.planning.model_source import ModelSource, laid_out
 from headrace.planning.priced import LayerTable, StageCosts, shares_of
+from headrace.planning.schedule import Assignment
 from headrace.simulator import peak_bytes
 from headrace.spec import LayerOption, LayerPlan, Lengths, MicroBatch, Pipeline, Plan, Scheme
 
 GIB = 2**30
+LLAMA_32B = hr.Architecture(
+    kind="llama",
+    layers=60,
+    hidden=6656,
+    heads=52,
+    kv_heads=52,
+    ffn=17_920,
+    vocabulary=32_000,
+)
+"""A model whose memory asks for stages on 80 GB (Hydraulis' 32B)."""
 
 
 @settings(max_examples=200, deadline=None)
@@ -65,3 +81,42 @@ def test_what_fits_is_what_the_simulator_says_fits(
     if stages.fits(packs(most)):
         assert over_bytes(most) <= 0
     assert over_bytes(none) > 0
+
+
+@pytest.mark.parametrize("pull_s", [1e-3, 0.1, 1.0])
+@pytest.mark.parametrize("depth", [2, 4])
+def test_stages_wait_for_the_weights_of_all(pull_s: float, depth: int) -> None:
+    """Catches a pipeline that is thought to wait for its part of the weights alone: they arrive
+    stage by stage, and gradients leave so."""
+    still = synthetic_costs(4, 8).replace(
+        exchange_s=ExchangeCost(pull_s=1e-12, push_s=2e-12, update_s=0.0)
+    )
+    moving = still.replace(exchange_s=ExchangeCost(pull_s=pull_s, push_s=2 * pull_s, update_s=0.0))
+    expected_s, clocked_s = list[float](), list[float]()
+    for costs in (still, moving):
+        scheme = Problem(costs=costs).pricing.price(Scheme(pipeline=depth), "replicated")
+        assert scheme is not None
+        batch, unhidden = SortedBatch.of(Lengths(tokens=(2000,) * 80)), 2 / 10
+        table = PriceTable(batch, [scheme], 4, exchange=costs.exchange_s, unhidden=unhidden)
+        groups = [(0, tuple(range(depth)), list(range(80)))]
+        schedule = Assignment.of(table, groups, "drawn")
+        expected_s.append(schedule.expected_s)
+        clocked_s.append(laid_out(schedule, costs).predicted_s)
+    waits_s = clocked_s[1] - clocked_s[0]
+    assert expected_s[1] - expected_s[0] == pytest.approx(waits_s, rel=0.15, abs=2e-3)
+    if pull_s == 1.0:
+        assert waits_s > 2.0
+
+
+def test_pipelines_with_stages_end_together_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches estimates that nobody compares with the clock: pipelines with stages end some percent
+    earlier or later than is estimated, and the last one is the step."""
+    costs = hr.costs.roofline(LLAMA_32B, "h100", devices=24, implementation="ideal")
+    problem, ratios = Problem(costs=costs), list[float]()
+    batches = [hr.lengths.draw("commoncrawl-like", tokens="200K", seed=seed) for seed in (1, 2, 3)]
+    levelled = [plan(problem, lengths).predicted_s for lengths in batches]
+    monkeypatch.setattr(ModelSource, "late_s", lambda source, schedule: ())
+    estimated = [plan(problem, lengths).predicted_s for lengths in batches]
+    ratios = [ours / theirs for ours, theirs in zip(levelled, estimated, strict=True)]
+    assert max(ratios) <= 1
+    assert float(np.mean(ratios)) < 0.995

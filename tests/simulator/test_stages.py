@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from headrace.costs import CostModel, ExchangeCost, synthetic_costs
 from headrace.costs.cost_model import message_s
-from headrace.simulator import micro_batch_seconds, step_s
+from headrace.simulator import (
+    StagedPipeline,
+    micro_batch_seconds,
+    staged_clock,
+    staged_pipeline,
+    staged_steps_s,
+    step_s,
+)
 from headrace.spec import Lengths, Plan, Row, Timeline, compile_plan
 from headrace.spec.program import Backward, Forward, parse_action
 from headrace.spec.random_plans import random_strategy
@@ -227,6 +234,40 @@ def test_any_strategy(seed: int) -> None:
         assert worked(timeline, index) == pytest.approx(seconds)
     bare = step_s(plan, costs.replace(exchange_s=ExchangeCost()))
     assert timeline.seconds >= bare * (1 - 1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    drawn=st.lists(
+        st.tuples(st.integers(2, 5), st.lists(st.integers(1, 300), min_size=1, max_size=9)),
+        min_size=1,
+        max_size=6,
+    ),
+    pull_s=st.sampled_from([1e-6, 300.0, 3000.0]),
+    places=st.sampled_from([1, 200, 1 << 20]),
+)
+def test_pipelines_that_run_at_once_take_what_each_takes_alone(
+    drawn: list[tuple[int, list[int]]], pull_s: float, places: int
+) -> None:
+    """Catches a pipeline that waits for another one's turns, and one that is done and goes on."""
+    costs, alone = unit_costs(6, 5, pull_s=pull_s, push_s=2 * pull_s, update_s=1.0), list[float]()
+    pipelines = list[StagedPipeline]()
+    for depth, sizes in drawn:
+        plan = pipeline_of(sizes, depth, 5)
+        alone.append(step_s(plan.replace(devices=6), costs))
+        pipelines.append(
+            staged_pipeline(
+                costs,
+                plan.pipelines[0],
+                "replicated",
+                np.array(plan.lengths.tokens, dtype=np.float64),
+                [micro.sequences for micro in plan.micro_batches],
+                [micro.layers for micro in plan.micro_batches],
+            )
+        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staged_clock, "_MOST_PLACES", places)
+        assert staged_steps_s(pipelines, costs) == pytest.approx(alone, rel=1e-12)
 
 
 def test_the_programs_are_those_of_the_ranks() -> None:

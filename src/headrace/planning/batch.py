@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.costs import ExchangeCost
-from headrace.planning.priced import Columns, Frontier, Line, PricedScheme
+from headrace.planning.priced import FORWARD, Columns, Frontier, Line, PricedScheme
 from headrace.spec import Lengths
 
 __all__ = [
@@ -113,6 +113,7 @@ class Packed:
         times: Seconds of each micro-batch on one stage, forward and backward.
         longest_s: Seconds of the longest micro-batch on one stage.
         next_s: Seconds of the second longest; ``longest_s`` where there is only one.
+        shortest_s: Seconds of the shortest.
     """
 
     seconds: float
@@ -121,6 +122,7 @@ class Packed:
     times: tuple[float, ...]
     longest_s: float
     next_s: float
+    shortest_s: float
 
     @classmethod
     def of(
@@ -136,7 +138,7 @@ class Packed:
         longest_s, next_s = longest_two(times)
         seconds = sum(times) + (depth - 1) * longest_s
         packs = tuple(map(tuple, bins))
-        return cls(seconds, packs, tuple(rows), tuple(times), longest_s, next_s)
+        return cls(seconds, packs, tuple(rows), tuple(times), longest_s, next_s, min(times))
 
 
 def longest_two(times: Sequence[float]) -> tuple[float, float]:
@@ -172,8 +174,6 @@ def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> list[li
 
 Floats = NDArray[np.float64]
 Value = TypeVar("Value")
-
-_FORWARD = 1 / 3  # share of a micro-batch's seconds that its forward takes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -326,6 +326,7 @@ class PriceTable:
         self.stages = np.array([[float(depth)] for depth in self.depth])
         self.fluid = [len(scheme.frontier.caps) > 1 for scheme in self.schemes]
         self.staged = [depth > 1 for depth in self.depth]
+        self.clocked = [scheme.stages is not None for scheme in self.schemes]
         share = self.exchange.sharded_share
         self.moved = [share if scheme.shards_over(devices) else 1.0 for scheme in self.schemes]
         self.needs: dict[int, Floats] = {}
@@ -399,8 +400,19 @@ class PriceTable:
         """For each scheme a :class:`Line`, which says how much work one of its pipelines can do
         within a time if all micro-batches pay the constant of the scheme's usual row and hold its
         tokens."""
-        usual_rows = zip(self.depth, self.c, self.cap, self.util, strict=True)
-        return [Line(stages=stages, c=c, cap=cap, util=util) for stages, c, cap, util in usual_rows]
+        usual_rows = zip(self.depth, self.c, self.cap, self.util, self.moved, strict=True)
+        hidden, exchange = 1 - self.unhidden, self.exchange
+        return [
+            Line(
+                stages=stages,
+                c=c,
+                cap=cap,
+                util=util,
+                pull_s=hidden * moved * exchange.pull_s,
+                push_s=hidden * moved * exchange.push_s,
+            )
+            for stages, c, cap, util, moved in usual_rows
+        ]
 
     def _usual(self, scheme: PricedScheme) -> int:
         """The number of the frontier row by which a pipeline of ``scheme`` is quickest if it gets
@@ -481,11 +493,10 @@ class PriceTable:
         if not exchange.push_s:
             return 0.0, 0.0
         all_pull_s, all_push_s = exchange.pull_s * self.moved[k], exchange.push_s * self.moved[k]
-        # A rank moves the weights of its own stage only.
-        pull_s, push_s = all_pull_s / self.depth[k], all_push_s / self.depth[k]
-        pull_wait_s = pull_s - first_s * _FORWARD
-        push_wait_s = push_s - last_s * (1 - _FORWARD)
-        # Embedding and first layer lie whole on one stage, so what nothing hides stays as large.
+        # Weights come stage by stage: a forward hides what moves while it passes all of them. The
+        # first stage, the last to end, joins in no push before it waits for its last backward.
+        pull_wait_s = all_pull_s - self.depth[k] * first_s * FORWARD
+        push_wait_s = all_push_s - last_s * (1.0 if self.staged[k] else 1 - FORWARD)
         pull_wait_s = max(pull_wait_s, self.unhidden * all_pull_s)
         return pull_wait_s, max(push_wait_s, self.unhidden * all_push_s)
 
@@ -493,8 +504,13 @@ class PriceTable:
         """Estimated seconds (wait for weights, computing, sending of gradients) of a pipeline of
         scheme k with the micro-batches ``packed``. The second longest runs first and the longest
         last, as these hide the most of the waits."""
-        pull_wait_s, push_wait_s = self.exposed_s(k, packed.next_s, packed.longest_s)
-        return pull_wait_s, packed.seconds, push_wait_s
+        if not self.clocked[k]:
+            pull_wait_s, push_wait_s = self.exposed_s(k, packed.next_s, packed.longest_s)
+            return pull_wait_s, packed.seconds, push_wait_s
+        # Longest first, the shortest drains the pipeline.
+        drained_s = (self.depth[k] - 1) * (packed.longest_s - packed.shortest_s) * (1 - FORWARD)
+        pull_wait_s, push_wait_s = self.exposed_s(k, packed.longest_s, packed.shortest_s)
+        return pull_wait_s, packed.seconds - drained_s, push_wait_s
 
     def chained(self, ranks: Iterable[tuple[int, ...]]) -> Chains:
         """Which pipelines wait for which (:class:`Chains`), given the ranks of each pipeline in the

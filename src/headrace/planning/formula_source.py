@@ -104,6 +104,10 @@ class FormulaSource:
         """A schedule with the seconds of its step, which are those of computing."""
         return Candidate(schedule=schedule, seconds=schedule.seconds)
 
+    def late_s(self, schedule: Assignment) -> tuple[float, ...]:
+        """Empty: schedules know what published costs say."""
+        return ()
+
     def plan(self, best: Candidate, bound: Bound, previous: Plan | None) -> Plan:
         """The plan of the best candidate. With a model's costs its micro-batches get layers, and
         its seconds the update and the costs' scale; published costs know none of these."""

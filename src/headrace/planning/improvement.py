@@ -120,21 +120,26 @@ def _same(draft: Draft, other: Draft) -> bool:
     return draft.table is other.table and draft.groups == other.groups
 
 
-def improved(schedule: Assignment, *, target_s: float, looks: int) -> tuple[Assignment, int]:
+def improved(
+    schedule: Assignment, *, target_s: float, looks: int, late_s: Sequence[float] = ()
+) -> tuple[Assignment, int]:
     """Improve a schedule by local search.
 
     Args:
         schedule: The schedule.
         target_s: Seconds at which the search ends.
         looks: Sequences to look at: after so many no step begins.
+        late_s: By how many seconds each pipeline ends later than the schedule estimates; 0 when
+            left out.
 
     Returns:
         A schedule whose gradients are sent earlier, or the same, and the sequences looked at.
     """
-    search = _Search(schedule)
+    search = _Search(schedule, late_s)
+    first_s = search.seconds
     while search.looked < looks and search.seconds > target_s and search.step():
         pass
-    if search.seconds >= schedule.expected_s:
+    if search.seconds >= first_s:
         return schedule, search.looked
     members = zip(schedule.groups, search.members, strict=True)
     groups = [(k, ranks, own) for (k, ranks, _), own in members]
@@ -156,12 +161,14 @@ class _Search:
             empty.
         only: For each entry of ``after`` its pipeline where it is a single one, else -1.
         times: (wait for weights, computing, sending of gradients) of each pipeline, in seconds.
+        late_s: By how many seconds each pipeline ends later than is estimated.
         ends: Seconds until the last rank of each pipeline has sent its gradients.
         looked: Sequences that were looked at so far.
     """
 
-    def __init__(self, schedule: Assignment) -> None:
+    def __init__(self, schedule: Assignment, late_s: Sequence[float] = ()) -> None:
         self.table: PriceTable = schedule.table
+        self.late_s = late_s or [0.0] * len(schedule.groups)
         self.kinds = [k for k, _, _ in schedule.groups]
         self.ranks = [ranks for _, ranks, _ in schedule.groups]
         self.members = [list(members) for _, _, members in schedule.groups]
@@ -186,7 +193,7 @@ class _Search:
         nested, ``ends`` of all."""
         for g in changed:
             self.times[g] = self.table.times(self.kinds[g], self.packs[g])
-            self.ends[g] = sum(self.times[g])
+            self.ends[g] = sum(self.times[g]) + self.late_s[g]
         if self.nested:
             # A pipeline's ranks end with the last pipelines that have these ranks.
             sent = self.chains.sent_s(self.times)

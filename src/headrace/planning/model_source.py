@@ -25,8 +25,14 @@ from headrace.planning.priced import Frontier, Least, PricedScheme, StageCosts, 
 from headrace.planning.problem import Problem
 from headrace.planning.schedule import Assignment, expected_s
 from headrace.planning.smoothing import smoothed
-from headrace.simulator import exposed_s, step_s
-from headrace.spec import LayerPlan, Lengths, MicroBatch, Pipeline, Plan
+from headrace.simulator import (
+    StagedPipeline,
+    exposed_s,
+    staged_pipeline,
+    staged_steps_s,
+    step_s,
+)
+from headrace.spec import LayerPlan, MicroBatch, Pipeline, Plan
 
 __all__ = ["ModelSource", "laid_out", "micro_batches_of"]
 
@@ -55,6 +61,7 @@ class ModelSource:
     _tables: dict[Hashable, PriceTable] = field(default_factory=dict)  # cache of :meth:`_table`
     _groups: list[PriceTable] = field(default_factory=list)  # of groups without stages
     _given: list[tuple[Offer, Bound]] = field(default_factory=list)  # of the listed strategies
+    _staged: _StagedSetups = field(default_factory=dict)  # of all schedules timed so far
     flat: Bound | None = None
 
     def __post_init__(self) -> None:
@@ -185,10 +192,23 @@ class ModelSource:
         """A schedule with the seconds of its simulated step, without the costs' scale."""
         known = next((one for one, _ in self.laid if one.schedule is schedule), None)
         if known is None:
-            plan = laid_out(schedule, self._costs, larger_last=_larger_last(schedule))
+            larger_last = _larger_last(schedule)
+            plan = laid_out(schedule, self._costs, larger_last=larger_last, known=self._staged)
             known = Candidate(schedule=schedule, seconds=plan.predicted_s)
             self.laid.append((known, plan))
         return known
+
+    def late_s(self, schedule: Assignment) -> list[float]:
+        """By how many seconds each pipeline of a schedule ends later on the clock, if it is alone,
+        than the schedule estimates: of pipelines with stages, as others are estimated closely."""
+        table, update_s = schedule.table, self.problem.model.exchange_s.update_s
+        chosen = _staged_setups(schedule, self._costs, self._staged)
+        return [
+            0.0 if setup is None else setup.seconds - update_s - sum(table.times(k, packed))
+            for setup, (k, _, _), packed in zip(
+                chosen, schedule.groups, schedule.packs, strict=True
+            )
+        ]
 
     def plan(self, best: Candidate, bound: Bound, previous: Plan | None) -> Plan:
         """The plan of the best candidate, with the costs' scale, smoothed by the plan of the step
@@ -368,44 +388,54 @@ def _whole_model(problem: Problem, width: int, depth: int) -> Least:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Setup:
-    """A pipeline of a plan with its micro-batches in order.
+    """How a pipeline does its micro-batches.
 
     Attributes:
-        pipeline: The pipeline.
-        bins: Positions of the sequences of each micro-batch.
+        bins: Positions of the sequences of each micro-batch, in order.
         rows: For each micro-batch the number of the row of its scheme's frontier.
+        shares: Number of layers of each stage; empty where there is one stage.
+        seconds: Seconds of its step if it is alone on its ranks; 0 where there is one stage.
     """
 
-    pipeline: Pipeline
     bins: tuple[tuple[int, ...], ...]
     rows: tuple[int, ...]
+    shares: tuple[int, ...] = ()
+    seconds: float = 0.0
 
 
-def laid_out(schedule: Assignment, costs: CostModel, *, larger_last: bool = False) -> Plan:
+_StagedSetups = dict[tuple[int, tuple[tuple[int, ...], ...]], _Setup]
+"""The set-ups of pipelines with stages, by scheme (its id) and micro-batches."""
+
+
+def laid_out(
+    schedule: Assignment,
+    costs: CostModel,
+    *,
+    larger_last: bool = False,
+    known: _StagedSetups | None = None,
+) -> Plan:
     """Make a schedule a plan, with the seconds that the simulator predicts, and no bound yet.
 
     Args:
         schedule: The schedule, of a table of a model's costs.
         costs: These costs, without their scale.
         larger_last: Whether ranks work in larger groups after smaller ones, not before.
+        known: Set-ups of pipelines with stages that were chosen before; new ones are added.
 
     Returns:
         The plan.
     """
     table = schedule.table
-    batch, groups = table.batch, list(zip(schedule.groups, schedule.packs, strict=True))
-    pipelines, micro_batches = list[Pipeline](), list[MicroBatch]()
+    batch, pipelines, micro_batches = table.batch, list[Pipeline](), list[MicroBatch]()
+    staged = _staged_setups(schedule, costs, {} if known is None else known)
+    groups = list(zip(schedule.groups, schedule.packs, staged, strict=True))
     groups = groups[::-1] if larger_last else groups
-    ends = _pipeline_ends([ranks for (_, ranks, _), _ in groups])
-    for ((k, ranks, _), packed), (first, last) in zip(groups, ends, strict=True):
-        priced = table.schemes[k]
-        if priced.stages is not None:
-            setup = _set_up(priced, ranks, packed, batch, costs)
-        else:
-            setup = _plain(priced, ranks, packed, first=first, last=last)
-        number = len(pipelines)
+    ends = _pipeline_ends([ranks for (_, ranks, _), _, _ in groups])
+    for ((k, ranks, _), packed, chosen), (first, last) in zip(groups, ends, strict=True):
+        priced, number = table.schemes[k], len(pipelines)
+        setup = chosen or _plain(packed, first=first, last=last)
         micro_batches += micro_batches_of(priced, setup.bins, setup.rows, number, batch, costs)
-        pipelines.append(setup.pipeline)
+        pipelines.append(Pipeline(scheme=priced.scheme, ranks=ranks, shares=setup.shares))
     weights = {table.schemes[k].weights for k, _, _ in schedule.groups}
     plan = Plan(
         lengths=batch.lengths,
@@ -462,20 +492,14 @@ def _pipeline_ends(groups: Sequence[tuple[int, ...]]) -> list[tuple[bool, bool]]
     return [(number in first_groups, number in last_groups) for number in range(len(groups))]
 
 
-def _plain(
-    priced: PricedScheme, ranks: tuple[int, ...], packed: Packed, *, first: bool, last: bool
-) -> _Setup:
-    """A pipeline of one stage and its micro-batches, longest first. Where it is the ``last`` of
-    some rank, or not the ``first`` of any, the longest comes last instead: its backward hides the
-    push of gradients."""
-    pipeline = Pipeline(scheme=priced.scheme, ranks=ranks)
-    if len(packed.bins) == 1:
-        return _Setup(pipeline=pipeline, bins=packed.bins, rows=packed.rows)
+def _plain(packed: Packed, *, first: bool, last: bool) -> _Setup:
+    """The micro-batches of a pipeline of one stage, longest first. Where it is the ``last`` of some
+    rank, or not the ``first`` of any, the longest comes last instead: its backward hides the push
+    of gradients."""
     order = _falling(packed)
-    if last or not first:
+    if len(order) > 1 and (last or not first):
         order = [*order[1:], order[0]]
     return _Setup(
-        pipeline=pipeline,
         bins=tuple(packed.bins[number] for number in order),
         rows=tuple(packed.rows[number] for number in order),
     )
@@ -487,72 +511,99 @@ def _falling(packed: Packed) -> list[int]:
     return sorted(range(len(bins)), key=lambda j: (-times[j], bins[j]))
 
 
-def _set_up(
-    priced: PricedScheme,
-    ranks: tuple[int, ...],
-    packed: Packed,
-    batch: SortedBatch,
-    costs: CostModel,
-) -> _Setup:
-    """The quickest set-up found of a pipeline with stages. First the split of the layers is chosen,
-    with micro-batches longest first; then, with it, their order: longest first, shortest first, or
-    the longest in the middle, so that short ones fill and drain the pipeline."""
-    assert priced.stages is not None, "asked only of pipelines with stages"
-    falling = _falling(packed)
-    orders = [falling, falling[::-1], [*falling[1::2][::-1], *falling[::2]]]
-    splits = [
-        (*_timed_order(priced, stages, ranks, packed, falling, batch, costs), stages)
-        for stages in priced.stages.variants()
+def _staged_setups(
+    schedule: Assignment, costs: CostModel, known: _StagedSetups
+) -> list[_Setup | None]:
+    """The set-up of each pipeline of a schedule, None where it has one stage. Those that are not
+    ``known`` are chosen, and added to these."""
+    table = schedule.table
+    keys = [
+        (id(table.schemes[k]), packed.bins) if table.staged[k] else None
+        for (k, _, _), packed in zip(schedule.groups, schedule.packs, strict=True)
     ]
-    best_s, best, stages = min(splits, key=lambda item: item[0])
-    for order in orders[1:] if len(falling) > 1 else ():
-        seconds, tried = _timed_order(priced, stages, ranks, packed, order, batch, costs)
-        if seconds < best_s:
-            best_s, best = seconds, tried
-    assert best_s < inf, "micro-batches of the same layers fit in any order"
-    return best
+    unknown = {
+        key: (table.schemes[k], packed)
+        for key, (k, _, _), packed in zip(keys, schedule.groups, schedule.packs, strict=True)
+        if key is not None and key not in known
+    }
+    if unknown:
+        chosen = _quickest_setups([*unknown.values()], table.batch, costs)
+        known.update(zip(unknown, chosen, strict=True))
+    return [None if key is None else known[key] for key in keys]
 
 
-def _timed_order(
-    priced: PricedScheme,
-    stages: StageCosts,
-    ranks: tuple[int, ...],
-    packed: Packed,
-    order: Sequence[int],
-    batch: SortedBatch,
-    costs: CostModel,
-) -> tuple[float, _Setup]:
-    """(seconds, set-up) of a pipeline with stages, alone on its ranks, whose micro-batches run in
-    ``order``; infinite seconds where in this order they do not fit into memory."""
+def _quickest_setups(
+    pipelines: Sequence[tuple[PricedScheme, Packed]], batch: SortedBatch, costs: CostModel
+) -> list[_Setup]:
+    """The quickest set-up found of each pipeline with stages, given its scheme and micro-batches.
+    First the split of the layers is chosen, with micro-batches longest first; then, with it, their
+    order: longest first, shortest first, or the longest in the middle, so that short ones fill and
+    drain the pipeline."""
+    tried = list[tuple[int, StageCosts, _Setup]]()  # with the number of the pipeline
+    for number, (priced, packed) in enumerate(pipelines):
+        order = _falling(packed)
+        tried += [
+            (number, stages, _ordered(stages, packed, order, batch))
+            for stages in _stages_of(priced).variants()
+        ]
+    first = _quickest_of_each(tried, pipelines, batch, costs)
+    again = list(first)
+    for number, ((_, stages, _), (_, packed)) in enumerate(zip(first, pipelines, strict=True)):
+        falling = _falling(packed)
+        for order in (falling[::-1], [*falling[1::2][::-1], *falling[::2]]):
+            if len(falling) > 1:
+                again.append((number, stages, _ordered(stages, packed, order, batch)))
+    return [setup for _, _, setup in _quickest_of_each(again, pipelines, batch, costs)]
+
+
+def _stages_of(priced: PricedScheme) -> StageCosts:
+    """What the stages of a scheme take, which has several."""
+    assert priced.stages is not None, "asked only of pipelines with stages"
+    return priced.stages
+
+
+def _ordered(
+    stages: StageCosts, packed: Packed, order: Sequence[int], batch: SortedBatch
+) -> _Setup:
+    """A pipeline with stages whose micro-batches run in ``order``, with layers as quick as memory
+    allows; its seconds are infinite where they do not fit in this order, else still unknown."""
     bins = tuple(packed.bins[number] for number in order)
     rows = _quickened(stages, bins, [packed.rows[number] for number in order], batch)
-    pipeline = Pipeline(scheme=priced.scheme, ranks=ranks, shares=stages.shares)
-    setup = _Setup(pipeline=pipeline, bins=bins, rows=rows)
     tokens = [sum([batch.tokens[i] for i in members]) for members in bins]
-    if not stages.fits(list(zip(tokens, rows, strict=True))):
-        return inf, setup
-    return step_s(_alone(priced, setup, batch, costs), costs), setup
+    fits = stages.fits(list(zip(tokens, rows, strict=True)))
+    return _Setup(bins=bins, rows=rows, shares=stages.shares, seconds=0.0 if fits else inf)
 
 
-def _alone(priced: PricedScheme, setup: _Setup, batch: SortedBatch, costs: CostModel) -> Plan:
-    """A plan of one pipeline alone, for its own sequences, to be timed."""
-    positions = sorted(i for members in setup.bins for i in members)
-    # Positions of the whole batch become indices of the new lengths, and these positions of the
-    # new batch, which is sorted again.
-    index_of = {i: index for index, i in enumerate(positions)}
-    lengths = Lengths(tokens=tuple(batch.tokens[i] for i in positions))
-    own_batch = SortedBatch.of(lengths)
-    position_of = {index: position for position, index in enumerate(own_batch.order)}
-    bins = [[position_of[index_of[i]] for i in members] for members in setup.bins]
-    return Plan(
-        lengths=lengths,
-        devices=costs.cluster.devices,
-        working=priced.weights,
-        pipelines=(setup.pipeline,),
-        micro_batches=tuple(micro_batches_of(priced, bins, setup.rows, 0, own_batch, costs)),
-        predicted_s=0.0,
-        lower_bound_s=0.0,
+def _quickest_of_each(
+    tried: Sequence[tuple[int, StageCosts, _Setup]],
+    pipelines: Sequence[tuple[PricedScheme, Packed]],
+    batch: SortedBatch,
+    costs: CostModel,
+) -> list[tuple[int, StageCosts, _Setup]]:
+    """Of all set-ups ``tried`` the quickest of each of the ``pipelines``, the first one where
+    several are. Those whose seconds are not known are timed, all at once."""
+    untimed = [at for at, (_, _, setup) in enumerate(tried) if not setup.seconds]
+    clocked = list[StagedPipeline]()
+    for number, stages, setup in (tried[at] for at in untimed):
+        priced, _ = pipelines[number]
+        layers = [priced.layer_plan(row) or LayerPlan() for row in setup.rows]
+        pipeline = stages.pipeline
+        clocked.append(
+            staged_pipeline(costs, pipeline, priced.weights, batch.values, setup.bins, layers)
+        )
+    found = list(tried)
+    for at, seconds in zip(untimed, staged_steps_s(clocked, costs), strict=True):
+        number, stages, setup = tried[at]
+        found[at] = (number, stages, replace(setup, seconds=seconds))
+    best = dict[int, tuple[int, StageCosts, _Setup]]()
+    for one in found:
+        number, _, setup = one
+        if number not in best or setup.seconds < best[number][2].seconds:
+            best[number] = one
+    assert all(setup.seconds < inf for _, _, setup in best.values()), (
+        "micro-batches of the same layers fit in any order"
     )
+    return [best[number] for number in range(len(pipelines))]
 
 
 def _quickened(

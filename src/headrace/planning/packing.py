@@ -57,7 +57,7 @@ def _packed(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
     scheme = table.schemes[k]
     frontier, tokens = scheme.frontier, table.tokens
     if not members:
-        return Packed(0.0, (), (), (), 0.0, 0.0)
+        return Packed(0.0, (), (), (), 0.0, 0.0, 0.0)
     if scheme.depth > 1:
         return _staged(table, k, members)
     if len(frontier.caps) == 1:  # one row: as few micro-batches as best fit finds
@@ -118,12 +118,21 @@ def likely(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
     packing: as few equal micro-batches as the tokens need, by the usual row; only the longest takes
     no less than the longest sequence alone. Micro-batches are not listed."""
     seconds, tokens = table.seconds(k), table.room(k)
-    count = max(1, -(-sum([tokens[i] for i in members]) // table.cap[k]))
-    total_s = sum([seconds[i] for i in members]) + table.c[k] * count
-    longest_s = max(total_s / count, seconds[members[0]] + table.c[k])
+    work_s, longest_s = sum([seconds[i] for i in members]), seconds[members[0]]
+    count = table.lines[k].count(work_s, sum([tokens[i] for i in members]), longest_s)
+    total_s = work_s + table.c[k] * count
+    longest_s = max(total_s / count, longest_s + table.c[k])
     next_s = (total_s - longest_s) / (count - 1) if count > 1 else longest_s
     total_s += (table.depth[k] - 1) * longest_s
-    return Packed(seconds=total_s, bins=(), rows=(), times=(), longest_s=longest_s, next_s=next_s)
+    return Packed(
+        seconds=total_s,
+        bins=(),
+        rows=(),
+        times=(),
+        longest_s=longest_s,
+        next_s=next_s,
+        shortest_s=next_s,
+    )
 
 
 def _priced(bins: Bins, tokens: Sequence[int], frontier: Frontier) -> tuple[list[float], list[int]]:
@@ -189,8 +198,10 @@ def _staged(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
             continue
         line = Line(stages=scheme.depth, c=c, cap=cap, util=scheme.util)
         seconds = {i: (a * tokens[i] + b) * tokens[i] for i in members}
-        pipeline_s, bins = pack_stages(line, tokens, seconds, members)
-        if best is None or pipeline_s < best.seconds:
+        below_s = inf if best is None else best.seconds
+        found = pack_stages(line, tokens, seconds, members, below_s)
+        if found is not None and found[0] < below_s:
+            _, bins = found
             times = [sum([seconds[i] for i in held]) + c for held in bins]
             best = Packed.of(bins, (row,) * len(bins), times, scheme.depth)
     assert best is not None, "the scheme holds every member"

@@ -465,8 +465,8 @@ class StageCosts:
         both = ends.forward + ends.backward
         rows[:, -1] += (both.a, both.b, both.c)  # embedding and head count to the last stage
         if len(self.stages) > 1:
-            # Activations to the next stage and gradients back, or from and to the one before.
-            rows[:, :, 1] += 2 * message_s(self.costs, 1) / width
+            # A stage waits for a message and back in every second micro-batch, as one is ahead.
+            rows[:, :, 1] += message_s(self.costs, 1) / width
         return rows
 
     @cached_property
@@ -686,6 +686,9 @@ def _bare(a: Floats, b: Floats, c: Floats, caps: tuple[int, ...]) -> Frontier:
     return Frontier(options=(), a=a.copy(), b=b.copy(), c=c.copy(), caps=caps, layers=layers)
 
 
+FORWARD = 1 / 3
+"""Share of a micro-batch's seconds that its forward takes."""
+
 _ROUNDING_BYTES = 1e-3
 """Bytes that are forgiven as rounding of sums."""
 
@@ -704,12 +707,16 @@ class Line:
         c: Seconds of the constant of a micro-batch on each stage.
         cap: Tokens that a micro-batch holds.
         util: Tokens from which on a micro-batch keeps the devices busy.
+        pull_s: Seconds in which weights arrive, of those that a computation may hide.
+        push_s: Seconds in which gradients leave, likewise.
     """
 
     stages: int
     c: float
     cap: int
     util: int = 1
+    pull_s: float = 0.0
+    push_s: float = 0.0
 
     def count(self, work_s: float, tokens: float, longest_s: float) -> int:
         """How many micro-batches to expect for sequences of ``work_s`` seconds together, the
@@ -751,7 +758,8 @@ class Line:
         the work, with R = limit - (P - 1) c, that is the smaller of (R - c V) V / (V + P - 1) and
         R - c V - (P - 1) longest. More micro-batches help until the longest sequence fills one,
         where both are equal, or their constants cost more than the bubbles, where the first is
-        largest: at V = sqrt(limit (P - 1) / c) - (P - 1).
+        largest: at V = sqrt(limit (P - 1) / c) - (P - 1). What such micro-batches do not hide of
+        the exchange comes off.
         """
         if self.stages == 1:
             return limit_s - self.c, self.cap
@@ -766,7 +774,16 @@ class Line:
             count = min(count, sqrt(limit_s * bubbles / self.c) - bubbles)
         number = max(int(count + 0.5), 1)  # V, a whole number
         by_count = (rest_s - self.c * number) * number / (number + bubbles)
-        return min(by_count, rest_s - self.c * number - bubbles * longest_s), number * self.cap
+        usable_s = min(by_count, rest_s - self.c * number - bubbles * longest_s)
+        if self.pull_s or self.push_s:
+            usable_s -= self.wait_s(max(longest_s, usable_s / number) + self.c)
+        return usable_s, number * self.cap
+
+    def wait_s(self, micro_batch_s: float) -> float:
+        """Seconds that a pipeline waits for weights before its first micro-batch and for gradients
+        after its last, if these take ``micro_batch_s`` on each stage."""
+        pull_wait_s = self.pull_s - self.stages * micro_batch_s * FORWARD
+        return max(0.0, pull_wait_s) + max(0.0, self.push_s - micro_batch_s)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

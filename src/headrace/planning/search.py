@@ -16,8 +16,9 @@ Solve.
    stages; in lockstep waves. A generator is left out where the best is close to the bound.
 4. The best drafts are packed exactly (:mod:`headrace.planning.packing`) and the best schedules
    improved by local search (:mod:`headrace.planning.improvement`).
-5. The best schedule and the static ones are timed by the clock that counts; the quickest is the
-   plan, so no plan is worse than a static one.
+5. The best schedule and the static ones are timed by the clock that counts, and sequences move
+   between pipelines with stages, which are estimated, until they end together on it. The quickest
+   is the plan, so no plan is worse than a static one.
 6. The plan says why (:mod:`headrace.planning.explain`).
 
 What differs between costs is behind :class:`CostSource`.
@@ -26,7 +27,7 @@ What differs between costs is behind :class:`CostSource`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Protocol
 
@@ -36,7 +37,7 @@ from headrace.planning.bounds import Bound
 from headrace.planning.explain import Candidate, reasons
 from headrace.planning.formula_source import FormulaSource
 from headrace.planning.generators import FEW, Draft, Generator, Known, Offer, TableKind
-from headrace.planning.improvement import Improvement
+from headrace.planning.improvement import Improvement, improved
 from headrace.planning.model_source import ModelSource
 from headrace.planning.nested import Nested
 from headrace.planning.problem import Problem
@@ -97,6 +98,11 @@ class CostSource(Protocol):
 
     def timed(self, schedule: Assignment) -> Candidate:
         """A schedule with the seconds of its step."""
+        ...
+
+    def late_s(self, schedule: Assignment) -> Sequence[float]:
+        """By how many seconds each pipeline of a schedule ends later on the clock than the schedule
+        estimates; empty where estimates are exact."""
         ...
 
     def plan(self, best: Candidate, bound: Bound, previous: Plan | None) -> Plan:
@@ -221,11 +227,30 @@ class _Search:
                 got=f"planner {self._name}",
                 wanted="a scheme that holds it",
             )
-        tried = self._timed()
+        tried = [
+            one if _is_static(one) else self._levelled(one, bound.seconds) for one in self._timed()
+        ]
+        tried.sort(key=lambda candidate: (candidate.seconds, not _is_static(candidate)))
         made = self.source.plan(tried[0], bound, previous)
         static = next(filter(_is_static, tried), None)
         why = reasons(self.problem, bound, tried, made, static, self.source.flat)
         return made.replace(planner=self._name, seed=self.seed, why=(*why, *made.why))
+
+    def _levelled(self, timed: Candidate, bound_s: float) -> Candidate:
+        """A schedule with stages improved until it gets no quicker on the clock: what the search
+        estimates of these pipelines is up to some percent off, each another way."""
+        late_s = self.source.late_s(timed.schedule)
+        while any(late_s):
+            better, _ = improved(
+                timed.schedule, target_s=bound_s, looks=self.improvement.looks, late_s=late_s
+            )
+            if better is timed.schedule:
+                break
+            again = self.source.timed(replace(better, source="improved"))
+            if again.seconds >= timed.seconds:
+                break
+            timed, late_s = again, self.source.late_s(again.schedule)
+        return timed
 
     @property
     def _name(self) -> str:
@@ -300,7 +325,7 @@ class _Search:
                 return
 
     def _timed(self) -> list[Candidate]:
-        """Schedules with the seconds of their steps, the quickest first. Where timing takes a
+        """Schedules with the seconds of their steps. Where timing takes a
         simulation, only these are timed: the best schedule, those with stages that may be quicker,
         and static ones that may be the quickest."""
         promising = self.found
@@ -316,7 +341,6 @@ class _Search:
             too_slow = self.source.simulates and self.source.least_s(schedule) > least_s
             if not (needless and too_slow) or _is_staged(schedule):
                 timed.append(self.source.timed(schedule))
-        timed.sort(key=lambda candidate: (candidate.seconds, not _is_static(candidate)))
         return timed
 
 

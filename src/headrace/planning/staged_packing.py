@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
-from itertools import accumulate
+from itertools import accumulate, chain
+from math import inf
 
 from headrace.planning.batch import best_fit
 from headrace.planning.priced import Line
@@ -32,8 +33,12 @@ Seconds = Mapping[int, float] | Sequence[float]
 
 
 def pack_stages(
-    line: Line, tokens: Sequence[int], seconds: Seconds, members: Sequence[int]
-) -> tuple[float, list[list[int]]]:
+    line: Line,
+    tokens: Sequence[int],
+    seconds: Seconds,
+    members: Sequence[int],
+    below_s: float = inf,
+) -> tuple[float, list[list[int]]] | None:
     """Pack the sequences of a pipeline with stages.
 
     Args:
@@ -41,9 +46,11 @@ def pack_stages(
         tokens: Tokens of every position.
         seconds: Seconds that each member adds to its micro-batch on every stage.
         members: Positions of the sequences, longest first, each of which fits a micro-batch.
+        below_s: Seconds below which the pipeline is of use.
 
     Returns:
-        Seconds of the pipeline, and the positions of each micro-batch.
+        Seconds of the pipeline, and the positions of each micro-batch; None where a bound says that
+        it takes ``below_s`` or longer.
     """
     tokens_held = sum([tokens[i] for i in members])
     work_s, longest_s = sum([seconds[i] for i in members]), seconds[members[0]]
@@ -60,6 +67,8 @@ def pack_stages(
         level_s = max(longest_s, work_s / count, _pigeons_s(prefix_s, count))
         candidates.append((work_s + line.c * count + bubbles * (level_s + line.c), count, level_s))
     candidates.sort()
+    if candidates[0][0] >= below_s:
+        return None
     best: tuple[float, list[list[int]]] | None = None
     tried = 0
     for bound_s, count, level_s in candidates:
@@ -113,21 +122,24 @@ def _longest_first(
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens_held = [0] * count
     by_load = [(0.0, b) for b in range(count)]
+    # Micro-batches without room, the roomiest first: as tokens fall they may get room again.
+    full = list[tuple[int, float, int]]()
     for i in members:
         need = tokens[i]
-        without_room = []
+        while full and full[0][0] + need <= cap:
+            _, load_s, b = heappop(full)
+            heappush(by_load, (load_s, b))
         while by_load and tokens_held[by_load[0][1]] + need > cap:
-            without_room.append(heappop(by_load))
+            load_s, b = heappop(by_load)
+            heappush(full, (tokens_held[b], load_s, b))
         if not by_load:
             return None
         load_s, b = by_load[0]
         heapreplace(by_load, (load_s + seconds[i], b))
-        for entry in without_room:
-            heappush(by_load, entry)
         tokens_held[b] += need
         bins[b].append(i)
     times = [0.0] * count
-    for load_s, b in by_load:
+    for load_s, b in chain(by_load, ((load_s, b) for _, load_s, b in full)):
         times[b] = load_s
     return _Bins(members=bins, times=times, held=tokens_held)
 

@@ -2,15 +2,19 @@
 
 from headrace.simulator.drawing import draw, exposed_exchange_s, without_waits
 from headrace.simulator.memory import peak_bytes
+from headrace.simulator.staged_clock import StagedPipeline
 from headrace.simulator.step_clock import (
     check_costs,
     exposed_s,
     micro_batch_seconds,
     simulate,
+    staged_pipeline,
+    staged_steps_s,
     step_s,
 )
 
 __all__ = [
+    "StagedPipeline",
     "check_costs",
     "draw",
     "exposed_exchange_s",
@@ -18,6 +22,8 @@ __all__ = [
     "micro_batch_seconds",
     "peak_bytes",
     "simulate",
+    "staged_pipeline",
+    "staged_steps_s",
     "step_s",
     "without_waits",
 ]

@@ -31,9 +31,9 @@ from headrace.costs.cost_model import (
     segment_seconds,
 )
 from headrace.errors import CostError, ProgramError
-from headrace.simulator.staged_clock import StagedPipeline
+from headrace.simulator.staged_clock import StagedPipeline, run_pipelines
 from headrace.spec.measurement import Row, Timeline
-from headrace.spec.plan import MicroBatch, Plan
+from headrace.spec.plan import LayerPlan, MicroBatch, Pipeline, Plan, Working
 from headrace.spec.program import (
     Action,
     Backward,
@@ -62,6 +62,8 @@ __all__ = [
     "push_ends",
     "segments_of",
     "simulate",
+    "staged_pipeline",
+    "staged_steps_s",
     "step_s",
 ]
 
@@ -461,12 +463,11 @@ def step_s(plan: Plan, costs: CostModel) -> float:
             # The backward completes the gradients of the buckets from the last to the first.
             complete_s = np.cumsum(backward[n][::-1])[::-1]
             np.maximum(issued_s, begins[n] + complete_s, out=issued_s)
-    for number in staged:
-        micros = [n for n, micro in enumerate(plan.micro_batches) if micro.pipeline == number]
-        if micros:
-            clock = _staged_pipeline(plan, costs, number, micros, forward, backward, there_s)
-            np.maximum(issued_s, clock.issued, out=issued_s)
-            computed_s = max(computed_s, clock.end_s)
+    if staged:
+        pipelines = _staged_pipelines(plan, costs, staged, forward, backward, there_s)
+        for times in run_pipelines(pipelines):
+            np.maximum(issued_s, times.issued, out=issued_s)
+            computed_s = max(computed_s, times.end_s)
     pushes = [(bucket, float(issued_s[bucket])) for bucket in reversed(range(len(there_s)))]
     push_ends_s = push_ends(costs, exchange, pushes)
     return max(push_ends_s[-1], computed_s, 0.0) + exchange.update_s * costs.scale
@@ -486,17 +487,7 @@ def _segments(plan: Plan, costs: CostModel) -> tuple[Floats, Floats]:
     """Seconds of the forward, and of the backward, of each segment of each micro-batch, both
     [micro-batches, buckets]."""
     tokens = np.array(plan.lengths.tokens, dtype=np.float64)
-    sizes = [len(micro.sequences) for micro in plan.micro_batches]
-    tokens_in_order = tokens[[i for micro in plan.micro_batches for i in micro.sequences]]
-    first_of = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
-    # Of each micro-batch the sums that segments are priced by: squares of tokens, tokens, and one.
-    sums = np.stack(
-        [
-            np.add.reduceat(tokens_in_order**2, first_of),
-            np.add.reduceat(tokens_in_order, first_of),
-            np.ones(len(sizes)),
-        ]
-    )
+    sums = _sums(tokens, [micro.sequences for micro in plan.micro_batches])
     schemes: dict[Scheme, int] = {}
     scheme_numbers = [
         schemes.setdefault(pipeline.scheme, len(schemes)) for pipeline in plan.pipelines
@@ -505,7 +496,7 @@ def _segments(plan: Plan, costs: CostModel) -> tuple[Floats, Floats]:
     alike: dict[tuple[int, int], list[int]] = {}
     for number, micro in enumerate(plan.micro_batches):
         alike.setdefault((id(micro.layers), scheme_numbers[micro.pipeline]), []).append(number)
-    forward = np.zeros((len(sizes), costs.shape.bucket_count))
+    forward = np.zeros((len(sums.T), costs.shape.bucket_count))
     backward = np.zeros_like(forward)
     for numbers in alike.values():
         micro = plan.micro_batches[numbers[0]]
@@ -515,6 +506,21 @@ def _segments(plan: Plan, costs: CostModel) -> tuple[Floats, Floats]:
         forward[numbers] = (forward_rows @ own_sums).T
         backward[numbers] = (backward_rows @ own_sums).T
     return forward, backward
+
+
+def _sums(tokens: Floats, micro_batches: Sequence[Sequence[int]]) -> Floats:
+    """The sums by which the segments of micro-batches are priced: squares of tokens, tokens, and
+    one [3, micro-batches]. ``micro_batches`` have the indices of their sequences in ``tokens``."""
+    sizes = [len(sequences) for sequences in micro_batches]
+    tokens_in_order = tokens[[i for sequences in micro_batches for i in sequences]]
+    first_of = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+    return np.stack(
+        [
+            np.add.reduceat(tokens_in_order**2, first_of),
+            np.add.reduceat(tokens_in_order, first_of),
+            np.ones(len(sizes)),
+        ]
+    )
 
 
 def _backwards(
@@ -554,32 +560,93 @@ def _last_of_ranks(plan: Plan, plain: Sequence[int]) -> list[int]:
     return sorted(set(last.values()))
 
 
-def _staged_pipeline(
+def _staged_pipelines(
     plan: Plan,
     costs: CostModel,
-    number: int,
-    micros: Sequence[int],
+    staged: Iterable[int],
     forward: Floats,
     backward: Floats,
     there_s: Floats,
+) -> list[StagedPipeline]:
+    """The pipelines of a plan with stages, ``staged`` by their numbers, that have micro-batches.
+    ``forward`` and ``backward`` are seconds of segments [micro-batches, buckets], ``there_s`` the
+    seconds until each bucket's weights are there [buckets]."""
+    micros_of: dict[int, list[int]] = {}
+    for n, micro in enumerate(plan.micro_batches):
+        micros_of.setdefault(micro.pipeline, []).append(n)
+    pipelines = list[StagedPipeline]()
+    for number in staged:
+        micros, pipeline = micros_of.get(number, []), plan.pipelines[number]
+        tokens = [sum(plan.tokens_of(plan.micro_batches[n])) for n in micros]
+        if micros:
+            made = StagedPipeline(
+                stages=pipeline.stages(costs.shape.layers),
+                forward=forward[micros],
+                backward=backward[micros],
+                message_s=_message_seconds(costs, pipeline.scheme.width, tokens),
+                there_s=there_s,
+            )
+            pipelines.append(made)
+    return pipelines
+
+
+def staged_pipeline(
+    costs: CostModel,
+    pipeline: Pipeline,
+    working: Working,
+    tokens: Floats,
+    micro_batches: Sequence[Sequence[int]],
+    layers: Sequence[LayerPlan],
 ) -> StagedPipeline:
-    """The clock of pipeline ``number``, which has stages, after it has run its micro-batches
-    ``micros``. ``forward`` and ``backward`` are seconds of segments [micro-batches, buckets],
-    ``there_s`` the seconds until each bucket's weights are there [buckets]."""
-    pipeline = plan.pipelines[number]
-    tokens = [sum(plan.tokens_of(plan.micro_batches[n])) for n in micros]
-    width = pipeline.scheme.width
-    # The first rank of a stage has the most rows of every message, so none of the others is later.
-    message_seconds = [message_s(costs, rows_of(micro_tokens, width, 0)) for micro_tokens in tokens]
-    clock = StagedPipeline(
+    """What a pipeline with stages has to do, where all weights and gradients move.
+
+    Args:
+        costs: What it costs, of a model.
+        pipeline: The pipeline.
+        working: How its ranks hold weights.
+        tokens: Tokens of every sequence [sequences].
+        micro_batches: For each micro-batch, in order, the indices of its sequences.
+        layers: The layer plan of each micro-batch. Equal ones are best the same object.
+
+    Returns:
+        The pipeline, to be run by :func:`headrace.simulator.staged_clock.run_pipelines`.
+    """
+    sums = _sums(tokens, micro_batches)
+    forward = np.zeros((len(layers), costs.shape.bucket_count))
+    backward = np.zeros_like(forward)
+    alike: dict[int, list[int]] = {}
+    for number, plan in enumerate(layers):
+        alike.setdefault(id(plan), []).append(number)
+    for numbers in alike.values():
+        rows = segment_rows(costs, pipeline.scheme, layers[numbers[0]], working)
+        forward[numbers], backward[numbers] = ((each @ sums[:, numbers]).T for each in rows)
+    return StagedPipeline(
         stages=pipeline.stages(costs.shape.layers),
-        forward=forward[micros],
-        backward=backward[micros],
-        message_s=message_seconds,
-        there_s=there_s,
+        forward=forward,
+        backward=backward,
+        message_s=_message_seconds(costs, pipeline.scheme.width, map(int, sums[1].tolist())),
+        there_s=np.array(arrivals(costs, costs.exchange_s)),
     )
-    clock.run()
-    return clock
+
+
+def staged_steps_s(pipelines: Sequence[StagedPipeline], costs: CostModel) -> list[float]:
+    """Seconds of the step of each of these pipelines with stages, if it were the only one and all
+    weights and gradients move, with the costs' scale."""
+    exchange, scale = costs.exchange_s, costs.scale
+    # A push is followed by those of all earlier buckets.
+    pushing_s = exchange.push_s * scale * np.cumsum(costs.shape.bucket_shares)
+    return [
+        max(float((times.issued + pushing_s).max()), times.end_s, float(pipeline.there_s[-1]))
+        + exchange.update_s * scale
+        for pipeline, times in zip(pipelines, run_pipelines(pipelines), strict=True)
+    ]
+
+
+def _message_seconds(costs: CostModel, width: int, tokens: Iterable[int]) -> Floats:
+    """Seconds of a message between stages of ``width`` ranks of micro-batches of so many
+    ``tokens`` [micro-batches]."""
+    # The first rank of a stage has the most rows of every message, so none of the others is later.
+    return message_s(costs, 1) * np.array([rows_of(count, width, 0) for count in tokens])
 
 
 def simulate(programs: Sequence[Program], plan: Plan, costs: CostModel) -> Timeline:
