@@ -227,8 +227,10 @@ class _Search:
                 got=f"planner {self._name}",
                 wanted="a scheme that holds it",
             )
+        tried = self._timed()
+        best_s = min(one.seconds for one in tried)
         tried = [
-            one if _is_static(one) else self._levelled(one, bound.seconds) for one in self._timed()
+            one if _is_static(one) else self._levelled(one, best_s, bound.seconds) for one in tried
         ]
         tried.sort(key=lambda candidate: (candidate.seconds, not _is_static(candidate)))
         made = self.source.plan(tried[0], bound, previous)
@@ -236,11 +238,12 @@ class _Search:
         why = reasons(self.problem, bound, tried, made, static, self.source.flat)
         return made.replace(planner=self._name, seed=self.seed, why=(*why, *made.why))
 
-    def _levelled(self, timed: Candidate, bound_s: float) -> Candidate:
+    def _levelled(self, timed: Candidate, best_s: float, bound_s: float) -> Candidate:
         """A schedule with stages improved until it gets no quicker on the clock: what the search
-        estimates of these pipelines is up to some percent off, each another way."""
+        estimates of these pipelines is up to some percent off, each another way. It stays as it is
+        where not even pipelines that all end together would make it quicker than ``best_s``."""
         late_s = self.source.late_s(timed.schedule)
-        while any(late_s):
+        while any(late_s) and _even_s(timed.schedule, late_s) < best_s:
             better, _ = improved(
                 timed.schedule, target_s=bound_s, looks=self.improvement.looks, late_s=late_s
             )
@@ -347,6 +350,17 @@ class _Search:
 def _strategy_of(schedule: Assignment) -> tuple[list[int], int]:
     """What pipelines a schedule has, to compare with others: their schemes, by the table."""
     return sorted(k for k, _, _ in schedule.groups), id(schedule.table)
+
+
+def _even_s(schedule: Assignment, late_s: Sequence[float]) -> float:
+    """When the pipelines of a schedule, side by side, would all end if they did the same work
+    together, each being ``late_s`` seconds later than is estimated."""
+    table = schedule.table
+    ends = [
+        table.width[k] * (sum(table.times(k, packed)) + late)
+        for (k, _, _), packed, late in zip(schedule.groups, schedule.packs, late_s, strict=True)
+    ]
+    return sum(ends) / table.devices
 
 
 def _is_staged(schedule: Assignment) -> bool:
