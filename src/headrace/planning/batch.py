@@ -336,6 +336,7 @@ class PriceTable:
         self._priced: dict[int, tuple[list[float], list[int]]] = {}
         self._seconds: dict[int, list[float]] = {}
         self._room: dict[int, list[int]] = {}
+        self._spread: dict[int, list[float]] = {}
         self._alike: dict[int, list[int]] = {}
 
     @classmethod
@@ -431,6 +432,12 @@ class PriceTable:
         if k not in self._seconds:
             self._seconds[k] = self.batch.listed(self.priced(k)[0])
         return self._seconds[k]
+
+    def each_spread(self, k: int) -> list[float]:
+        """Least seconds of each position on scheme k with a share of the constant."""
+        if k not in self._spread:
+            self._spread[k] = self.batch.listed(self.spread[k].tolist())
+        return self._spread[k]
 
     def room(self, k: int) -> list[int]:
         """For each position the tokens of a micro-batch of scheme k that it fills: its own length;

@@ -78,8 +78,13 @@ class Improvement:
         schedules.sort(key=lambda schedule: schedule.expected_s)
         if not schedules:
             return schedules
-        limit_s = schedules[0].expected_s * (1 + NEAR)
+        limit_s, alike = schedules[0].expected_s * (1 + NEAR), set[tuple[float, ...]]()
         for schedule in schedules[: self.packed]:
+            # Drafts of one filling are often packed alike.
+            ends = tuple(packed.seconds for packed in schedule.packs)
+            if ends in alike:
+                continue
+            alike.add(ends)
             near_bound = schedules[0].expected_s <= bound_s * (1 + ENOUGH)
             if near_bound or schedule.expected_s > limit_s:
                 break

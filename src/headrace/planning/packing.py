@@ -25,6 +25,7 @@ from math import inf
 from headrace.planning.batch import Packed, PriceTable, best_fit, longest_two
 from headrace.planning.priced import Frontier, Line
 from headrace.planning.staged_packing import COUNTS_TRIED, pack_stages
+from headrace.planning.tolerances import CLOSE
 
 __all__ = ["likely", "pack"]
 
@@ -73,12 +74,15 @@ def _packed(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
         return Packed.of([members], (0,), [a * squares + b * total + c])
     best: tuple[float, Bins, list[int], list[float]] | None = None
     a, b, c = frontier.least
-    # Without constants, and waiting for weights and gradients as if the first and the last
-    # micro-batch were so long that they hide all that can be hidden.
-    least_s = a * squares + b * total + sum(table.exposed_s(k, inf, inf))
+    # Waiting for weights and gradients as if the first and the last micro-batch were so long that
+    # they hide all that can be hidden.
+    waits_s = sum(table.exposed_s(k, inf, inf))
+    least_s = a * squares + b * total + waits_s
+    spread = table.each_spread(k)
+    enough_s = (sum([spread[i] for i in members]) + waits_s) * (1 + CLOSE)
     for count, pack_so in _tries(tokens, members, total, squares, frontier):
         # Not even the least a, b and c of all rows together would make it quicker.
-        if best is not None and least_s + c * count >= best[0]:
+        if best is not None and (least_s + c * count >= best[0] or best[0] <= enough_s):
             continue
         bins = pack_so()
         if bins is None:
