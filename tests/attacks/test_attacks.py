@@ -63,7 +63,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> checkpoints.Saved:
     return checkpoints.trained(tmp_path_factory.mktemp("saved"))
 
 
-@pytest.mark.parametrize("every", [2, whole(1)])
+@pytest.mark.parametrize("every", [4, whole(1)])
 @pytest.mark.parametrize(
     "attack",
     [

@@ -149,7 +149,7 @@ BATCHES = [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10)]
     [
         ("alone", 1),
         ("alone", 4),
-        ("ddp", 3),
+        whole("ddp", 3),
         ("fsdp2", 2),
         whole("alone", 2),
         whole("alone", 3),

@@ -294,7 +294,7 @@ def within(kind: str, folder: Path) -> list[str]:
     return said[:4]
 
 
-@pytest.mark.parametrize("kind", ["registry", "calls", "graph"])
+@pytest.mark.parametrize("kind", ["registry", "calls", whole("graph")])
 def test_other_tokens_within_a_micro_batch(kind: str, tmp_path: Path) -> None:
     """Catches an evaluation of as many tokens as the micro-batch has, which would have its borders
     and places, and a part without its places."""

@@ -54,13 +54,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 LONE = """
 import sys
 import headrace as hr
+from spread import whole
 
 config = hr.Config.load(sys.argv[1], "devices.ranks=1", "run.steps=100000")
 hr.train(config, out=sys.argv[2], tell=lambda text: None)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, whole(signal.SIGTERM)])
 def test_a_signal_keeps_what_a_lone_rank_has_trained(number: int, tmp_path: Path) -> None:
     """Catches a run in the caller's own process that a signal ends with nothing kept, and an end
     that looks like a success."""

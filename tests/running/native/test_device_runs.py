@@ -75,7 +75,7 @@ def _at_will(seed: int, share: float) -> Callable[[int, int], bool]:
         whole(8, None),
         (4, 2),
         whole(6, 3),
-        (8, 2),
+        whole(8, 2),
     ],
 )
 @pytest.mark.parametrize("seed", [0, whole(1), whole(2), whole(3)])

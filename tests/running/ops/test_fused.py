@@ -160,6 +160,7 @@ def test_all_compile_once_for_any_number_of_tokens(backend: str) -> None:
         assert times == 1, name
 
 
+@pytest.mark.slow
 @pytest.mark.apart
 def test_many_kinds_of_sizes() -> None:
     """Catches a function that falls back to plain operators when it was compiled for some kinds of

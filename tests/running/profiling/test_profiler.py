@@ -319,6 +319,7 @@ def _with_a_large_head() -> dict[str, Any]:
     return profiler.profile("f", Cluster(devices=groups.ranks, memory_bytes=2**33)).to_json()
 
 
+@pytest.mark.slow
 def test_the_head_of_a_long_pack_is_counted_by_its_chunks() -> None:
     """Catches logits of a chunk of tokens that are extrapolated from shorter packs as if a long one
     held all of its logits at once: packs of 8,192 tokens took 4 times the bytes on paper."""
