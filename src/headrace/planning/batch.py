@@ -293,6 +293,8 @@ class PriceTable:
         fluid: Whether each scheme's frontier has several rows, so that a micro-batch is hardly
             dearer if it holds a little more.
         staged: Whether each scheme has several stages.
+        clocked: Whether the simulator knows the stages of each scheme: its pipelines run their
+            longest micro-batches first, and are only estimated here.
         exchange: Seconds in which weights arrive and gradients leave if no computation hides them.
         unhidden: The share of these seconds that no computation ever hides.
         moved: By scheme, the share of these seconds that a plan of this scheme alone takes; below 1
