@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import headrace as hr
+import spread
 from headrace.config import Config
 from headrace.engine.checkpoints import Checkpoint, SavedState, changed
 from headrace.engine.setup import open_data
@@ -54,14 +55,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 LONE = """
 import sys
 import headrace as hr
-from spread import whole
 
 config = hr.Config.load(sys.argv[1], "devices.ranks=1", "run.steps=100000")
 hr.train(config, out=sys.argv[2], tell=lambda text: None)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, whole(signal.SIGTERM)])
+@pytest.mark.parametrize("number", [signal.SIGINT, spread.whole(signal.SIGTERM)])
 def test_a_signal_keeps_what_a_lone_rank_has_trained(number: int, tmp_path: Path) -> None:
     """Catches a run in the caller's own process that a signal ends with nothing kept, and an end
     that looks like a success."""
