@@ -11,13 +11,10 @@ import pytest
 import headrace as hr
 from headrace.costs import published
 from headrace.planning import GENERATORS, Nested, Problem, plan
+from planning.worlds import LLAMA_32B
 from spread import whole
 
 _LUCK = 0.003
-
-LLAMA_32B = hr.Architecture(
-    kind="llama", layers=60, hidden=6656, heads=52, kv_heads=52, ffn=17_920, vocabulary=32_000
-)
 
 
 @cache

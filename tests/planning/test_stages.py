@@ -14,20 +14,20 @@ from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.model_source import ModelSource, laid_out
 from headrace.planning.priced import LayerTable, StageCosts, shares_of
 from headrace.planning.schedule import Assignment
-from headrace.simulator import peak_bytes
-from headrace.spec import LayerOption, LayerPlan, Lengths, MicroBatch, Pipeline, Plan, Scheme
+from headrace.simulator import peak_bytes, simulate
+from headrace.spec import (
+    LayerOption,
+    LayerPlan,
+    Lengths,
+    MicroBatch,
+    Pipeline,
+    Plan,
+    Scheme,
+    compile_plan,
+)
+from planning.worlds import LLAMA_32B
 
 GIB = 2**30
-LLAMA_32B = hr.Architecture(
-    kind="llama",
-    layers=60,
-    hidden=6656,
-    heads=52,
-    kv_heads=52,
-    ffn=17_920,
-    vocabulary=32_000,
-)
-"""A model whose memory asks for stages on 80 GB (Hydraulis' 32B)."""
 
 
 @settings(max_examples=200, deadline=None)
@@ -88,9 +88,7 @@ def test_what_fits_is_what_the_simulator_says_fits(
 def test_stages_wait_for_the_weights_of_all(pull_s: float, depth: int) -> None:
     """Catches a pipeline that is thought to wait for its part of the weights alone: they arrive
     stage by stage, and gradients leave so."""
-    still = synthetic_costs(4, 8).replace(
-        exchange_s=ExchangeCost(pull_s=1e-12, push_s=2e-12, update_s=0.0)
-    )
+    still = synthetic_costs(4, 8).replace(exchange_s=ExchangeCost())
     moving = still.replace(exchange_s=ExchangeCost(pull_s=pull_s, push_s=2 * pull_s, update_s=0.0))
     expected_s, clocked_s = list[float](), list[float]()
     for costs in (still, moving):
@@ -112,7 +110,7 @@ def test_pipelines_with_stages_end_together_on_the_clock(monkeypatch: pytest.Mon
     """Catches estimates that nobody compares with the clock: pipelines with stages end some percent
     earlier or later than is estimated, and the last one is the step."""
     costs = hr.costs.roofline(LLAMA_32B, "h100", devices=24, implementation="ideal")
-    problem, ratios = Problem(costs=costs), list[float]()
+    problem = Problem(costs=costs)
     batches = [hr.lengths.draw("commoncrawl-like", tokens="200K", seed=seed) for seed in (1, 2, 3)]
     levelled = [plan(problem, lengths).predicted_s for lengths in batches]
     monkeypatch.setattr(ModelSource, "late_s", lambda source, schedule: ())
@@ -120,3 +118,28 @@ def test_pipelines_with_stages_end_together_on_the_clock(monkeypatch: pytest.Mon
     ratios = [ours / theirs for ours, theirs in zip(levelled, estimated, strict=True)]
     assert max(ratios) <= 1
     assert float(np.mean(ratios)) < 0.995
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("strategy", "tokens"),
+    [
+        ("1*cp3-pp8", (60_000, *[300] * 40)),
+        ("2*tp2-pp4 + 1*tp8", (40_000, 9000, 8999, *[700] * 60)),
+        ("1*pp16 + 1*tp8", (20_000, *range(500, 2000, 30))),
+        ("1*tp2-pp4", (900, 700, 30)),
+        ("1*tp2-pp4", (5000,)),
+    ],
+)
+def test_plans_with_stages_take_what_their_programs_take(
+    strategy: str, tokens: tuple[int, ...]
+) -> None:
+    """Catches a clock of many pipelines at once that is not that of the programs: for fewer
+    micro-batches than stages, widths of 3, unequal stages, and costs with a scale."""
+    costs = hr.costs.roofline(LLAMA_32B, "h100", devices=24).replace(scale=1.7)
+    given = Problem(costs=costs, strategies=(hr.Strategy.parse(strategy),))
+    made = plan(given, Lengths(tokens=tokens))
+    assert any(pipeline.scheme.pipeline > 1 for pipeline in made.pipelines)
+    walked = simulate(compile_plan(made, costs.shape.bucket_count), made, costs)
+    assert made.predicted_s == pytest.approx(walked.seconds, rel=1e-12)
+    assert made.lower_bound_s <= made.predicted_s

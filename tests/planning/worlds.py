@@ -8,10 +8,15 @@ from hypothesis import strategies as st
 from headrace.costs import FORMULA_METHODS, CostModel, Speeds, synthetic_costs
 from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem, plan
-from headrace.spec import Lengths, Plan
+from headrace.spec import Architecture, Lengths, Plan
 from headrace.units import GIB
 
-__all__ = ["batches", "log_normal", "statics", "worlds"]
+__all__ = ["LLAMA_32B", "batches", "log_normal", "statics", "worlds"]
+
+LLAMA_32B = Architecture(
+    kind="llama", layers=60, hidden=6656, heads=52, kv_heads=52, ffn=17_920, vocabulary=32_000
+)
+"""A model whose memory asks for stages on 80 GB (Hydraulis' 32B)."""
 
 
 @st.composite

@@ -356,6 +356,12 @@ class PriceTable:
         return len(self.schemes)
 
     @cached_property
+    def estimates(self) -> bool:
+        """Whether a pipeline ends at other seconds than those of its micro-batches and bubbles: for
+        waits of the exchange, or as the simulator knows its stages."""
+        return self.exchange.push_s > 0 or any(self.clocked)
+
+    @cached_property
     def rows(self) -> list[int]:
         """By scheme, the number of its frontier's *usual* row: the one row by which searches price
         all micro-batches of a scheme."""

@@ -34,8 +34,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.planning.batch import PriceTable
-from headrace.planning.priced import FORWARD, Line
-from headrace.planning.tolerances import ROUNDING
+from headrace.planning.priced import Line
+from headrace.planning.tolerances import NEVER, ROUNDING
 
 __all__ = ["Filler", "Pipelines", "deal", "joined", "refilled"]
 
@@ -429,9 +429,7 @@ def _usable_s(line: Line, limit_s: float, longest_s: Floats) -> Floats:
     by_count = (rest_s - line.c * number) * number / (number + bubbles)
     usable_s = np.minimum(by_count, rest_s - line.c * number - bubbles * longest_s)
     micro_batch_s = np.maximum(longest_s, usable_s / number) + line.c
-    pull_wait_s = np.maximum(0.0, line.pull_s - line.stages * micro_batch_s * FORWARD)
-    push_wait_s = np.maximum(0.0, line.push_s - micro_batch_s)
-    return usable_s - pull_wait_s - push_wait_s
+    return usable_s - line.wait_s(np.minimum(micro_batch_s, NEVER))
 
 
 def joined(

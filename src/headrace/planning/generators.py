@@ -208,7 +208,7 @@ class Draft:
         """The draft of pipelines, ``groups``, that compute for ``seconds``; when gradients are sent
         is estimated, without packing."""
         expected_s, ends = seconds, list[int]()
-        if table.exchange.push_s:
+        if table.estimates:
             times = [table.times(k, likely(table, k, members)) for k, _, members in groups]
             chains = table.chained(ranks for _, ranks, _ in groups)
             sent_s = chains.sent_s(times)

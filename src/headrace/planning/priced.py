@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, exp, floor, inf, log, sqrt
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -779,11 +780,20 @@ class Line:
             usable_s -= self.wait_s(max(longest_s, usable_s / number) + self.c)
         return usable_s, number * self.cap
 
-    def wait_s(self, micro_batch_s: float) -> float:
-        """Seconds that a pipeline waits for weights before its first micro-batch and for gradients
-        after its last, if these take ``micro_batch_s`` on each stage."""
+    @overload
+    def wait_s(self, micro_batch_s: float) -> float: ...
+
+    @overload
+    def wait_s(self, micro_batch_s: Floats) -> Floats: ...
+
+    def wait_s(self, micro_batch_s: float | Floats) -> float | Floats:
+        """Seconds that a pipeline with stages waits for weights before its first micro-batch and
+        for gradients after its last, if both take ``micro_batch_s`` seconds on each stage: one
+        number, or an array of any shape."""
         pull_wait_s = self.pull_s - self.stages * micro_batch_s * FORWARD
-        return max(0.0, pull_wait_s) + max(0.0, self.push_s - micro_batch_s)
+        push_wait_s = self.push_s - micro_batch_s
+        # Half of x + |x| is max(x, 0), of a number and of an array.
+        return (pull_wait_s + abs(pull_wait_s) + push_wait_s + abs(push_wait_s)) / 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -182,7 +182,7 @@ def _ends(
     until all ranks have sent their gradients)."""
     chains = table.chained(ranks for _, ranks, _ in groups)
     free_s = max(chains.free_s((0.0, packed.seconds, 0.0) for packed in packs), default=0.0)
-    if not table.exchange.push_s:
+    if not table.estimates:
         return free_s, free_s
     times = [table.times(k, packed) for (k, _, _), packed in zip(groups, packs, strict=True)]
     return free_s, max(chains.sent_s(times).values(), default=0.0)

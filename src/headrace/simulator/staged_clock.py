@@ -38,7 +38,7 @@ __all__ = ["StagedPipeline", "StagedTimes", "run_pipelines"]
 
 Floats = NDArray[np.float64]
 
-_NEVER = -np.inf  # seconds of what does not happen: it delays nothing
+_NEVER = -np.inf  # the time in seconds of what does not happen: nothing is delayed by it
 _MOST_PLACES = 1 << 20  # places (turn, stage, pipeline) of an array, 8 bytes each
 
 
@@ -131,13 +131,14 @@ def _run_at_once(pipelines: Sequence[StagedPipeline]) -> list[StagedTimes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Turns:
-    """What every stage of every pipeline does in every turn, each [turns, stages, pipelines].
+    """What every stage of every pipeline does in every turn. All arrays are [turns, stages,
+    pipelines].
 
     Attributes:
         work_s: Seconds of computing.
-        least_s: Seconds at which it ends at the earliest, as weights have to be there.
-        message_s: Seconds of the message that it sends; never for none.
-        may_send: 0 where it sends a message, never where not.
+        least_s: The earliest end of the computing in seconds of the step, as weights arrive.
+        message_s: Seconds of the message that the stage sends; minus infinity where it sends none.
+        may_send: 0 where the stage sends a message, else minus infinity.
     """
 
     work_s: Floats

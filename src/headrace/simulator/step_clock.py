@@ -488,20 +488,31 @@ def _segments(plan: Plan, costs: CostModel) -> tuple[Floats, Floats]:
     [micro-batches, buckets]."""
     tokens = np.array(plan.lengths.tokens, dtype=np.float64)
     sums = _sums(tokens, [micro.sequences for micro in plan.micro_batches])
-    schemes: dict[Scheme, int] = {}
-    scheme_numbers = [
-        schemes.setdefault(pipeline.scheme, len(schemes)) for pipeline in plan.pipelines
+    schemes: dict[Scheme, Scheme] = {}  # equal ones as one object
+    scheme_of = [
+        schemes.setdefault(pipeline.scheme, pipeline.scheme) for pipeline in plan.pipelines
     ]
+    kinds = [(scheme_of[micro.pipeline], micro.layers) for micro in plan.micro_batches]
+    return _priced(costs, plan.working, sums, kinds)
+
+
+def _priced(
+    costs: CostModel,
+    working: Working,
+    sums: Floats,
+    kinds: Sequence[tuple[Scheme, LayerPlan]],
+) -> tuple[Floats, Floats]:
+    """Seconds of the forward, and of the backward, of each segment of each micro-batch, both
+    [micro-batches, buckets]. ``sums`` are those of :func:`_sums`, ``kinds`` the scheme and layer
+    plan of each micro-batch; those that are the same objects are priced together."""
     # By identity: hashing all layers of all micro-batches takes longer than the few repetitions.
     alike: dict[tuple[int, int], list[int]] = {}
-    for number, micro in enumerate(plan.micro_batches):
-        alike.setdefault((id(micro.layers), scheme_numbers[micro.pipeline]), []).append(number)
-    forward = np.zeros((len(sums.T), costs.shape.bucket_count))
+    for number, (scheme, layers) in enumerate(kinds):
+        alike.setdefault((id(scheme), id(layers)), []).append(number)
+    forward = np.zeros((len(kinds), costs.shape.bucket_count))
     backward = np.zeros_like(forward)
     for numbers in alike.values():
-        micro = plan.micro_batches[numbers[0]]
-        scheme = plan.pipelines[micro.pipeline].scheme
-        forward_rows, backward_rows = segment_rows(costs, scheme, micro.layers, plan.working)
+        forward_rows, backward_rows = segment_rows(costs, *kinds[numbers[0]], working)
         own_sums = sums[:, numbers]
         forward[numbers] = (forward_rows @ own_sums).T
         backward[numbers] = (backward_rows @ own_sums).T
@@ -606,20 +617,15 @@ def staged_pipeline(
         working: How its ranks hold weights.
         tokens: Tokens of every sequence [sequences].
         micro_batches: For each micro-batch, in order, the indices of its sequences.
-        layers: The layer plan of each micro-batch. Equal ones are best the same object.
+        layers: The layer plan of each micro-batch; those that are the same object are priced
+            together.
 
     Returns:
         The pipeline, to be run by :func:`headrace.simulator.staged_clock.run_pipelines`.
     """
     sums = _sums(tokens, micro_batches)
-    forward = np.zeros((len(layers), costs.shape.bucket_count))
-    backward = np.zeros_like(forward)
-    alike: dict[int, list[int]] = {}
-    for number, plan in enumerate(layers):
-        alike.setdefault(id(plan), []).append(number)
-    for numbers in alike.values():
-        rows = segment_rows(costs, pipeline.scheme, layers[numbers[0]], working)
-        forward[numbers], backward[numbers] = ((each @ sums[:, numbers]).T for each in rows)
+    kinds = [(pipeline.scheme, plan) for plan in layers]
+    forward, backward = _priced(costs, working, sums, kinds)
     return StagedPipeline(
         stages=pipeline.stages(costs.shape.layers),
         forward=forward,
@@ -630,8 +636,16 @@ def staged_pipeline(
 
 
 def staged_steps_s(pipelines: Sequence[StagedPipeline], costs: CostModel) -> list[float]:
-    """Seconds of the step of each of these pipelines with stages, if it were the only one and all
-    weights and gradients move, with the costs' scale."""
+    """Predict the step of each of some pipelines with stages as if it were the only one, with all
+    weights and gradients moving.
+
+    Args:
+        pipelines: The pipelines, as :func:`staged_pipeline` makes them.
+        costs: What they cost, of a model.
+
+    Returns:
+        Seconds of each one's step, with the costs' scale.
+    """
     exchange, scale = costs.exchange_s, costs.scale
     # A push is followed by those of all earlier buckets.
     pushing_s = exchange.push_s * scale * np.cumsum(costs.shape.bucket_shares)

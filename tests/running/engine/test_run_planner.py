@@ -34,7 +34,7 @@ from spread import whole
 MODEL = Architecture(layers=4, hidden=64, heads=8, kv_heads=2, ffn=192, vocabulary=50)
 MEMORY = 2**25
 SLOWER = 4.0
-TEXTS = ("4*cp1", "2*pp2", "1*tp2-pp2")
+TEXTS = ("4*cp1", "1*pp3 + 1*cp1", "1*tp2-pp2")
 BATCHES = [Lengths.of([700 + 10 * step, *range(360, 600, 23)]) for step in range(6)]
 KINDS: dict[str, dict[str, Any]] = {
     "adaptive": {},
