@@ -93,7 +93,6 @@ def rows(seconds: np.ndarray) -> BoundRows:
         stages=zero + 1,
         least_c=zero,
         shared=zero + 1,
-        over=zero,
         alone=seconds,
         work=seconds,
         spread=seconds,
@@ -179,21 +178,21 @@ def test_no_pipeline_beats_what_its_stages_take_together(seed: int, memory_gib: 
     priced = problem.pricing.price(Scheme(pipeline=depth), "replicated")
     if priced is None or priced.stages is None:
         return
-    least = priced.stages.least
+    least = [split.least for split in priced.stages.variants]
     tokens = rng.integers(1, least[0].alone.most_tokens + 1, int(rng.integers(1, 12))).tolist()
     lengths = Lengths.of([max(1, int(n * rng.uniform(0, 1) ** 3)) for n in tokens])
     batch = SortedBatch.of(lengths)
     bins = list[list[int]]()
-    cuts = np.sort(rng.choice(np.arange(1, layers), depth - 1, replace=False))
-    shares = tuple(np.diff([0, *cuts.tolist(), layers]).tolist())
     for i in rng.permutation(len(lengths)).tolist():
         if bins and rng.random() < 0.5:
             bins[-1].append(i)
         else:
             bins.append([i])
+    split = priced.splits[int(rng.integers(len(priced.splits)))]
+    assert split.stages is not None
+    shares = split.stages.shares
     pipeline = Pipeline(scheme=priced.scheme, ranks=tuple(range(depth)), shares=shares)
-    table = priced.stages.table
-    plans = [table.plans[int(rng.integers(len(table.plans)))] for _ in bins]
+    plans = [split.layer_plan(int(rng.integers(len(split.frontier.caps)))) for _ in bins]
     drawn = Plan(
         lengths=lengths,
         devices=depth,
@@ -201,6 +200,7 @@ def test_no_pipeline_beats_what_its_stages_take_together(seed: int, memory_gib: 
         micro_batches=tuple(
             MicroBatch(pipeline=0, sequences=tuple(own), layers=layers)
             for own, layers in zip(bins, plans, strict=True)
+            if layers is not None
         ),
         predicted_s=0.0,
         lower_bound_s=0.0,
@@ -218,7 +218,9 @@ def test_layers_are_whole(layers: int, fullest: int) -> None:
     assert priced is not None
     assert priced.stages is not None
     batch = SortedBatch.of(Lengths.of([1000] * 500))
-    seconds = lower_bound(BoundRows.of_models(batch, priced.stages.least), 4).seconds
+    seconds = lower_bound(
+        BoundRows.of_models(batch, [one.least for one in priced.stages.variants]), 4
+    ).seconds
     layer_s = costs.layer_seconds([1000], 1, LayerOption.of("local"))
     assert seconds >= 500 * fullest * sum(layer_s) * (1 - 1e-6)
 
@@ -234,7 +236,7 @@ def test_stages_that_hold_little_pay_constants_often() -> None:
         assert priced is not None
         assert priced.stages is not None
         batch = SortedBatch.of(Lengths.of([100] * 2000))
-        rows = BoundRows.of_models(batch, priced.stages.least)
+        rows = BoundRows.of_models(batch, [split.least for split in priced.stages.variants])
         found.append(lower_bound(rows, 2).seconds)
     assert found[0] > found[1] * 1.02
 

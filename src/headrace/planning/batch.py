@@ -29,7 +29,7 @@ dearer if it holds a little more: beyond the first, constants are dealt out to t
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, repeat
@@ -52,6 +52,10 @@ __all__ = [
     "longest_two",
     "prices",
 ]
+
+_IDLE = 0.75
+"""Share of the bubbles of alike micro-batches with which fillings reckon where the simulator knows
+the stages, as lengths differ: with 1 steps of 32B are 0.5 % longer in the mean."""
 
 Times = tuple[float, float, float]
 """Seconds of a pipeline: until its weights are there, so that it can start; of computing; and from
@@ -150,7 +154,9 @@ def longest_two(times: Sequence[float]) -> tuple[float, float]:
     return rising[-1], rising[-2]
 
 
-def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> list[list[int]]:
+def best_fit(
+    tokens: Mapping[int, int] | Sequence[int], members: Sequence[int], cap: int
+) -> list[list[int]]:
     """Best-fit decreasing: put ``members``, positions with the longest first, each into the bin of
     ``cap`` tokens that it fills best, or into a new bin where none has room. A sequence longer than
     ``cap`` stands alone. Returns the positions of each bin."""
@@ -337,6 +343,7 @@ class PriceTable:
         self._chains: dict[tuple[tuple[int, ...], ...], Chains] = {}
         self._priced: dict[int, tuple[list[float], list[int]]] = {}
         self._seconds: dict[int, list[float]] = {}
+        self._alone: dict[int, list[float]] = {}
         self._room: dict[int, list[int]] = {}
         self._spread: dict[int, list[float]] = {}
         self._alike: dict[int, list[int]] = {}
@@ -409,7 +416,9 @@ class PriceTable:
         """For each scheme a :class:`Line`, which says how much work one of its pipelines can do
         within a time if all micro-batches pay the constant of the scheme's usual row and hold its
         tokens."""
-        usual_rows = zip(self.depth, self.c, self.cap, self.util, self.moved, strict=True)
+        usual_rows = zip(
+            self.depth, self.c, self.cap, self.util, self.moved, self.clocked, strict=True
+        )
         hidden, exchange = 1 - self.unhidden, self.exchange
         return [
             Line(
@@ -419,8 +428,9 @@ class PriceTable:
                 util=util,
                 pull_s=hidden * moved * exchange.pull_s,
                 push_s=hidden * moved * exchange.push_s,
+                idle=_IDLE if clocked else 1.0,
             )
-            for stages, c, cap, util, moved in usual_rows
+            for stages, c, cap, util, moved, clocked in usual_rows
         ]
 
     def _usual(self, scheme: PricedScheme) -> int:
@@ -446,6 +456,12 @@ class PriceTable:
         if k not in self._spread:
             self._spread[k] = self.batch.listed(self.spread[k].tolist())
         return self._spread[k]
+
+    def each_alone(self, k: int) -> list[float]:
+        """Least seconds of each position on scheme k in a micro-batch of its own."""
+        if k not in self._alone:
+            self._alone[k] = self.batch.listed(self.alone[k].tolist())
+        return self._alone[k]
 
     def room(self, k: int) -> list[int]:
         """For each position the tokens of a micro-batch of scheme k that it fills: its own length;

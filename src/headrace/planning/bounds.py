@@ -43,22 +43,27 @@ Where pipelines share no device, each holds its own for all of tau, also one tha
 Everything falls while tau rises, so the least tau that satisfies all of them is a bound; it is
 found by narrowing an interval from below.
 
-Where costs know the stages, which may differ, rows of whole models stand for them: a micro-batch
-keeps the width's ranks busy for what it takes, in sum over the stages, and passes all of them one
-after the other. The first of P stages holds every P micro-batches j in a row at once. If cap_j
-tokens of each of P micro-batches with the layers of j fill its memory, these hold
-sum_j tokens_j / cap_j <= P. The constants of P in a row are at least the largest c_j and P - 1
-times the least of all, c: so they are at least sum_j g_j tokens_j with
-g_j = (c_j + (P - 1) c) / (P cap_j), as this sum is at most P times its largest g_j cap_j.
-V micro-batches are ceil(V / P) such rows, the last one filled up with empty ones of c each: their
-constants are at least sum_j g_j tokens_j but for c (P - 1). A token's share of them is g_j,
-whatever layers the others have.
+Where costs know the stages, which may differ, rows of whole models stand for them, for each split
+of the layers that the planner tries (:attr:`headrace.planning.priced.StageCosts.variants`). A
+micro-batch keeps the width's ranks busy for what it takes, in sum over the stages, and passes all
+of them one after the other. No stage is busy for longer than tau, so P times what one stage takes
+may stand for the sum: the last one, which has the model's end, or the fullest other one.
 
-Layers are whole. For any x, of L layers the last stage has at least x, besides the model's end,
-or another one at least y = (L - x + 1) / (P - 1), rounded up: the same stage for all micro-batches,
-busy for no longer than tau. So P times what x layers and the end take, or P times y layers, each
-the quickest of its micro-batch, may stand for the sum over the stages in what keeps ranks busy, in
-rows of their own for pipelines of either kind.
+Memory takes part. The first stage keeps a share r_j n_j of its room for activations for micro-batch
+j of n_j tokens from its forward to its backward, so for no less than the T_j seconds that j takes
+on all stages, one after the other. At no moment is more kept than there is room:
+sum_j r_j n_j T_j <= tau. With B_j for what counts as busy, sum_j B_j <= P tau, and any weight w in
+[0, 1],
+
+    sum_j (1 - w) B_j + w P r_j n_j T_j <= P tau.
+
+The rows of j give B_j = A sum l^2 + B n_j + C and T_j = a sum l^2 + b n_j + c, so a token of a
+sequence of l tokens bears
+
+    (1 - w) (A l + B + C / n_j) + w P r_j n_j (a l + b + c / n_j),   n_j >= l,
+
+of it. The least over n_j, where the terms in n_j and in 1 / n_j are equal or at n_j = l or at the
+most tokens that fit, and over all rows is what the sequence takes whatever is packed with it.
 
 Pulls and pushes overlap with computations, so of the whole step
 
@@ -98,7 +103,7 @@ __all__ = ["Bound", "BoundRows", "allows", "lower_bound", "step_bound_s"]
 Floats = NDArray[np.float64]
 
 # The fields of BoundRows that have one row for each scheme.
-_COLUMNS = ("ranks", "stages", "least_c", "shared", "over", "alone", "work", "spread")
+_COLUMNS = ("ranks", "stages", "least_c", "shared", "alone", "work", "spread")
 _CLOSE = 1e-5  # relative distance up to which the bound is narrowed
 
 
@@ -140,8 +145,6 @@ class BoundRows:
         least_c: Least seconds of a micro-batch's constant [schemes, 1].
         shared: Least seconds of a pipeline of two sequences for each second of their work, by part
             3 of the claim [schemes, 1].
-        over: Seconds by which the sum of ``spread`` over the sequences of one pipeline may exceed
-            what it really takes; above 0 only for rows of whole models [schemes, 1].
         alone: Least seconds of a micro-batch of its own, as in :mod:`headrace.planning.batch`
             [schemes, runs].
         work: Least seconds without any constant [schemes, runs].
@@ -153,7 +156,6 @@ class BoundRows:
     stages: Floats
     least_c: Floats
     shared: Floats
-    over: Floats
     alone: Floats
     work: Floats
     spread: Floats
@@ -167,7 +169,6 @@ class BoundRows:
             stages=table.stages,
             least_c=table.least_c,
             shared=(table.stages + 1) / 2,
-            over=0 * table.ranks,
             alone=table.alone,
             work=table.work,
             spread=table.spread,
@@ -180,29 +181,20 @@ class BoundRows:
         docstring explains after part 4: a micro-batch keeps the ranks of one stage busy for its
         seconds on all stages together, so each counts as a pipeline of one stage."""
         counts = batch.counts.astype(np.float64)
-        rows, over = list[tuple[Floats, ...]](), list[float]()
-        for model in models:
-            # Seconds with a share of the constant, by each way to count it. The rows ``dealt`` have
-            # that share in b and no constant, so it is their ``work``.
-            charged = [batch.row(dealt)[1] for dealt in model.dealt]
-            totals = [
-                float(seconds[np.isfinite(seconds)] @ counts[np.isfinite(seconds)])
-                for seconds in charged
-            ]
-            largest = totals.index(max(totals))  # each way is a bound: take the tightest
-            rows.append((*batch.row(model.alone)[:2], charged[largest]))
-            over.append(model.over_s[largest])
-        alone, work, dealt = np.stack(rows, axis=1)
+        rows = [
+            (*batch.row(model.alone)[:2], model.spread(batch.run_values, counts))
+            for model in models
+        ]
+        alone, work, spread = np.stack(rows, axis=1)
         ones = np.ones((len(models), 1))
         return cls(
             ranks=np.array([[float(model.width)] for model in models]),
             stages=ones,
             least_c=0 * ones,
             shared=np.array([[1 / model.depth] for model in models]),
-            over=np.array(over)[:, None],
             alone=alone,
             work=work,
-            spread=dealt,
+            spread=spread,
             counts=counts,
         )
 
@@ -251,14 +243,14 @@ class BoundRows:
             root = np.maximum(sqrt(tau) - np.sqrt(bubbles * self.least_c), 0.0)
             usable = np.where(bubbles > 0, root**2, np.maximum(tau - self.least_c, 0.0))
             # Devices for each second of ``spread`` by 2a, and of ``work`` by 2b.
-            per_spread_s, per_work_s = self.ranks / (tau + self.over), self.ranks / usable
+            per_spread_s, per_work_s = self.ranks / tau, self.ranks / usable
             by_spread = (bubbles == 0) & (spread * per_spread_s >= work * per_work_s)
             shares = np.where(by_spread, self.spread, self.work) * np.where(
                 by_spread, per_spread_s, per_work_s
             )
             staged = np.flatnonzero(bubbles)
             if len(staged):  # part 2a with stages: each sequence's own ``alone`` is taken off
-                spare = tau + self.over[staged] - bubbles[staged] * self.alone[staged]
+                spare = tau - bubbles[staged] * self.alone[staged]
                 staged_shares = self.ranks[staged] * self.spread[staged] / spare
                 staged_shares[closed[staged]] = 0.0
                 tighter = staged_shares @ self.counts >= (work * per_work_s)[staged, 0]
@@ -315,7 +307,7 @@ def lower_bound(
     """
     crowding, longest_s = _Crowding(rows, devices, apart), _longest_s(rows)
     work = float((rows.ranks * rows.spread).min(axis=0) @ rows.counts)
-    low_s = max(longest_s, known_s, work / devices - float(rows.over.max()))  # the latter by 2a
+    low_s = max(longest_s, known_s, work / devices)  # the latter by 2a
     start_s = low_s * (1 + 2 * close) if low_s > longest_s else low_s
     if (needed := crowding(start_s)) > 1:
         low_s = _least_tau(crowding, start_s, needed, close)

@@ -419,7 +419,7 @@ def _usable_s(line: Line, limit_s: float, longest_s: Floats) -> Floats:
     """:meth:`Line.usable_s`, which explains the formula, for many longest sequences at once:
     seconds of work [runs] that a pipeline with stages can do on each stage within ``limit_s``
     seconds, if its longest sequence takes ``longest_s`` [runs]."""
-    bubbles = line.stages - 1
+    bubbles = line.bubbles
     rest_s = limit_s - bubbles * line.c
     with np.errstate(divide="ignore", invalid="ignore"):
         count = (rest_s - bubbles * longest_s) / (longest_s + line.c)

@@ -21,7 +21,7 @@ from headrace.planning.batch import Packed, PriceTable, SortedBatch
 from headrace.planning.bounds import Bound, BoundRows, allows, lower_bound, step_bound_s
 from headrace.planning.explain import Candidate, require_fit, require_strategies
 from headrace.planning.generators import ENOUGH, Offer, TableKind
-from headrace.planning.priced import Frontier, Least, PricedScheme, StageCosts, worth_keeping
+from headrace.planning.priced import Least, PricedScheme, StageCosts, worth_keeping
 from headrace.planning.problem import Problem
 from headrace.planning.schedule import Assignment, expected_s
 from headrace.planning.smoothing import smoothed
@@ -318,10 +318,11 @@ class ModelSource:
 
     def _least(self, rows: list[BoundRows], schemes: Sequence[PricedScheme]) -> BoundRows:
         """``rows`` of a bound joined with those of more ``schemes``. A scheme with stages has the
-        rows ``StageCosts.least``, what all its stages take together, as its stages may differ."""
+        rows ``StageCosts.least`` of each split of its layers, what all its stages take together, as
+        its stages may differ."""
         single = [scheme for scheme in schemes if scheme.stages is None]
         deep = [scheme.stages for scheme in schemes if scheme.stages is not None]
-        staged = [least for stages in deep for least in stages.least]
+        staged = [split.least for stages in deep for split in stages.variants]
         if single:
             rows.append(BoundRows.of(PriceTable(self.batch, single, self.problem.devices)))
         if staged:
@@ -380,9 +381,11 @@ def _whole_model(problem: Problem, width: int, depth: int) -> Least:
             cost = costs.option(width, option)
             line = (cost.forward + cost.backward) * layers + ends.forward + ends.backward
             rows.append((line.a, line.b, line.c))
-        quick = worth_keeping(np.array(rows), np.full(len(rows), float(MOST_TOKENS)))
-        whole = Frontier.of_rows([rows[i] for i in quick.tolist()], MOST_TOKENS)
-        cache[width] = Least(width=width, depth=depth, alone=whole, dealt=(whole,))
+        total = np.array(rows)
+        quick = worth_keeping(total, np.full(len(rows), float(MOST_TOKENS)))
+        total = total[quick]
+        caps, kept = [MOST_TOKENS] * len(total), np.zeros((len(total), 2))
+        cache[width] = Least.of(width, depth, caps, total, total[None], kept)
     return cache[width]
 
 
@@ -391,15 +394,15 @@ class _Setup:
     """How a pipeline does its micro-batches.
 
     Attributes:
+        priced: The scheme, with the split of its layers among the stages.
         bins: Positions of the sequences of each micro-batch, in order.
-        rows: For each micro-batch the number of the row of its scheme's frontier.
-        shares: Number of layers of each stage; empty where there is one stage.
+        rows: For each micro-batch the number of the row of the scheme's frontier.
         seconds: Seconds of its step if it is alone on its ranks; 0 where there is one stage.
     """
 
+    priced: PricedScheme
     bins: tuple[tuple[int, ...], ...]
     rows: tuple[int, ...]
-    shares: tuple[int, ...] = ()
     seconds: float = 0.0
 
 
@@ -432,10 +435,12 @@ def laid_out(
     groups = groups[::-1] if larger_last else groups
     ends = _pipeline_ends([ranks for (_, ranks, _), _, _ in groups])
     for ((k, ranks, _), packed, chosen), (first, last) in zip(groups, ends, strict=True):
-        priced, number = table.schemes[k], len(pipelines)
-        setup = chosen or _plain(packed, first=first, last=last)
+        number = len(pipelines)
+        setup = chosen or _plain(table.schemes[k], packed, first=first, last=last)
+        priced, stages = setup.priced, setup.priced.stages
         micro_batches += micro_batches_of(priced, setup.bins, setup.rows, number, batch, costs)
-        pipelines.append(Pipeline(scheme=priced.scheme, ranks=ranks, shares=setup.shares))
+        shares = () if stages is None else stages.shares
+        pipelines.append(Pipeline(scheme=priced.scheme, ranks=ranks, shares=shares))
     weights = {table.schemes[k].weights for k, _, _ in schedule.groups}
     plan = Plan(
         lengths=batch.lengths,
@@ -492,14 +497,15 @@ def _pipeline_ends(groups: Sequence[tuple[int, ...]]) -> list[tuple[bool, bool]]
     return [(number in first_groups, number in last_groups) for number in range(len(groups))]
 
 
-def _plain(packed: Packed, *, first: bool, last: bool) -> _Setup:
-    """The micro-batches of a pipeline of one stage, longest first. Where it is the ``last`` of some
-    rank, or not the ``first`` of any, the longest comes last instead: its backward hides the push
-    of gradients."""
+def _plain(priced: PricedScheme, packed: Packed, *, first: bool, last: bool) -> _Setup:
+    """The micro-batches of a pipeline of a scheme with one stage, longest first. Where it is the
+    ``last`` of some rank, or not the ``first`` of any, the longest comes last instead: its backward
+    hides the push of gradients."""
     order = _falling(packed)
     if len(order) > 1 and (last or not first):
         order = [*order[1:], order[0]]
     return _Setup(
+        priced=priced,
         bins=tuple(packed.bins[number] for number in order),
         rows=tuple(packed.rows[number] for number in order),
     )
@@ -539,21 +545,60 @@ def _quickest_setups(
     First the split of the layers is chosen, with micro-batches longest first; then, with it, their
     order: longest first, shortest first, or the longest in the middle, so that short ones fill and
     drain the pipeline."""
-    tried = list[tuple[int, StageCosts, _Setup]]()  # with the number of the pipeline
+    tried = list[tuple[int, _Setup]]()  # with the number of the pipeline
     for number, (priced, packed) in enumerate(pipelines):
         order = _falling(packed)
-        tried += [
-            (number, stages, _ordered(stages, packed, order, batch))
-            for stages in _stages_of(priced).variants()
-        ]
-    first = _quickest_of_each(tried, pipelines, batch, costs)
-    again = list(first)
-    for number, ((_, stages, _), (_, packed)) in enumerate(zip(first, pipelines, strict=True)):
+        tried += [(number, _ordered(split, packed, order, batch)) for split in priced.splits]
+    first = _quickest_of_each(tried, len(pipelines), batch, costs)
+    again = list(enumerate(first))
+    for number, (setup, (_, packed)) in enumerate(zip(first, pipelines, strict=True)):
         falling = _falling(packed)
         for order in (falling[::-1], [*falling[1::2][::-1], *falling[::2]]):
             if len(falling) > 1:
-                again.append((number, stages, _ordered(stages, packed, order, batch)))
-    return [setup for _, _, setup in _quickest_of_each(again, pipelines, batch, costs)]
+                again.append((number, _ordered(setup.priced, packed, order, batch)))
+    return _quickest_of_each(again, len(pipelines), batch, costs)
+
+
+def _ordered(
+    priced: PricedScheme, packed: Packed, order: Sequence[int], batch: SortedBatch
+) -> _Setup:
+    """A pipeline with stages whose micro-batches run in ``order``, with layers as quick as memory
+    allows; its seconds are infinite where they do not fit with this split of the layers, else still
+    unknown."""
+    bins = tuple(packed.bins[number] for number in order)
+    rows = _quickest_rows(priced, bins, batch)
+    if rows is None:
+        return _Setup(priced=priced, bins=bins, rows=packed.rows, seconds=inf)
+    return _Setup(priced=priced, bins=bins, rows=rows)
+
+
+def _quickest_of_each(
+    tried: Sequence[tuple[int, _Setup]], count: int, batch: SortedBatch, costs: CostModel
+) -> list[_Setup]:
+    """Of all set-ups ``tried``, with the numbers of their pipelines, the quickest of each of
+    ``count`` pipelines, the first one where several are. Those whose seconds are not known are
+    timed, all at once."""
+    untimed = [at for at, (_, setup) in enumerate(tried) if not setup.seconds]
+    clocked = list[StagedPipeline]()
+    for _, setup in (tried[at] for at in untimed):
+        priced = setup.priced
+        layers = [priced.layer_plan(row) or LayerPlan() for row in setup.rows]
+        pipeline = _stages_of(priced).pipeline
+        clocked.append(
+            staged_pipeline(costs, pipeline, priced.weights, batch.values, setup.bins, layers)
+        )
+    found = list(tried)
+    for at, seconds in zip(untimed, staged_steps_s(clocked, costs), strict=True):
+        number, setup = tried[at]
+        found[at] = (number, replace(setup, seconds=seconds))
+    best = dict[int, _Setup]()
+    for number, setup in found:
+        if number not in best or setup.seconds < best[number].seconds:
+            best[number] = setup
+    assert all(setup.seconds < inf for setup in best.values()), (
+        "micro-batches of the same layers fit in any order"
+    )
+    return [best[number] for number in range(count)]
 
 
 def _stages_of(priced: PricedScheme) -> StageCosts:
@@ -562,71 +607,23 @@ def _stages_of(priced: PricedScheme) -> StageCosts:
     return priced.stages
 
 
-def _ordered(
-    stages: StageCosts, packed: Packed, order: Sequence[int], batch: SortedBatch
-) -> _Setup:
-    """A pipeline with stages whose micro-batches run in ``order``, with layers as quick as memory
-    allows; its seconds are infinite where they do not fit in this order, else still unknown."""
-    bins = tuple(packed.bins[number] for number in order)
-    rows = _quickened(stages, bins, [packed.rows[number] for number in order], batch)
+def _quickest_rows(
+    priced: PricedScheme, bins: Sequence[Sequence[int]], batch: SortedBatch
+) -> tuple[int, ...] | None:
+    """Rows of the micro-batches ``bins`` in their order, each by its number, as quick as the memory
+    of the stages allows: each takes the quickest row of which as many as are in flight would fit;
+    where those in flight together do not fit, the largest of them take thriftier ones; then those
+    with the most to gain take quicker ones. None where a micro-batch fits no row."""
+    stages, frontier = _stages_of(priced), priced.frontier
     tokens = [sum([batch.tokens[i] for i in members]) for members in bins]
-    fits = stages.fits(list(zip(tokens, rows, strict=True)))
-    return _Setup(bins=bins, rows=rows, shares=stages.shares, seconds=0.0 if fits else inf)
-
-
-def _quickest_of_each(
-    tried: Sequence[tuple[int, StageCosts, _Setup]],
-    pipelines: Sequence[tuple[PricedScheme, Packed]],
-    batch: SortedBatch,
-    costs: CostModel,
-) -> list[tuple[int, StageCosts, _Setup]]:
-    """Of all set-ups ``tried`` the quickest of each of the ``pipelines``, the first one where
-    several are. Those whose seconds are not known are timed, all at once."""
-    untimed = [at for at, (_, _, setup) in enumerate(tried) if not setup.seconds]
-    clocked = list[StagedPipeline]()
-    for number, stages, setup in (tried[at] for at in untimed):
-        priced, _ = pipelines[number]
-        layers = [priced.layer_plan(row) or LayerPlan() for row in setup.rows]
-        pipeline = stages.pipeline
-        clocked.append(
-            staged_pipeline(costs, pipeline, priced.weights, batch.values, setup.bins, layers)
-        )
-    found = list(tried)
-    for at, seconds in zip(untimed, staged_steps_s(clocked, costs), strict=True):
-        number, stages, setup = tried[at]
-        found[at] = (number, stages, replace(setup, seconds=seconds))
-    best = dict[int, tuple[int, StageCosts, _Setup]]()
-    for one in found:
-        number, _, setup = one
-        if number not in best or setup.seconds < best[number][2].seconds:
-            best[number] = one
-    assert all(setup.seconds < inf for _, _, setup in best.values()), (
-        "micro-batches of the same layers fit in any order"
-    )
-    return [best[number] for number in range(len(pipelines))]
-
-
-def _quickened(
-    stages: StageCosts, bins: Sequence[Sequence[int]], rows: Sequence[int], batch: SortedBatch
-) -> tuple[int, ...]:
-    """Rows of the micro-batches ``bins`` in their order, each by its number: those of ``rows``,
-    which fit, or quicker ones where the stages have memory for all that is in flight, tried with
-    the largest gains first."""
-    tokens = [sum([batch.tokens[i] for i in members]) for members in bins]
-    squares = [float(sum([batch.tokens[i] ** 2 for i in members])) for members in bins]
-    seconds = stages.seconds(np.array(squares), np.array(tokens, dtype=np.float64))
-    chosen = list(rows)
-    # How much slower each row is than the chosen one [micro-batches, rows of the frontier].
-    slower_s = seconds - seconds[np.arange(len(rows)), chosen][:, None]
-    gains = sorted(
-        (float(slower_s[number, row]), number, row)
-        for number, row in np.argwhere(slower_s < 0).tolist()
-    )
-    changed = set[int]()
-    for _, number, row in gains:
-        if number not in changed:
-            rows_tried = [*chosen[:number], row, *chosen[number + 1 :]]
-            if stages.fits(list(zip(tokens, rows_tried, strict=True))):
-                chosen[number] = row
-                changed.add(number)
-    return tuple(chosen)
+    squares = [sum([batch.tokens[i] ** 2 for i in members]) for members in bins]
+    if max(tokens) > frontier.most_tokens:
+        return None
+    best = [frontier.best(*sums) for sums in zip(squares, tokens, strict=True)]
+    rows = np.array([row for _, row in filter(None, best)])
+    held, thriftiest = np.array(tokens, dtype=np.float64), len(frontier.caps) - 1
+    while (crowded := stages.crowded(held, rows)) is not None:
+        largest = max((j for j in crowded if rows[j] < thriftiest), key=tokens.__getitem__)
+        rows[largest] += 1
+    stages.quicken(held, rows, stages.seconds(np.array(squares, dtype=np.float64), held))
+    return tuple(rows.tolist())

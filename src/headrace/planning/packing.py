@@ -12,7 +12,11 @@ recompute less, so the most promising V by an even split are filled longest firs
 under the quickest row's tokens, where longer sequences stand alone; each takes its quickest row. A
 V that could not beat what is found if the least a, b and c of all rows came together is left out.
 
-Several stages: :mod:`headrace.planning.staged_packing`.
+Several stages (:mod:`headrace.planning.staged_packing`): the pipeline is packed as if all its
+micro-batches ran by one row, for the rows by which it seems to be quickest; a longer sequence than
+that row holds stands alone. Then each micro-batch takes its quickest row. A row's tokens are such
+that as many micro-batches as are in flight fit at once, so those of different rows nearly always
+fit together, too; where they do not, some take thriftier rows when the plan is made.
 """
 
 from __future__ import annotations
@@ -22,8 +26,11 @@ from functools import partial
 from heapq import heapreplace
 from math import inf
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.planning.batch import Packed, PriceTable, best_fit, longest_two
-from headrace.planning.priced import Frontier, Line
+from headrace.planning.priced import Frontier, Line, PricedScheme
 from headrace.planning.staged_packing import COUNTS_TRIED, pack_stages
 from headrace.planning.tolerances import CLOSE
 
@@ -31,6 +38,7 @@ __all__ = ["likely", "pack"]
 
 _COUNTS_RANKED = 8  # numbers of micro-batches that are compared by an even split
 
+Floats = NDArray[np.float64]
 Bins = list[list[int]]
 """Positions of the sequences of each micro-batch."""
 
@@ -191,22 +199,52 @@ def _fill(tokens: Sequence[int], members: Sequence[int], count: int, cap: int) -
 
 
 def _staged(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
-    """Pack a pipeline of scheme k with stages: all its micro-batches take one row of the frontier,
-    the one by which the pipeline is quickest of those that hold its longest sequence."""
+    """Pack a pipeline of scheme k with stages: as if all micro-batches ran by one row of the
+    frontier, which sequences that it does not hold leave for a micro-batch of their own. Then each
+    takes its quickest row. The rows that seem to be the quickest are tried."""
     scheme, tokens = table.schemes[k], table.tokens
-    best: Packed | None = None
-    for row, ((a, b, c), cap) in enumerate(
-        zip(scheme.frontier.rows, scheme.frontier.caps, strict=True)
-    ):
-        if cap < tokens[members[0]]:
-            continue
-        line = Line(stages=scheme.depth, c=c, cap=cap, util=scheme.util)
-        seconds = {i: (a * tokens[i] + b) * tokens[i] for i in members}
+    frontier, depth = scheme.frontier, scheme.depth
+    lengths = np.array([tokens[i] for i in members], dtype=np.float64)
+    spread = table.each_alone(k)
+    alone_s = np.array([spread[i] for i in members])
+    best, tried = None, 0
+    for expected_s, row in sorted(_expected(scheme, lengths, alone_s)):
         below_s = inf if best is None else best.seconds
-        found = pack_stages(line, tokens, seconds, members, below_s)
-        if found is not None and found[0] < below_s:
-            _, bins = found
-            times = [sum([seconds[i] for i in held]) + c for held in bins]
-            best = Packed.of(bins, (row,) * len(bins), times, scheme.depth)
+        if tried == COUNTS_TRIED or expected_s >= below_s:
+            break
+        tried += 1
+        (a, b, c), cap = frontier.rows[row], frontier.caps[row]
+        each_s = np.where(lengths > cap, alone_s - c, (a * lengths + b) * lengths).tolist()
+        seconds = dict(zip(members, each_s, strict=True))
+        room = {i: min(tokens[i], cap) for i in members}
+        line = Line(stages=depth, c=c, cap=cap, util=scheme.util)
+        found = pack_stages(line, room, seconds, members, below_s)
+        if found is None:
+            continue
+        _, bins = found
+        if len(frontier.caps) > 1:
+            times, rows = _priced(bins, tokens, frontier)
+        else:
+            times, rows = [sum([seconds[i] for i in held]) + c for held in bins], [0] * len(bins)
+        packed = Packed.of(bins, rows, times, depth)
+        if packed.seconds < below_s:
+            best = packed
     assert best is not None, "the scheme holds every member"
     return best
+
+
+def _expected(
+    scheme: PricedScheme, lengths: Floats, alone_s: Floats
+) -> Iterator[tuple[float, int]]:
+    """(expected seconds of a pipeline with stages if it is packed by a row, number of the row) for
+    each row of the frontier, given the ``lengths`` of its sequences in tokens and their seconds in
+    a micro-batch of their own, each [sequences]."""
+    a, b, c, _, caps = scheme.frontier.columns(0)
+    each_s = np.where(lengths > caps, alone_s - c, (a * lengths + b) * lengths)  # [rows, sequences]
+    held, work_s = np.minimum(lengths, caps).sum(axis=1), each_s.sum(axis=1)
+    longest_s = each_s.max(axis=1)
+    for row, cap in enumerate(scheme.frontier.caps):
+        line = Line(stages=scheme.depth, c=float(c[row, 0]), cap=cap, util=scheme.util)
+        count = line.count(float(work_s[row]), float(held[row]), float(longest_s[row]))
+        longest = max(float(longest_s[row]), float(work_s[row]) / count) + line.c
+        yield float(work_s[row]) + line.c * count + (scheme.depth - 1) * longest, row

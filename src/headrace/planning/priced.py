@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise, product
 from math import ceil, exp, floor, inf, log, sqrt
 from typing import overload
 
@@ -344,8 +345,7 @@ class LayerTable:
     """Layer plans on one scheme, and what one layer of each option costs.
 
     Attributes:
-        plans: The layer plans.
-        options: The layer options in them.
+        options: The layer options in the plans.
         layers: The number of every layer's option in ``options`` [plans, layers].
         seconds: Coefficients (a, b, c) of the seconds of one layer's forward and backward
             [options, 3].
@@ -353,7 +353,6 @@ class LayerTable:
         passing: Slope and constant of the bytes that it needs in passing [options, 2].
     """
 
-    plans: tuple[LayerPlan, ...]
     options: tuple[LayerOption, ...]
     layers: Counts
     seconds: Floats
@@ -379,7 +378,6 @@ class LayerTable:
             gathered = sum(stage_gather(costs, scheme, option, working))
             seconds.append((both.a, both.b, both.c + gathered))
         return cls(
-            plans=tuple(plans),
             options=tuple(numbers),
             layers=np.array(layers, dtype=np.int64),
             seconds=np.array(seconds),
@@ -387,35 +385,102 @@ class LayerTable:
             passing=_lines([cost.transient for cost in listed]),
         )
 
-    def only(self, numbers: Counts) -> LayerTable:
-        """The table with the layer plans of the given ``numbers`` alone."""
-        return replace(
-            self,
-            plans=tuple(self.plans[i] for i in numbers.tolist()),
-            layers=self.layers[numbers],
-        )
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+_MEMORY = (0.0, 0.04)
+"""Weights of memory against time in a bound of pipelines; any weight up to 1 gives a bound."""
+
+_GRID = 512
+"""Lengths for which a bound works out what pipelines take, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Least:
-    """Lower bounds of what micro-batches take in pipelines of one width and depth, as frontiers in
-    seconds of all stages together (:mod:`headrace.planning.bounds` proves them).
+    """Lower bounds of what micro-batches take in pipelines of one width and depth, in seconds of
+    all stages together (:mod:`headrace.planning.bounds` proves them). A micro-batch keeps ranks
+    busy, and it keeps memory of the first stage taken until it has passed all stages twice.
 
     Attributes:
         width: Ranks of a stage.
         depth: Number of stages.
         alone: Rows for a sequence in a micro-batch of its own.
-        dealt: Rows for a sequence that bears its share of the constants, for each way to count
-            this share one frontier: what a batch takes by any of them is a bound.
-        over_s: For each frontier of ``dealt``, the seconds by which these shares may sum to more
-            than the constants that one pipeline really pays.
+        busy: Coefficients (a, b, c) of each row, for each way to count what keeps ranks busy: on
+            all stages together, or ``depth`` times on one stage [ways, rows, 3].
+        kept: The share of the first stage's memory for activations that a micro-batch of each row
+            keeps for its backward, as slope and constant of its tokens [rows, 2].
     """
 
     width: int
     depth: int
     alone: Frontier
-    dealt: tuple[Frontier, ...]
-    over_s: tuple[float, ...] = (0.0,)
+    busy: Floats
+    kept: Floats
+
+    @classmethod
+    def of(
+        cls, width: int, depth: int, caps: Sequence[int], total: Floats, busy: Floats, kept: Floats
+    ) -> Least:
+        """The bounds of rows that hold ``caps`` tokens and take ``total`` (a, b, c) on all stages
+        together [rows, 3]; rows that hold none are left out."""
+        order = np.argsort(caps, kind="stable")
+        order = order[np.array(caps)[order] > 0]
+        a, b, c = total[order].T
+        alone = Frontier(
+            options=(),
+            a=a.copy(),
+            b=b.copy(),
+            c=c.copy(),
+            caps=tuple(caps[row] for row in order.tolist()),
+            layers=np.zeros((len(order), 0), dtype=np.int64),
+        )
+        return cls(width=width, depth=depth, alone=alone, busy=busy[:, order], kept=kept[order])
+
+    def spread(self, lengths: Floats, counts: Floats) -> Floats:
+        """Seconds that sequences of each run take at least of the time and memory of a pipeline,
+        with their share of constants [runs]; infinite where no row holds them.
+
+        Args:
+            lengths: Tokens of a sequence of each run, falling [runs].
+            counts: Sequences of each run [runs].
+        """
+        some = _spaced(len(lengths), _GRID // 8)
+        sums = np.add.reduceat(counts, some)
+
+        def total_s(way: tuple[Floats, float]) -> float:
+            """About what all sequences take that some row holds."""
+            tried_s = self._per_token_s(*way, lengths[some]) * lengths[some]
+            held = np.isfinite(tried_s)
+            return float(tried_s[held] @ sums[held])
+
+        # Each way is a bound: take the tightest.
+        weights = _MEMORY if self.kept.any() else (0.0,)
+        way = max(product(self.busy, weights), key=total_s)
+        # Seconds per token grow with the length, so those of the next shorter length are a bound.
+        grid = _spaced(len(lengths), _GRID)
+        shorter = np.searchsorted(grid, np.arange(len(lengths)))
+        found: Floats = lengths * self._per_token_s(*way, lengths[grid])[shorter]
+        return found
+
+    def _per_token_s(self, busy: Floats, weight: float, lengths: Floats) -> Floats:
+        """Least seconds per token of sequences of ``lengths``, time counted by the rows ``busy``
+        [rows, 3] and by 1 - ``weight``, memory by ``weight``: over all rows, and over all tokens of
+        the micro-batch that each may be in [lengths]."""
+        frontier = self.alone
+        a, b, c, _, caps = frontier.columns(0)
+        busy_a, busy_b, busy_c = ((1 - weight) * busy.T)[:, :, None]
+        slope, constant = (weight * self.depth * self.kept.T)[:, :, None]
+        through_s = a * lengths + b  # per token, on all stages
+        by_tokens, by_number = slope * through_s, busy_c + constant * c
+        with np.errstate(divide="ignore", invalid="ignore"):
+            tokens = np.sqrt(by_number / by_tokens)  # of the best micro-batch
+        tokens = np.clip(np.nan_to_num(tokens, nan=0.0), lengths, np.maximum(caps, lengths))
+        seconds = busy_a * lengths + busy_b + constant * through_s + slope * c
+        seconds = seconds + by_tokens * tokens + by_number / tokens
+        seconds[lengths > caps] = inf
+        least: Floats = seconds.min(axis=0)
+        return least
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -428,6 +493,7 @@ class StageCosts:
         shares: Number of layers of each stage.
         working: How its ranks hold weights.
         table: The layer plans.
+        simple: The layer plans that :meth:`mixed` mixed to those of the table, if it did.
     """
 
     costs: CostModel
@@ -435,6 +501,7 @@ class StageCosts:
     shares: tuple[int, ...]
     working: Working
     table: LayerTable
+    simple: LayerTable | None = None
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -471,11 +538,19 @@ class StageCosts:
         return rows
 
     @cached_property
-    def bytes(self) -> list[tuple[Floats, Floats]]:
-        """For each stage the bytes of a micro-batch's activations, as slope and constant of its
-        tokens: (bytes kept until its backward [plans, 2], bytes at each moment that may be the peak
-        [plans, moments, 2])."""
-        return [self._moments(stage) for stage in self.stages]
+    def bytes(self) -> tuple[Floats, Floats]:
+        """Bytes of a micro-batch's activations on each stage, as slope and constant of its tokens:
+        (bytes kept until its backward [stages, plans, 2], bytes at each moment that may be the peak
+        [stages, plans, moments, 2])."""
+        layers = self.table.layers
+        lines = [self._moments(stage, layers[:, stage.start : stage.stop]) for stage in self.stages]
+        most = max(peaks.shape[1] for _, peaks in lines)
+        # Stages with fewer moments repeat their last one.
+        peaks = [
+            np.concatenate([peaks, *[peaks[:, -1:]] * (most - peaks.shape[1])], axis=1)
+            for _, peaks in lines
+        ]
+        return np.stack([kept for kept, _ in lines]), np.stack(peaks)
 
     @cached_property
     def slowest(self) -> list[Row]:
@@ -494,118 +569,147 @@ class StageCosts:
         once as there are stages."""
         return self.caps_at(len(self.stages))
 
-    def variants(self) -> Iterator[StageCosts]:
-        """These costs, and the same for each split with one layer more or one less in the last
-        stage."""
-        yield self
+    @cached_property
+    def variants(self) -> tuple[StageCosts, ...]:
+        """These costs, with mixed plans, and the same for each split with one layer more or one
+        less in the last stage."""
         layers, last = self.costs.shape.layers, self.shares[-1]
-        for shares in shares_of(layers, self.scheme.pipeline):
-            if abs(shares[-1] - last) == 1:
-                yield replace(self, shares=shares)
+        others = [
+            replace(self, shares=shares, table=self.simple or self.table).mixed()
+            for shares in shares_of(layers, self.scheme.pipeline)
+            if abs(shares[-1] - last) == 1
+        ]
+        return (self, *(other for other in others if len(other.table)))
+
+    def mixed(self) -> StageCosts:
+        """The same with the plans worth keeping: of the table's own and of mixtures of two.
+
+        A stage keeps more micro-batches for their backwards the earlier it is, so it has to
+        recompute more. For every count of layers of the first stage that take the thriftier of two
+        plans, each later stage has as few of them as it needs to hold as many tokens. They come
+        first, as thriftier plans need more in passing.
+        """
+        table = self.table
+        layers = np.concatenate([table.layers, self._mixtures(self._pairs())])
+        every = replace(self, table=replace(table, layers=layers))
+        caps = np.array(every.caps, dtype=np.float64)
+        kept = worth_keeping(np.array(every.slowest), caps)
+        return replace(self, table=replace(table, layers=layers[kept]), simple=table)
+
+    def _pairs(self) -> Counts:
+        """Pairs of the table's plans worth mixing, each as (thriftier, quicker) [pairs, 2]: for
+        sequences of some length, no third plan takes less than a mixture of them that holds as
+        much."""
+        caps, slowest = np.array(self.caps, dtype=np.float64), np.array(self.slowest)
+        plans = worth_keeping(slowest, caps)
+        pairs = set[tuple[int, int]]()
+        for length in sorted({length for length, _ in _PACKS}):
+            a, b, c = slowest[plans].T
+            per_token_s = a * length + b + c / caps[plans]
+            corners = plans[_lower_hull(1 / caps[plans], per_token_s)].tolist()
+            pairs.update(pairwise(corners))
+        return np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
+
+    def _mixtures(self, pairs: Counts) -> Counts:
+        """The layers of mixtures of two of the table's plans [mixtures, layers] for each of
+        ``pairs``, which :meth:`mixed` explains."""
+        both, by_stage = self.table.layers[pairs], list[Counts]()  # [pairs, 2, layers]
+        targets = np.zeros((len(pairs), 0))  # tokens that mixtures hold [pairs, mixtures of each]
+        for s, stage in enumerate(self.stages if len(pairs) else ()):
+            thrifty, quick = both[:, :, None, stage.start : stage.stop].swapaxes(0, 1)
+            number = np.arange(stage.stop - stage.start)
+            # Of 0, 1, ... all layers of the stage the first ones thriftily [pairs, counts, layers].
+            thriftily = number < np.arange(len(number) + 1)[:, None]
+            layers = np.where(thriftily, thrifty, quick)
+            flat = layers.reshape(-1, len(number))
+            tokens = self._fitting(s, flat, len(self.stages)).reshape(len(pairs), -1)
+            targets = tokens if s == 0 else targets
+            holds = tokens[:, None] >= targets[:, :, None]  # [pairs, mixtures, counts]
+            count = np.where(holds.any(axis=2), holds.argmax(axis=2), len(number))
+            by_stage.append(np.take_along_axis(layers, count[:, :, None], axis=1))
+        mixtures = np.concatenate(by_stage, axis=2) if by_stage else both[:, :1]
+        return mixtures.reshape(-1, both.shape[2])
 
     @cached_property
-    def least(self) -> tuple[Least, ...]:
-        """Rows (a, b, c) that no pipeline of this scheme beats, whatever its split of the layers
-        and order of micro-batches, in seconds of all stages together without messages. Either the
-        last stage has many layers or another one has: there is one entry for each case. Its rows
-        count all stages, or ``depth`` times that one stage, which is busy for no longer than the
-        pipeline takes. The proof is in :mod:`headrace.planning.bounds`."""
-        caps = np.array([variant.caps_at(1) for variant in self.variants()]).max(axis=0)
-        fill_tokens = np.array([variant.in_flight for variant in self.variants()]).max(axis=0)
-        fill_tokens = np.maximum(fill_tokens, 1.0)  # of what fits nowhere nothing is claimed
-        table, ends, depth = self.table, self.costs.ends[self.scheme.width], self.scheme.pipeline
+    def frontier(self) -> Frontier:
+        """The plans as a frontier, in seconds of the slowest stage."""
+        a, b, c = np.array(self.slowest).T
+        return Frontier(
+            options=self.table.options,
+            a=a.copy(),
+            b=b.copy(),
+            c=c.copy(),
+            caps=tuple(self.caps),
+            layers=self.table.layers,
+        )
+
+    @cached_property
+    def least(self) -> Least:
+        """Rows (a, b, c) that no pipeline of this scheme and split beats, whatever the order of its
+        micro-batches, in seconds of all stages together without messages. They count all stages, or
+        ``depth`` times the last stage or the fullest other one, which is busy for no longer than
+        the pipeline takes. The proof is in :mod:`headrace.planning.bounds`."""
+        table, depth, ends = self.table, self.scheme.pipeline, self.costs.ends[self.scheme.width]
         both = ends.forward + ends.backward
         end = np.array([both.a, both.b, both.c])
-        total = table.seconds[table.layers].sum(axis=1) + end  # of the whole model [plans, 3]
-        # The layers of the one stage may all have the plan's quickest option. Which one that is
-        # depends on the length, so there is a row for each pair of a plan and an option in it.
-        plan_layers = [
-            (row, number)
-            for row, plan_options in enumerate(table.layers)
-            for number in np.unique(plan_options).tolist()
-        ]
-        plan_of_row, option = np.array(plan_layers).T
-        last_layers, other_layers = self._fullest(end)
-        stage_rows = [
-            depth * (last_layers * table.seconds[option] + end),
-            depth * other_layers * table.seconds[option],
-        ]
-        alone_rows = _least_rows(total, caps)
-        summed, summed_over_s = _dealt_rows(total, caps, fill_tokens, depth)
-        found = list[Least]()
-        for rows in stage_rows:
-            one_stage, one_stage_over_s = _dealt_rows(
-                rows, caps[plan_of_row], fill_tokens[plan_of_row], depth
-            )
-            found.append(
-                Least(
-                    width=self.scheme.width,
-                    depth=depth,
-                    alone=alone_rows,
-                    dealt=(summed, one_stage),
-                    over_s=(summed_over_s, one_stage_over_s),
-                )
-            )
-        return tuple(found)
-
-    def _fullest(self, end: Floats) -> tuple[int, int]:
-        """Numbers of layers (x, y) such that in any split the last stage has at least x layers, or
-        another stage at least y. Of all such pairs it is the one that gives the highest bound for
-        short sequences: whose quicker case takes longest. ``end`` has the coefficients (a, b, c) of
-        the head and embedding in the last stage."""
-        layer_count, others = self.costs.shape.layers, self.scheme.pipeline - 1
-        # The head's seconds per token, in layers of the quickest option.
-        head_layers = float(end[1] / self.table.seconds[:, 1].min())
-        # If the last stage has fewer than x layers, one of the others has its share of the rest.
-        pairs = [
-            (last, -(-(layer_count - last + 1) // others))
-            for last in range(1, -(-layer_count // others) + 1)
-        ]
-        return max(pairs, key=lambda pair: min(pair[0] + head_layers, pair[1]))
-
-    @property
-    def in_flight(self) -> Floats:
-        """For each plan [plans] the tokens of a micro-batch such that P of them, P being the number
-        of stages, just fill the first stage's memory for activations with what they keep for their
-        backwards."""
-        held, _ = self._moments(self.stages[0])
-        slope = len(self.stages) * held[:, 0]  # bytes for each token
-        fill_tokens = np.full(len(slope), float(MOST_TOKENS))
-        return np.divide(max(0, self.rooms[0]), slope, out=fill_tokens, where=slope > 0)
+        layers = table.seconds[table.layers]  # [plans, layers, 3]
+        fullest = self.stages[self.shares.index(max(self.shares[:-1]))]  # of all but the last
+        many, last = layers[:, fullest.start : fullest.stop], layers[:, -self.shares[-1] :]
+        total = layers.sum(axis=1) + end
+        kept = self.bytes[0][0]  # in the first stage
+        return Least.of(
+            width=self.scheme.width,
+            depth=depth,
+            caps=self.caps_at(1),
+            total=total,
+            busy=np.stack([total, depth * many.sum(axis=1), depth * (last.sum(axis=1) + end)]),
+            kept=kept / max(1, self.rooms[0]),
+        )
 
     def caps_at(self, at_once: int) -> list[int]:
         """For each plan the most tokens of a micro-batch such that every stage has memory for as
         many as it has in flight, at most ``at_once``."""
-        table, depth = self.table, len(self.stages)
-        cap_tokens = np.full(len(table.plans), float(MOST_TOKENS))
-        for s, (stage, room) in enumerate(zip(self.stages, self.rooms, strict=True)):
-            held, peaks = self._moments(stage)
-            # Stage s holds up to depth - s micro-batches: one at its peak, what is kept of others.
-            needs = (min(at_once, depth - s) - 1) * held[:, None] + peaks
-            slope, free = needs[:, :, 0], room - needs[:, :, 1]
-            fitting = np.where(
-                slope > 0, free / np.where(slope > 0, slope, 1.0), float(MOST_TOKENS)
-            )
-            cap_tokens = np.minimum(cap_tokens, np.where(free < 0, 0.0, fitting).min(axis=1))
-        return [floor(tokens) for tokens in cap_tokens.tolist()]
+        layers = self.table.layers
+        fitting = [
+            self._fitting(s, layers[:, stage.start : stage.stop], at_once)
+            for s, stage in enumerate(self.stages)
+        ]
+        return [floor(tokens) for tokens in np.minimum.reduce(fitting).tolist()]
 
-    def _moments(self, stage: Stage) -> tuple[Floats, Floats]:
+    def _fitting(self, s: int, layers: Counts, at_once: int) -> Floats:
+        """For each choice of stage s's ``layers`` [plans, layers of the stage] the most tokens of a
+        micro-batch such that the stage has memory for as many as it has in flight, at most
+        ``at_once`` [plans]."""
+        held, peaks = self._moments(self.stages[s], layers)
+        # Stage s holds up to depth - s micro-batches: one at its peak, what is kept of others.
+        needs = (min(at_once, len(self.stages) - s) - 1) * held[:, None] + peaks
+        slope, free = needs[:, :, 0], self.rooms[s] - needs[:, :, 1]
+        fitting = np.where(slope > 0, free / np.where(slope > 0, slope, 1.0), float(MOST_TOKENS))
+        tokens: Floats = np.where(free < 0, 0.0, fitting).min(axis=1)
+        return np.minimum(tokens, float(MOST_TOKENS))
+
+    def _moments(self, stage: Stage, layers: Counts) -> tuple[Floats, Floats]:
         """Bytes of a micro-batch in a stage as lines, slope and constant of its tokens: those kept
         until its backward [plans, 2], and those at each moment that may be the peak [plans,
-        moments, 2], one while each layer runs and in the last stage one while the head does. While
-        a layer runs, it and all layers before it keep theirs. What the ends keep counts from the
-        last stage's first layer on, which is never less than is there."""
-        options = self.table.layers[:, stage.start : stage.stop]
-        kept, passing = self.table.kept[options], self.table.passing[options]
-        held = kept.cumsum(axis=1)
-        if not stage.last:
-            return held[:, -1], held + passing
+        moments, 2], while the last of some alike layers runs or the head does. While a layer runs,
+        it and all layers before it keep theirs. What the ends keep counts from the last stage's
+        first layer on, which is never less than is there. ``layers`` are the options of the stage's
+        layers in each plan [plans, layers of the stage]."""
+        kept, passing = self.table.kept[layers], self.table.passing[layers]
         ends = self.costs.ends[self.scheme.width]
         end_kept, end_passing = _lines([ends.kept, ends.transient])
-        kept[:, 0] += end_kept
-        so_far = kept.cumsum(axis=1)
-        moments = np.concatenate([so_far + passing, so_far[:, -1:] + end_passing], axis=1)
-        return so_far[:, -1], moments
+        if stage.last:
+            kept[:, 0] += end_kept
+        held = kept.cumsum(axis=1)
+        # The last of alike layers in a row, of each plan as many as of the plan with the most.
+        is_last = np.column_stack([layers[:, 1:] != layers[:, :-1], np.ones(len(layers), bool)])
+        latest_first = np.argsort(~is_last[:, ::-1], axis=1, kind="stable")
+        most = int(is_last.sum(axis=1).max(initial=1))
+        moments = (layers.shape[1] - 1 - latest_first[:, :most])[:, :, None]
+        peaks = np.take_along_axis(held + passing, moments, axis=1)
+        if stage.last:
+            peaks = np.concatenate([peaks, held[:, -1:] + end_passing], axis=1)
+        return held[:, -1], peaks
 
     def seconds(self, squares: Floats, tokens: Floats) -> Floats:
         """Seconds of micro-batches on the slowest stage by plan [micro-batches, plans], given the
@@ -617,74 +721,114 @@ class StageCosts:
     def needs(self, plan: int, tokens: int) -> int:
         """Bytes that the fullest stage lacks for micro-batches of ``tokens`` tokens, as many as are
         in flight, with the layers of plan number ``plan``; 0 or less where they fit."""
-        depth, tokens_and_one = len(self.stages), np.array([float(tokens), 1.0])
-        lacking = [
-            (depth - s - 1) * float(kept_line[plan] @ tokens_and_one)
-            + float((peak_lines[plan] @ tokens_and_one).max())
-            - room
-            for s, ((kept_line, peak_lines), room) in enumerate(
-                zip(self.bytes, self.rooms, strict=True)
+        kept_lines, peak_lines = self.bytes
+        tokens_and_one = np.array([float(tokens), 1.0])
+        kept = kept_lines[:, plan] @ tokens_and_one
+        peaks = (peak_lines[:, plan] @ tokens_and_one).max(axis=1)
+        return ceil((self._beside * kept + peaks - self.rooms).max())
+
+    @cached_property
+    def _beside(self) -> Counts:
+        """Micro-batches that each stage has in flight besides one [stages]."""
+        return np.arange(len(self.stages))[::-1]
+
+    def crowded(self, tokens: Floats, plans: Counts) -> range | None:
+        """Micro-batches that are in flight together and do not fit the memory of some stage, by
+        their place in the order; None where all fit: each forward beside the micro-batches in
+        flight before it, and each backward beside those that come after it and are in flight then.
+
+        Args:
+            tokens: Tokens of each micro-batch in its order.
+            plans: The number of the layer plan of each.
+        """
+        in_forward, in_backward = self._in_flight(tokens, plans)
+        needed = np.maximum(in_forward, in_backward)
+        crowded = np.argwhere(needed > np.array(self.rooms)[:, None] + _ROUNDING_BYTES)
+        if not len(crowded):
+            return None
+        s, at = crowded[0].tolist()
+        beside = int(self._beside[s])
+        if in_forward[s, at] >= in_backward[s, at]:
+            return range(max(0, at - beside), at + 1)
+        return range(at, min(len(plans), at + beside + 1))
+
+    def _in_flight(self, tokens: Floats, plans: Counts) -> tuple[Floats, Floats]:
+        """Bytes on each stage at the peak of each micro-batch, beside those that are in flight in
+        its forward and in its backward, each [stages, micro-batches], given the ``tokens`` and
+        ``plans`` of all in order."""
+        kept_lines, peak_lines = self.bytes
+        kept_lines, peak_lines = kept_lines[:, plans], peak_lines[:, plans]
+        kept = kept_lines[..., 0] * tokens + kept_lines[..., 1]
+        peaks = (peak_lines[..., 0] * tokens[:, None] + peak_lines[..., 1]).max(axis=2)
+        so_far = np.zeros((len(kept), len(plans) + 1))  # kept by all before each one
+        np.cumsum(kept, axis=1, out=so_far[:, 1:])
+        number, beside = np.arange(len(plans)), self._beside[:, None]
+        first = np.maximum(number - beside, 0)
+        last = np.minimum(number + beside, len(plans) - 1)
+        extra = peaks - kept  # what each takes at its own peak beyond what it keeps
+        in_forward = so_far[:, 1:] - np.take_along_axis(so_far, first, axis=1) + extra
+        in_backward = np.take_along_axis(so_far, last + 1, axis=1) - so_far[:, :-1] + extra
+        return in_forward, in_backward
+
+    def quicken(self, tokens: Floats, plans: Counts, seconds: Floats) -> None:
+        """Give micro-batches quicker layer plans, in place, where every stage has memory for all
+        that is in flight; those with the most to gain come first.
+
+        Args:
+            tokens: Tokens of each micro-batch in its order.
+            plans: The number of the layer plan of each; all fit.
+            seconds: Seconds of each micro-batch by each plan [micro-batches, plans].
+        """
+        kept_lines, peak_lines = self.bytes
+        number, beside = np.arange(len(plans)), self._beside[:, None]
+        rooms = np.array(self.rooms)[:, None] + _ROUNDING_BYTES
+        gains = seconds[number, plans] - seconds.min(axis=1)
+        in_forward, in_backward = self._in_flight(tokens, plans)
+        for j in np.argsort(-gains, kind="stable")[: np.count_nonzero(gains > 0)].tolist():
+            # What the others whose forward or backward is beside this one leave free [stages, 1].
+            after = (number > j) & (number <= j + beside)
+            before = (number < j) & (number >= j - beside)
+            others = np.maximum(
+                np.where(after, in_forward, 0.0).max(axis=1, keepdims=True),
+                np.where(before, in_backward, 0.0).max(axis=1, keepdims=True),
             )
-        ]
-        return -floor(-max(lacking))  # rounded up
-
-    def fits(self, packs: Sequence[tuple[int, int]]) -> bool:
-        """Whether micro-batches, given as (tokens, number of the layer plan) in their order, fit
-        the memory of every stage: each forward beside the micro-batches in flight before it, and
-        each backward beside those that come after it and are in flight then."""
-        depth, number = len(self.stages), np.arange(len(packs))
-        pack_tokens, plans = np.array(packs, dtype=np.int64).T
-        tokens_and_one = np.stack([pack_tokens.astype(np.float64), np.ones(len(packs))])
-        for s, ((kept_lines, peak_lines), room) in enumerate(
-            zip(self.bytes, self.rooms, strict=True)
-        ):
-            kept = (kept_lines[plans].T * tokens_and_one).sum(axis=0)
-            # What a micro-batch takes at its own peak beyond what it keeps.
-            peak_extra = (peak_lines[plans] * tokens_and_one.T[:, None]).sum(axis=2).max(
-                axis=1
-            ) - kept
-            kept_so_far = np.concatenate([[0.0], np.cumsum(kept)])
-            beside = depth - s - 1  # micro-batches in flight besides its own
-            in_forward = kept_so_far[number + 1] - kept_so_far[np.maximum(number - beside, 0)]
-            in_backward = (
-                kept_so_far[np.minimum(number + beside, len(packs) - 1) + 1] - kept_so_far[number]
-            )
-            if (np.maximum(in_forward, in_backward) + peak_extra > room + _ROUNDING_BYTES).any():
-                return False
-        return True
+            quicker = np.argsort(seconds[j], kind="stable")
+            quicker = quicker[: np.count_nonzero(seconds[j] < seconds[j, plans[j]])]
+            line = np.array([tokens[j], 1.0])
+            both = [int(plans[j]), *quicker.tolist()]
+            kept = kept_lines[:, both] @ line  # [stages, plans], the present one first
+            extra = (peak_lines[:, both] @ line).max(axis=2) - kept
+            more = kept[:, 1:] - kept[:, :1]
+            own = np.maximum(in_forward, in_backward)[:, j, None] - extra[:, :1]
+            fits = (others + more <= rooms) & (own + more + extra[:, 1:] <= rooms)
+            fitting = np.flatnonzero(fits.all(axis=0))
+            if len(fitting):
+                plans[j] = quicker[fitting[0]]
+                in_forward, in_backward = self._in_flight(tokens, plans)
 
 
-def _least_rows(rows: Floats, caps: Counts) -> Frontier:
-    """A frontier of rows (a, b, c) [rows, 3], smallest capacity first; ``caps`` are the tokens that
-    each holds, and rows that hold none are left out."""
-    order = np.argsort(caps, kind="stable")
-    order = order[caps[order] > 0]
-    a, b, c = rows[order].T
-    return _bare(a, b, c, tuple(caps[order].tolist()))
+def _spaced(count: int, most: int) -> Counts:
+    """Up to ``most`` of the numbers 0 to ``count`` - 1, rising, close to one another at first; the
+    last one is among them."""
+    spaced: Counts = np.unique(np.geomspace(1, count, min(most, count)).astype(np.int64)) - 1
+    return spaced
 
 
-def _dealt_rows(
-    rows: Floats, caps: Counts, fill_tokens: Floats, depth: int
-) -> tuple[Frontier, float]:
-    """(frontier of ``rows`` [rows, 3] whose constants are charged to tokens instead, seconds of one
-    pipeline by which these charges may exceed the constants that are really paid).
-
-    A token is charged g_j = (c_j + (P - 1) c) / (P cap_j), as :mod:`headrace.planning.bounds`
-    explains, with P the ``depth``, c the least constant of all rows and cap_j the ``fill_tokens``
-    of each row. ``caps`` are the tokens that a micro-batch of each row holds.
-    """
-    least_c = float(rows[:, 2].min())
-    charged = rows.copy()
-    charged[:, 1] += (rows[:, 2] + (depth - 1) * least_c) / depth / fill_tokens
-    charged[:, 2] = 0.0
-    return _least_rows(charged, caps), least_c * (depth - 1) / depth
-
-
-def _bare(a: Floats, b: Floats, c: Floats, caps: tuple[int, ...]) -> Frontier:
-    """A frontier without layer plans of the given coefficients and capacities in tokens, each
-    [rows]."""
-    layers = np.zeros((len(caps), 0), dtype=np.int64)
-    return Frontier(options=(), a=a.copy(), b=b.copy(), c=c.copy(), caps=caps, layers=layers)
+def _lower_hull(x: Floats, y: Floats) -> list[int]:
+    """Numbers of the points (x, y) on the lower left of their convex hull, x rising and y falling:
+    for every x, no mixture of two others has less y."""
+    hull = list[int]()
+    for point in np.lexsort((y, x)).tolist():
+        if hull and y[point] >= y[hull[-1]]:
+            continue
+        while len(hull) > 1:
+            first, middle = hull[-2:]
+            rise = (y[middle] - y[first]) * (x[point] - x[first])
+            if rise < (y[point] - y[first]) * (x[middle] - x[first]):
+                break
+            hull.pop()
+        hull.append(point)
+    return hull
 
 
 FORWARD = 1 / 3
@@ -710,6 +854,8 @@ class Line:
         util: Tokens from which on a micro-batch keeps the devices busy.
         pull_s: Seconds in which weights arrive, of those that a computation may hide.
         push_s: Seconds in which gradients leave, likewise.
+        idle: The share of ``stages`` - 1 of its longest micro-batches for which its devices are
+            idle.
     """
 
     stages: int
@@ -718,6 +864,12 @@ class Line:
     util: int = 1
     pull_s: float = 0.0
     push_s: float = 0.0
+    idle: float = 1.0
+
+    @property
+    def bubbles(self) -> float:
+        """For how many of its longest micro-batches its devices are idle."""
+        return self.idle * (self.stages - 1)
 
     def count(self, work_s: float, tokens: float, longest_s: float) -> int:
         """How many micro-batches to expect for sequences of ``work_s`` seconds together, the
@@ -764,7 +916,7 @@ class Line:
         """
         if self.stages == 1:
             return limit_s - self.c, self.cap
-        bubbles = self.stages - 1
+        bubbles = self.bubbles
         rest_s = limit_s - bubbles * self.c
         if rest_s <= 0 or longest_s == inf:  # no micro-batch holds such a sequence
             return 0.0, 0
@@ -818,6 +970,15 @@ class PricedScheme:
     util: int = 1
     stages: StageCosts | None = None
     _orders: dict[int, TokenOrder] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def splits(self) -> tuple[PricedScheme, ...]:
+        """The scheme with each split of its layers among the stages that is tried, its own first;
+        the scheme alone where the source knows no stages."""
+        if self.stages is None:
+            return (self,)
+        others = self.stages.variants[1:]
+        return (self, *(replace(self, frontier=o.frontier, stages=o, _orders={}) for o in others))
 
     @property
     def devices(self) -> int:

@@ -27,7 +27,6 @@ from headrace.planning.priced import (
     PricedScheme,
     StageCosts,
     shares_of,
-    worth_keeping,
 )
 from headrace.planning.published import priced
 from headrace.planning.tolerances import CLOSE
@@ -286,22 +285,10 @@ class Pricing:
         best = splits[-1]
         if max(best.caps) < 1:  # not one token fits with any layer plan
             best = max(splits, key=lambda split: max(split.caps))
-        caps = np.array(best.caps, dtype=np.float64)
-        seconds = np.array(best.slowest)
-        kept = worth_keeping(seconds, caps)
-        if not len(kept):
+        stages = best.mixed()
+        if not len(stages.table):
             return None
-        a, b, c = seconds[kept].T
-        frontier = Frontier(
-            options=table.options,
-            a=a.copy(),
-            b=b.copy(),
-            c=c.copy(),
-            caps=tuple(best.caps[i] for i in kept),
-            layers=table.layers[kept],
-        )
-        stages = replace(best, table=table.only(kept))
-        return PricedScheme(scheme=scheme, frontier=frontier, weights=weights, stages=stages)
+        return PricedScheme(scheme=scheme, frontier=stages.frontier, weights=weights, stages=stages)
 
 
 def _paying(

@@ -230,23 +230,14 @@ def _sums(table: PriceTable, members: Sequence[int]) -> tuple[int, int]:
 
 
 def _timed(table: PriceTable, k: int, bins: Sequence[Sequence[int]]) -> Packed:
-    """The micro-batches ``bins`` of a pipeline of scheme k with their frontier rows and seconds.
-    With one stage each takes the quickest row that holds it; with several all take one row, the
-    quickest that holds all."""
-    scheme, frontier = table.schemes[k], table.schemes[k].frontier
-    sums = [_sums(table, members) for members in bins]
-    largest = max(tokens for _, tokens in sums)
-    assert largest <= frontier.most_tokens, "a scheme holds its micro-batches"
-    if scheme.depth == 1:
-        choices = [frontier.best(squares, tokens) for squares, tokens in sums]
-        best = [choice for choice in choices if choice is not None]
-        return Packed.of(bins, [row for _, row in best], [seconds for seconds, _ in best])
-    by_row = list[Packed]()
-    for row, ((a, b, c), cap) in enumerate(zip(frontier.rows, frontier.caps, strict=True)):
-        if cap >= largest:
-            times = [a * squares + b * tokens + c for squares, tokens in sums]
-            by_row.append(Packed.of(bins, (row,) * len(bins), times, scheme.depth))
-    return min(by_row, key=lambda packed: packed.seconds)
+    """The micro-batches ``bins`` of a pipeline of scheme k, each with the quickest frontier row
+    that holds it and its seconds."""
+    frontier, sums = table.schemes[k].frontier, [_sums(table, members) for members in bins]
+    choices = [frontier.best(squares, tokens) for squares, tokens in sums]
+    best = [choice for choice in choices if choice is not None]
+    assert len(best) == len(choices), "a scheme holds its micro-batches"
+    rows, times = [row for _, row in best], [seconds for seconds, _ in best]
+    return Packed.of(bins, rows, times, table.depth[k])
 
 
 def placed(table: PriceTable, pipelines: Iterable[tuple[int, list[int]]]) -> list[Group]:

@@ -44,6 +44,7 @@ from headrace.planning.problem import Problem
 from headrace.planning.schedule import Assignment
 from headrace.planning.side_by_side import ANY_SCHEME, SideBySide
 from headrace.planning.static import Static
+from headrace.planning.tolerances import NEAR
 from headrace.planning.waves import Waves
 from headrace.spec import Lengths, Plan
 
@@ -55,11 +56,6 @@ GENERATORS: Mapping[str, tuple[Generator, ...]] = {
     "static": (Static(),),
 }
 """The generators of each planner of this room, in the order in which they are asked."""
-
-
-_UNSURE = 0.05
-"""A schedule with stages that seems to take longer than the best by up to this share is timed, too:
-of 70B models steps are 0.14 % quicker for it in the mean, 0.8 % at most."""
 
 
 class CostSource(Protocol):
@@ -321,7 +317,7 @@ class _Search:
         best = self.found[0]
         known = _strategy_of(best) if _is_staged(best) else None
         for schedule in self.found[1:]:
-            if schedule.seconds > best.seconds * (1 + _UNSURE):
+            if schedule.seconds > best.seconds * (1 + NEAR):
                 return
             if _is_staged(schedule) and _strategy_of(schedule) != known:
                 yield schedule

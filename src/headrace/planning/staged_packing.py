@@ -26,15 +26,19 @@ from headrace.planning.tolerances import CLOSE, GAIN
 
 __all__ = ["COUNTS_TRIED", "pack_stages"]
 
-COUNTS_TRIED = 2  # numbers V of micro-batches that are filled, at most
+COUNTS_TRIED = 2  # numbers V of micro-batches, and rows of the frontier, that are tried at most
 
 Seconds = Mapping[int, float] | Sequence[float]
 """Seconds that each sequence, by its position, adds to its micro-batch on every stage."""
 
 
+Tokens = Mapping[int, int] | Sequence[int]
+"""Tokens of its micro-batch that each sequence, by its position, fills."""
+
+
 def pack_stages(
     line: Line,
-    tokens: Sequence[int],
+    tokens: Tokens,
     seconds: Seconds,
     members: Sequence[int],
     below_s: float = inf,
@@ -114,7 +118,7 @@ class _Bins:
 
 
 def _longest_first(
-    tokens: Sequence[int], seconds: Seconds, cap: int, members: Sequence[int], count: int
+    tokens: Tokens, seconds: Seconds, cap: int, members: Sequence[int], count: int
 ) -> _Bins | None:
     """Put ``members``, longest first, each into the one of ``count`` micro-batches that has the
     least seconds and room within ``cap`` tokens; None when a sequence finds no room. ``count`` is
@@ -144,7 +148,7 @@ def _longest_first(
     return _Bins(members=bins, times=times, held=tokens_held)
 
 
-def _first_fit(tokens: Sequence[int], seconds: Seconds, cap: int, members: Sequence[int]) -> _Bins:
+def _first_fit(tokens: Tokens, seconds: Seconds, cap: int, members: Sequence[int]) -> _Bins:
     """Micro-batches of up to ``cap`` tokens, as few as best fit finds: each sequence, longest
     first, goes into the fullest with room."""
     bins = best_fit(tokens, members, cap)
@@ -156,7 +160,7 @@ def _first_fit(tokens: Sequence[int], seconds: Seconds, cap: int, members: Seque
 
 
 def _improved(
-    line: Line, tokens: Sequence[int], seconds: Seconds, filled: _Bins, enough_s: float
+    line: Line, tokens: Tokens, seconds: Seconds, filled: _Bins, enough_s: float
 ) -> float:
     """Move and swap sequences of the longest and the shortest micro-batch, in place, until the
     longest takes at most ``enough_s`` seconds on one stage or nothing helps. Returns the seconds
@@ -180,7 +184,7 @@ def _improved(
 
 
 def _change(
-    cap: int, tokens: Sequence[int], seconds: Seconds, filled: _Bins, longest: int, shortest: int
+    cap: int, tokens: Tokens, seconds: Seconds, filled: _Bins, longest: int, shortest: int
 ) -> tuple[int, int] | None:
     """The move or swap between micro-batches ``longest`` and ``shortest`` after which the longer of
     both is shortest, as (sequence that goes to the shortest, sequence that comes back or -1); None

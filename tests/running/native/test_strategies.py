@@ -16,7 +16,7 @@ from headrace.layouts.partition import storage_partition
 from headrace.native.executor import Executor
 from headrace.native.optimizers import AdamW
 from headrace.native.storage import Storage
-from headrace.spec import Architecture, Lengths, Plan, compile_plan, weight_table
+from headrace.spec import Architecture, LayerPlan, Lengths, Plan, compile_plan, weight_table
 from headrace.spec.architecture import bucket_count
 from headrace.spec.known_methods import FACTS
 from headrace.spec.random_plans import random_strategy
@@ -118,6 +118,26 @@ def test_named_strategies_equal_one_process(ranks: int) -> None:
         laid_out(text, LLAMA, LENGTHS, ranks, working=held[i % 2])
         for i, text in enumerate(NAMED[ranks])
     ]
+    _compare(run_ranks(ranks, _one_step_each, LLAMA, plans, torch.float64), LLAMA, plans, 1e-10)
+
+
+@pytest.mark.parametrize(("ranks", "text"), [(3, "1*pp3"), (2, "1*pp2"), (4, "2*pp2")])
+def test_each_micro_batch_recomputes_in_its_own_way_on_every_stage(ranks: int, text: str) -> None:
+    """Catches a stage that recomputes as another does, or as the micro-batch before: of mixed plans
+    early stages recompute more, and longer micro-batches more than short ones."""
+    mixtures = (
+        "1*local+full 1*local+attention 1*local",
+        "3*local",
+        "2*local+full 1*local",
+        "1*local+attention 2*local",
+    )
+    plan = laid_out(text, LLAMA, LENGTHS, ranks)
+    micro_batches = tuple(
+        replace(one, layers=LayerPlan.parse(mixtures[number % len(mixtures)]))
+        for number, one in enumerate(plan.micro_batches)
+    )
+    assert len({one.layers for one in micro_batches}) > 1
+    plans = [plan.replace(micro_batches=micro_batches)]
     _compare(run_ranks(ranks, _one_step_each, LLAMA, plans, torch.float64), LLAMA, plans, 1e-10)
 
 
