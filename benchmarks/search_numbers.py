@@ -46,7 +46,7 @@ from headrace.planning.generators import ENOUGH
 from headrace.spec import Plan
 
 ROOM = Path(headrace.planning.__file__).parent
-OF_ARITHMETIC = {"ROUNDING", "NEVER", "_ROUNDING_BYTES", "_FORWARD"}
+OF_ARITHMETIC = {"ROUNDING", "NEVER", "_ROUNDING_BYTES", "FORWARD"}
 """Numbers that steer nothing: what rounding is, what stands for infinite, a share of work."""
 OF_POWERS = {"MOST_SEQUENCES"}
 """Numbers by powers of which effort grows: they are changed by 1."""

@@ -18,13 +18,14 @@ from headrace.planning.nested import Nested
 from headrace.planning.problem import Problem
 from headrace.planning.search import GENERATORS, plan
 from headrace.planning.side_by_side import SideBySide
-from headrace.planning.static import Static
+from headrace.planning.static import Homogeneous, Static
 from headrace.planning.waves import Waves
 
 __all__ = [
     "GENERATORS",
     "Draft",
     "Generator",
+    "Homogeneous",
     "Known",
     "Nested",
     "Problem",

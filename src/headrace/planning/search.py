@@ -43,7 +43,7 @@ from headrace.planning.nested import Nested
 from headrace.planning.problem import Problem
 from headrace.planning.schedule import Assignment
 from headrace.planning.side_by_side import ANY_SCHEME, SideBySide
-from headrace.planning.static import Static
+from headrace.planning.static import Homogeneous, Static
 from headrace.planning.tolerances import NEAR
 from headrace.planning.waves import Waves
 from headrace.spec import Lengths, Plan
@@ -51,11 +51,22 @@ from headrace.spec import Lengths, Plan
 __all__ = ["GENERATORS", "CostSource", "plan"]
 
 GENERATORS: Mapping[str, tuple[Generator, ...]] = {
-    "adaptive": (Static(), SideBySide(), Nested(), SideBySide(role=ANY_SCHEME), Waves()),
-    "strategies": (Static(), SideBySide(), SideBySide(role=ANY_SCHEME), Waves()),
+    "adaptive": (
+        Static(),
+        SideBySide(),
+        Nested(),
+        SideBySide(role=ANY_SCHEME),
+        Waves(),
+        Homogeneous(),
+    ),
+    "strategies": (Static(), SideBySide(), SideBySide(role=ANY_SCHEME), Waves(), Homogeneous()),
     "static": (Static(),),
 }
 """The generators of each planner of this room, in the order in which they are asked."""
+
+
+_AS_THEY_ARE = ("static", "homogeneous")
+"""Sources of schedules of one scheme everywhere, which are timed as their generators give them."""
 
 
 class CostSource(Protocol):
@@ -326,11 +337,11 @@ class _Search:
     def _timed(self) -> list[Candidate]:
         """Schedules with the seconds of their steps. Where timing takes a
         simulation, only these are timed: the best schedule, those with stages that may be quicker,
-        and static ones that may be the quickest."""
+        and those of one scheme that may be the quickest."""
         promising = self.found
         if self.source.simulates and not all(generator.role.final for generator in self.generators):
-            statics = (schedule for schedule in self.found[1:] if schedule.source == "static")
-            promising = [self.found[0], *self._unsure(), *statics]
+            others = (schedule for schedule in self.found[1:] if schedule.source in _AS_THEY_ARE)
+            promising = [self.found[0], *self._unsure(), *others]
         timed = list[Candidate]()
         for schedule in promising:
             least_s = min((candidate.seconds for candidate in timed), default=inf)

@@ -1,4 +1,4 @@
-"""The generator of static schedules: what a user configures by hand, never to be worse than.
+"""Generators of static schedules: what a user configures by hand, never to be worse than.
 
 A static schedule of one scheme cuts the devices into as many pipelines of it as there is room for
 (devices that are left over stay idle), and gives the longest sequence first to the pipeline that
@@ -9,7 +9,7 @@ each group with the longest first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from math import inf
@@ -19,12 +19,13 @@ import numpy as np
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.filling import Filler, Pipelines, deal
-from headrace.planning.generators import Effort, Known, Role, least_time
+from headrace.planning.generators import FEW, Effort, Known, Role, least_time
 from headrace.planning.packing import pack
 from headrace.planning.schedule import Assignment, launched, placed
 from headrace.planning.tolerances import NEAR
 
 __all__ = [
+    "Homogeneous",
     "Static",
     "best_static",
     "best_statics",
@@ -67,6 +68,40 @@ class Static:
             found = best_static(table)
         if found is not None:
             yield found
+
+
+_HOMOGENEOUS = Role(
+    name="homogeneous", tables="every scheme", costs=("model",), final=True, last=True
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Homogeneous:
+    """Schedules of one scheme with stages or tensor blocks everywhere, for few sequences.
+
+    The other generators compare seconds of computing. Where sequences are few the exchange may be
+    most of a step, and stages hide more of it than groups do, also where groups compute in less:
+    each of these schedules that may be the quickest is timed by the clock.
+
+    Attributes:
+        role: For which problems it is, and when it is asked: last, as the others may have come
+            close to the bound.
+        moving: Share of the bound from which on it matters what pulls and pushes take.
+    """
+
+    role: Role = _HOMOGENEOUS
+    moving: float = 0.1
+
+    def drafts(self, table: PriceTable, known: Known) -> Iterator[Assignment]:
+        """The schedules that may have a quicker step than all before."""
+        deeper = [
+            scheme for scheme in table.schemes if scheme.depth > 1 or scheme.scheme.tensor > 1
+        ]
+        moved_s = table.exchange.pull_s + table.exchange.push_s
+        if not deeper or len(table.tokens) > FEW or moved_s < self.moving * known.bound_s:
+            return
+        for schedule in best_statics(PriceTable.like(table, deeper), known.latest_s):
+            yield replace(schedule, source="homogeneous")
 
 
 def static_schedule(
