@@ -49,9 +49,10 @@ micro-batch keeps the width's ranks busy for what it takes, in sum over the stag
 of them one after the other. No stage is busy for longer than tau, so P times what one stage takes
 may stand for the sum: the last one, which has the model's end, or the fullest other one.
 
-Memory takes part. The first stage keeps a share r_j n_j of its room for activations for micro-batch
-j of n_j tokens from its forward to its backward, so for no less than the T_j seconds that j takes
-on all stages, one after the other. At no moment is more kept than there is room:
+Memory takes part. The first stage keeps a share r_j n_j of its room for activations (and a constant
+share, which counts likewise) for micro-batch j of n_j tokens from the start of its forward to the
+end of its backward there, so for no less than the T_j seconds that j takes on all stages, one after
+the other. At no moment is more kept than there is room:
 sum_j r_j n_j T_j <= tau. With B_j for what counts as busy, sum_j B_j <= P tau, and any weight w in
 [0, 1],
 

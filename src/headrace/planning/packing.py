@@ -205,8 +205,8 @@ def _staged(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
     scheme, tokens = table.schemes[k], table.tokens
     frontier, depth = scheme.frontier, scheme.depth
     lengths = np.array([tokens[i] for i in members], dtype=np.float64)
-    spread = table.each_alone(k)
-    alone_s = np.array([spread[i] for i in members])
+    each_alone = table.each_alone(k)
+    alone_s = np.array([each_alone[i] for i in members])
     best, tried = None, 0
     for expected_s, row in sorted(_expected(scheme, lengths, alone_s)):
         below_s = inf if best is None else best.seconds

@@ -120,17 +120,6 @@ class Frontier:
             layers=np.zeros((len(rows), 0), dtype=np.int64),
         )
 
-    def only(self, row: int) -> Frontier:
-        """The frontier with the single plan of number ``row``."""
-        return Frontier(
-            options=self.options,
-            a=self.a[[row]],
-            b=self.b[[row]],
-            c=self.c[[row]],
-            caps=(self.caps[row],),
-            layers=self.layers[[row]],
-        )
-
     def columns(self, first: int) -> Columns:
         """Columns a, b, c, c / cap and cap of the rows from ``first`` on, each [rows, 1], so that
         they broadcast with the lengths of sequences [sequences]."""

@@ -31,7 +31,6 @@ COUNTS_TRIED = 2  # numbers V of micro-batches, and rows of the frontier, that a
 Seconds = Mapping[int, float] | Sequence[float]
 """Seconds that each sequence, by its position, adds to its micro-batch on every stage."""
 
-
 Tokens = Mapping[int, int] | Sequence[int]
 """Tokens of its micro-batch that each sequence, by its position, fills."""
 
