@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -33,6 +34,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="rewrite golden files instead of comparing"
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of slow.txt, which CI has no time for (choose_slow.py), as ``slow``."""
+    tests = Path(__file__).parent
+    listed = set((tests / "slow.txt").read_text(encoding="utf-8").splitlines())
+    names = dict[str, pytest.Item]()
+    for item in items:
+        names[f"{item.path.relative_to(tests).as_posix()}::{item.name}"] = item
+    for name in names.keys() & listed:
+        names[name].add_marker("slow")
+    # Of files that were collected whole: whether what is listed is there.
+    whole = {name.partition("::")[0] for name in names}
+    if not any("::" in argument for argument in config.args):
+        gone = sorted(name for name in listed - names.keys() if name.partition("::")[0] in whole)
+        if gone:
+            raise pytest.UsageError(f"tests/slow.txt names what is no test: {', '.join(gone)}")
 
 
 @pytest.hookimpl(tryfirst=True)

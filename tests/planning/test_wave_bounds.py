@@ -11,7 +11,7 @@ from headrace.costs.group_costs import GroupCosts
 from headrace.planning import Problem, plan
 from headrace.planning.batch import PriceTable
 from headrace.planning.wave_bounds import wave_bound_s
-from headrace.planning.waves import waves
+from headrace.planning.waves import Waves, waves
 from headrace.spec import Lengths
 from planning.group_worlds import best_by_force
 from planning.tables import bound_s, flexsp, group_table
@@ -20,7 +20,7 @@ from spread import whole
 
 
 def seconds_of(table: PriceTable) -> float:
-    found = waves(table, bound_s(table), seed=0)
+    found = waves(table, bound_s(table), seed=0, effort=Waves().effort)
     assert found is not None
     return found.seconds
 

@@ -16,7 +16,7 @@ from headrace.planning.batch import PriceTable
 from headrace.planning.exact_waves import exact_waves
 from headrace.planning.schedule import Assignment, launch_s
 from headrace.planning.wave_bounds import wave_bound_s
-from headrace.planning.waves import WaveFiller, sorted_into_waves, waves
+from headrace.planning.waves import WaveFiller, Waves, sorted_into_waves, waves
 from headrace.spec import Lengths
 from planning.group_worlds import batches, best_by_force, world_costs
 from planning.tables import bound_s, checked_s, fixture, flexsp, group_table
@@ -26,7 +26,7 @@ BEFORE = json.loads((Path(__file__).parent / "others.json").read_text())["waves"
 
 
 def planned(table: PriceTable, seed: int = 0) -> Assignment:
-    found = waves(table, bound_s(table), seed=seed)
+    found = waves(table, bound_s(table), seed=seed, effort=Waves().effort)
     assert found is not None
     assert found.semantics == "lockstep"
     assert checked_s(found) == pytest.approx(found.seconds, rel=1e-9)
@@ -49,7 +49,7 @@ def test_waves_of_any_world(costs: GroupCosts, lengths: list[int], devices: int,
     if table is None:
         return
     if not np.isfinite(table.alone[:, 0]).any():
-        assert waves(table, 1.0, seed=0) is None
+        assert waves(table, 1.0, seed=0, effort=Waves().effort) is None
         return
     planned(table)
 

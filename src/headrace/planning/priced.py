@@ -769,20 +769,24 @@ class StageCosts:
             seconds: Seconds of each micro-batch by each plan [micro-batches, plans].
         """
         kept_lines, peak_lines = self.bytes
-        number, beside = np.arange(len(plans)), self._beside[:, None]
+        beside, widest = self._beside[:, None], len(self.stages) - 1
         rooms = np.array(self.rooms)[:, None] + _ROUNDING_BYTES
-        gains = seconds[number, plans] - seconds.min(axis=1)
+        present_s = seconds[np.arange(len(plans)), plans]
+        gains = present_s - seconds.min(axis=1)
         in_forward, in_backward = self._in_flight(tokens, plans)
         for j in np.argsort(-gains, kind="stable")[: np.count_nonzero(gains > 0)].tolist():
-            # What the others whose forward or backward is beside this one leave free [stages, 1].
-            after = (number > j) & (number <= j + beside)
-            before = (number < j) & (number >= j - beside)
+            # Others whose backward or forward is beside this one, by their distance.
+            before, after = slice(max(0, j - widest), j), slice(j + 1, j + 1 + widest)
+            backward_beside, forward_beside = in_backward[:, before], in_forward[:, after]
+            distance_before = np.arange(backward_beside.shape[1], 0, -1)
+            distance_after = np.arange(1, forward_beside.shape[1] + 1)
+            met_before, met_after = distance_before <= beside, distance_after <= beside
             others = np.maximum(
-                np.where(after, in_forward, 0.0).max(axis=1, keepdims=True),
-                np.where(before, in_backward, 0.0).max(axis=1, keepdims=True),
-            )
+                np.where(met_before, backward_beside, 0.0).max(axis=1, initial=0.0),
+                np.where(met_after, forward_beside, 0.0).max(axis=1, initial=0.0),
+            )[:, None]
             quicker = np.argsort(seconds[j], kind="stable")
-            quicker = quicker[: np.count_nonzero(seconds[j] < seconds[j, plans[j]])]
+            quicker = quicker[: np.count_nonzero(seconds[j] < present_s[j])]
             line = np.array([tokens[j], 1.0])
             both = [int(plans[j]), *quicker.tolist()]
             kept = kept_lines[:, both] @ line  # [stages, plans], the present one first
@@ -792,8 +796,14 @@ class StageCosts:
             fits = (others + more <= rooms) & (own + more + extra[:, 1:] <= rooms)
             fitting = np.flatnonzero(fits.all(axis=0))
             if len(fitting):
-                plans[j] = quicker[fitting[0]]
-                in_forward, in_backward = self._in_flight(tokens, plans)
+                chosen = int(fitting[0])
+                plans[j] = quicker[chosen]
+                added = more[:, chosen, None]
+                backward_beside += np.where(met_before, added, 0.0)
+                forward_beside += np.where(met_after, added, 0.0)
+                at_own_peak = (more + extra[:, 1:])[:, chosen] - extra[:, 0]
+                in_forward[:, j] += at_own_peak
+                in_backward[:, j] += at_own_peak
 
 
 def _spaced(count: int, most: int) -> Counts:

@@ -591,16 +591,13 @@ def _filled(filler: WaveFiller, estimates: Estimates, begun: Begun, time_s: floa
 Span = tuple[float, float]
 """(seconds that fail, seconds to try next)."""
 
-_EFFORT = 40_000  # Sequences placed.
 # Wave times that are tried, as multiples of the first: 1, 1.01, 1.03, 1.07, ...
 _FACTORS = tuple(1 + 0.01 * (2**k - 1) for k in range(14))
 _SPREADS = (0.03, 0.1, 0.3)  # Standard deviations of the noise on log lengths in drawn orders.
 _MISSED = 60  # Drawn orders that may fail in a row.
 
 
-def waves(
-    table: PriceTable, bound_s: float, *, seed: int, effort: int = _EFFORT
-) -> Assignment | None:
+def waves(table: PriceTable, bound_s: float, *, seed: int, effort: int) -> Assignment | None:
     """The best waves found for all sequences, of groups with one stage.
 
     Args:
@@ -794,7 +791,7 @@ class Waves:
     """
 
     role: Role = _WAVES
-    effort: int = _EFFORT
+    effort: int = 40_000
 
     def drafts(self, table: PriceTable, known: Known) -> Iterator[Assignment]:
         """The best waves found for all sequences."""
