@@ -84,13 +84,14 @@ clean: ## remove the virtual environment
 	rm -rf $(VENV)
 
 # A torch already there is kept; otherwise pip fetches $(TORCH), its CUDA build on Linux
-# unless pip has been told of another (PIP_FIND_LINKS, PIP_INDEX_URL, pip.conf).
+# unless pip has been told of another (PIP_FIND_LINKS, PIP_INDEX_URL, pip.conf). Python
+# compiles what is imported when it is, which is a small part of what is installed.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q '$(TORCH)'
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q --no-compile '$(TORCH)'
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[dev]'
 	touch $@
 
 $(DOCS): $(READY)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[docs]'
 	touch $@

@@ -17,7 +17,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 LIST = Path(__file__).with_name("slow.txt")
-SHORT_S, VARIANT_S = 0.75, 4.0
+SHORT_S, VARIANT_S = 0.75, 3.0
 
 ALWAYS = """
 attacks/test_attacks.py::test_a_few_damaged_checkpoints_are_survived[2]

@@ -24,7 +24,7 @@ def times(folder: Path, *more: tuple[str, float]) -> Path:
 
 def test_one_long_variant_stays_and_all_short_ones(tmp_path: Path) -> None:
     """Of variants on 1 to 4 ranks the longest that CI has time for says the most."""
-    variants = [("test_it[1]", 0.5), ("test_it[2]", 1.5), ("test_it[3]", 3.0), ("test_it[4]", 9.0)]
+    variants = [("test_it[1]", 0.5), ("test_it[2]", 1.5), ("test_it[3]", 2.5), ("test_it[4]", 9.0)]
     found = chosen(times(tmp_path, *variants, ("test_other", 5.0)))
     assert found == [
         "test_any.py::test_it[2]",
