@@ -4,8 +4,9 @@ A number is a constant of ``headrace/planning``, or a field of a generator, of t
 a search's effort that has one by default. Between 0.5 and 2 it is its distance from 1 that is
 halved and doubled, and of several values the first half is kept. Worlds are those of ``worlds.py``.
 
-    smaller, larger   the mean step beside that of the search as it is, and the worst world's; the
-                      processor time, as a geometric mean of ratios
+    smaller, larger   the mean step beside that of the search as it is, and the worst world's; how
+                      much wider gaps to the bound are; the processor time, as a geometric mean of
+                      ratios
     -                 the number cannot be made so
 
 A number earns its place where one of both is slower in a world that matters, or takes more time for
@@ -199,6 +200,7 @@ def compared(found: list[tuple[Plan, float]], usual: list[tuple[Plan, float]]) -
         "mean": fmean(losses),
         "worst": max(losses),
         "best": min(losses),
+        "gap": fmean([made.gap - before.gap for (made, _), (before, _) in pairs]),
         "cpu": geometric_mean(ratios),
     }
 

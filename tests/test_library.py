@@ -132,6 +132,32 @@ def test_costs_come_from_files(costs: hr.CostModel, tmp_path: Path) -> None:
         hr.costs.load(tmp_path / "nowhere.json")
 
 
+def test_peaks_for_a_problem(costs: hr.CostModel) -> None:
+    """Catches an AttributeError for what hr.simulate takes, and for published costs."""
+    plan = hr.plan([700, 60, 60], costs)
+    assert hr.peak_bytes(plan, hr.Problem(costs=costs)) == hr.peak_bytes(plan, costs)
+    published = hr.Problem(costs=hr.costs.published("flexsp-7b-a100"), devices=4)
+    with pytest.raises(hr.errors.SpecError, match="costs: got published ones"):
+        hr.peak_bytes(plan, published)
+
+
+def test_only_a_plans_own_timeline_is_drawn(costs: hr.CostModel, tmp_path: Path) -> None:
+    """Catches a picture of one plan with the seconds of another."""
+    plan, path = hr.plan([7000, 600, 600], costs), tmp_path / "plan.json"
+    wider = hr.costs.roofline(hr.Architecture.preset("llama-tiny"), "h100", devices=8)
+    more = hr.plan([7000, 600, 600], wider)
+    with pytest.raises(hr.errors.SpecError, match="got 8 devices, wanted the plan's 4"):
+        hr.draw(plan, path, hr.simulate(more, wider))
+    other = hr.simulate(hr.plan([7000, 600, 601], costs), costs)
+    with pytest.raises(hr.errors.SpecError, match="wanted the plan's micro-batches"):
+        hr.draw(plan, path, other)
+    own = hr.simulate(plan, costs)
+    last = f"F{len(plan.micro_batches) - 1}["
+    rows = tuple(row for row in own.rows if last not in row.action)
+    with pytest.raises(hr.errors.SpecError, match=f"wanted the plan's {len(plan.micro_batches)}"):
+        hr.draw(plan, path, hr.Timeline(source="predicted", rows=rows, devices=4))
+
+
 def test_plans_show_and_draw_themselves(costs: hr.CostModel, tmp_path: Path) -> None:
     """Catches text taken for markup, and a picture of a plan that has no clock."""
     plan = hr.plan([700, 60, 60], costs).replace(why=("a < b",))

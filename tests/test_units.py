@@ -185,3 +185,14 @@ def test_whole_numbers_are_exact() -> None:
 def test_the_units_are_powers_of_1024() -> None:
     """Catches a unit defined from another one by a slip."""
     assert [math.log2(unit) for unit in (KIB, MIB, GIB)] == [10, 20, 30]
+
+
+@pytest.mark.parametrize("text", ["1.5", "0.50", "1.5 b"])
+def test_parts_of_a_byte_are_refused(text: str) -> None:
+    """Catches 1.5 that is rounded to 2 in silence; 2.0 is whole."""
+    with pytest.raises(SpecError, match="wanted a whole number"):
+        parse_bytes(text)
+    if not text.endswith("b"):
+        with pytest.raises(SpecError, match="wanted a whole number"):
+            parse_count(text)
+    assert parse_count("2.0") == 2

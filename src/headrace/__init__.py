@@ -30,12 +30,11 @@ if TYPE_CHECKING:
     from headrace.engine.attach import attach
     from headrace.engine.attach_options import MeasureOptions, SampleOptions, SpreadOptions
     from headrace.engine.compared_planners import compare
-    from headrace.engine.plans import baselines, draw, plan, simulate
+    from headrace.engine.plans import baselines, draw, peak_bytes, plan, simulate
     from headrace.engine.training import profile, train
     from headrace.engine.training_run import TrainingRun
     from headrace.ops.dynamic_primitives import gather, split, switch
     from headrace.planning import Problem
-    from headrace.simulator import peak_bytes
     from headrace.spec import Architecture, Cluster, Lengths, Plan, Strategy, Timeline
     from headrace.spec.comparison import Comparison
     from headrace.spec.draw_options import DrawOptions
@@ -108,10 +107,9 @@ _HOMES = {
     "headrace.ops.dynamic_primitives": ("gather", "split", "switch"),
     "headrace.spec.draw_options": ("DrawOptions",),
     "headrace.planning": ("Problem",),
-    "headrace.simulator": ("peak_bytes",),
     "headrace.spec": ("Architecture", "Cluster", "Lengths", "Plan", "Strategy", "Timeline"),
     "headrace.engine.compared_planners": ("compare",),
-    "headrace.engine.plans": ("baselines", "draw", "plan", "simulate"),
+    "headrace.engine.plans": ("baselines", "draw", "peak_bytes", "plan", "simulate"),
     "headrace.engine.training_run": ("TrainingRun",),
     "headrace.engine.training": ("profile", "train"),
     "headrace.trainers.planned_trainer": ("trainer",),

@@ -50,6 +50,8 @@ def _parse(text: str, table: dict[str, int], what: str) -> int:
             hint="numbers of a list are parted by '/'",
         )
     number, factor = found[1].replace(",", "").replace("_", ""), table[found[2].lower()]
+    if factor == 1 and number.partition(".")[2].strip("0"):
+        raise SpecError(what, got=shortened(repr(text)), wanted="a whole number")
     # Whole numbers are never made floats, which hold large ones inexactly.
     return round(float(number) * factor) if "." in number else int(number) * factor
 

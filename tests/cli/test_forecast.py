@@ -44,6 +44,17 @@ def test_a_configuration_is_forecast(config: Path, capsys) -> None:
     assert value["assumed"]["hardware"].startswith("h200")
 
 
+def test_a_configurations_memory_is_what_there_is(config: Path, capsys) -> None:
+    """Catches devices.memory that is ignored for that of the data sheet."""
+    words = ("forecast", config, "--layout", "FSDP 4", "--hardware", "h100")
+    memory = ("--set", "devices.memory=1GiB")
+    code, out, err = call(capsys, *words, *memory)
+    assert code == 0, err
+    assert " of 1 GiB, " in out
+    assert "too much" in out
+    assert not json.loads(call(capsys, *words, *memory, "--json")[1])["fits"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -51,6 +62,14 @@ def test_a_configuration_is_forecast(config: Path, capsys) -> None:
         (("llama-9b", "--layout", "FSDP 8", "--hardware", "h100"), "did you mean 'llama-8b'"),
         (("llama-8b", "--layout", "FSTP 8", "--hardware", "h100"), "parts such as FSDP 8"),
         (("llama-8b", "--layout", "DP 1", "--hardware", "h100", "--set", "a=1"), "--set: got"),
+        (
+            ("llama-8b", "--layout", "DP 1", "--hardware", "h100", "--length", "1.5"),
+            "count: got '1.5', wanted a whole number",
+        ),
+        (
+            ("gpt2", "--layout", "DP 1", "--hardware", "h100", "--length", "1025"),
+            "got 1,025 tokens, wanted at most 1,024",
+        ),
     ],
 )
 def test_mistakes_are_one_message(capsys, arguments: tuple[str, ...], message: str) -> None:

@@ -255,6 +255,12 @@ def test_better_hardware_is_never_slower() -> None:
                     assert times[0] <= times[1] * (1 + 1e-12), (text, p)
 
 
+def test_no_memory_is_not_all_memory() -> None:
+    """Catches a memory of 0 bytes that counts as left out."""
+    with pytest.raises(SpecError, match="memory of a device: got 0"):
+        roofline_costs(H100, 2, LLAMA, memory_bytes=0)
+
+
 def test_what_cannot_be_is_said() -> None:
     """Catches a KeyError for an odd size, and a method without formulas left out in silence."""
     with pytest.raises(CostError, match="bytes of an element: got 3, wanted 2 or 4 or 8"):

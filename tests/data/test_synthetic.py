@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,6 +154,25 @@ def test_malformed_texts(text: str, told: str) -> None:
     """Catches a text that is half read."""
     with pytest.raises(ConfigError, match=told):
         parse_distribution(text)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_numbers_of_distributions_are_finite(wrong: float) -> None:
+    """Catches comparisons that do not hold for NaN, and so refuse nothing."""
+    whole: Any = wrong  # also in the place of ints
+    for name in ("median", "sigma", "min", "max", "tail", "alpha"):
+        with pytest.raises(ConfigError, match=f"lognormal: got {name} with {wrong}|min <= max"):
+            LogNormal(**{"median": 700, "sigma": 1.0, name: whole})
+    for make in (
+        lambda: Bins(edges=(1, 2, whole), shares=(1.0, 1.0)),
+        lambda: Bins(edges=(1, 2, 3), shares=(1.0, wrong)),
+        lambda: Counted(lengths=(1, 2), counts=(1.0, wrong)),
+        lambda: Counted(lengths=(1, whole), counts=(1.0, 1.0)),
+        lambda: Resampled(lengths=(5, whole)),
+        lambda: Mixture(weights=(1.0, wrong), parts=(Resampled(lengths=(5,)),) * 2),
+    ):
+        with pytest.raises(ConfigError, match=f"with {wrong}, wanted finite numbers"):
+            make()
 
 
 def test_lengths_of_a_file(tmp_path: Path) -> None:

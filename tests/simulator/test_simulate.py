@@ -8,7 +8,7 @@ import pytest
 
 from headrace.costs import CostModel, ExchangeCost, synthetic_costs
 from headrace.errors import CostError, ProgramError
-from headrace.simulator import simulate, step_s
+from headrace.simulator import peak_bytes, simulate, step_s
 from headrace.spec import (
     LayerOption,
     LayerPlan,
@@ -229,3 +229,14 @@ def test_schemes_without_costs_are_named() -> None:
         step_s(plan.replace(micro_batches=(local,)), synthetic_costs(4, layers=2))
     with pytest.raises(CostError, match=r"layer plan: got 2 layers, wanted 3"):
         step_s(plan, synthetic_costs(4, layers=3))
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_costs_are_of_as_many_devices(devices: int) -> None:
+    """Catches a plan that is answered with the stored state and exchanges of other devices."""
+    plan, costs = plan_of(4, [((0, 1), (5,))]), costs_of(devices)
+    programs = compile_plan(plan, costs.shape.bucket_count)
+    told = f"devices of the costs: got {devices}, wanted the plan's 4"
+    for answer in (step_s, peak_bytes, lambda *given: simulate(programs, *given)):
+        with pytest.raises(CostError, match=told):
+            answer(plan, costs)

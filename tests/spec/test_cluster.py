@@ -36,6 +36,15 @@ def test_there_are_devices(devices: int) -> None:
         Cluster(devices=devices, memory_bytes=1)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_are_finite(number: float) -> None:
+    """Catches comparisons that do not hold for NaN, and so refuse nothing."""
+    with pytest.raises(SpecError, match=f"devices of a cluster: got {number}"):
+        Cluster(devices=number, memory_bytes=1)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=f"memory of a device: got {number}"):
+        Cluster(devices=1, memory_bytes=number)  # type: ignore[arg-type]
+
+
 def test_devices_have_memory() -> None:
     """Catches a limit of zero, under which every plan would be infeasible."""
     with pytest.raises(SpecError, match="memory of a device: got 0, wanted >= 1 byte"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -49,6 +50,33 @@ def test_numpy_integers_become_plain_ones() -> None:
     """Catches values that JSON cannot write."""
     lengths = Lengths.of(np.array([3, 4], np.int32), np.array([7, 9], np.int64))
     assert json.dumps(lengths.to_json()) == '{"tokens": [3, 4], "ids": [7, 9]}'
+
+
+def test_whole_numbers_of_any_kind_are_lengths() -> None:
+    """Catches a refusal of elements of arrays and tensors, and of 2000.0."""
+    torch = pytest.importorskip("torch")
+    for tokens in ([2000.0, 7], np.array([2000.0, 7.0]), torch.tensor([2000, 7]), iter((2000, 7))):
+        lengths = Lengths.of(tokens)
+        assert lengths.tokens == (2000, 7)
+        assert all(type(count) is int for count in lengths.tokens)
+
+
+@pytest.mark.parametrize(
+    "count",
+    [1.9, np.float32(1.9), True, np.True_, "5", b"5", None, math.nan, math.inf, 2**70, 1e30, [5]],
+)
+def test_what_is_no_length_is_named(count: object) -> None:
+    """Catches 1.9 tokens that are cut to 1, True and texts taken for numbers, and errors of int()
+    or of a later array."""
+    with pytest.raises(SpecError, match=r"length of sequence 1: got .*, wanted an int >= 1"):
+        Lengths.of([4, count])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("tokens", [5, None, "4096", b"12", np.array(5), 1.5])
+def test_what_is_no_list_is_refused(tokens: object) -> None:
+    """Catches a text whose digits are taken for lengths, and a TypeError for one number."""
+    with pytest.raises(SpecError, match=r"lengths of a batch: .*wanted a list of the tokens"):
+        Lengths.of(tokens)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tokens", [(), (0,), (4, -1), (True,), (1.5,), ("4",), (None,)])

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,8 +40,14 @@ from headrace.adopt.axis_probe import WholeFails, mixes_batch, probe_axes, refus
 from headrace.adopt.axis_shards import AxisShards, Dims
 from headrace.adopt.axis_stages import AxisStage
 from headrace.adopt.first_step import FirstStep, compare_first_step, ranks_that_add_up
-from headrace.adopt.gradients import add_plainly, add_up, is_wrapped, summed_loss
-from headrace.adopt.held_weights import require_linear_hooks
+from headrace.adopt.gradients import (
+    SummedGradients,
+    add_plainly,
+    add_up,
+    is_wrapped,
+    summed_loss,
+)
+from headrace.adopt.held_weights import HeldWeights, require_linear_hooks, share_weights
 from headrace.adopt.labels import logits_of, result_tensors
 from headrace.adopt.placement import fingerprint, replica_blocks
 from headrace.adopt.samples import numbers_of
@@ -151,6 +158,8 @@ class AxisModel:
         self._main_input = next(iter((*taken, *inputs_with_axis)), None)
         self._watch = CallWatch()
         self._hooks_seen = dict[int, Any]()  # hooks on gradients that were looked at, by id
+        self._summed = SummedGradients()
+        self._weights_are_alike = False  # whether all ranks were given the same weights
         weakref.finalize(self, self._watch.close)
 
     exchanges: tuple[str, ...] = ("dsp",)
@@ -309,6 +318,10 @@ class AxisModel:
         with self._watch.during("sharding"):
             if groups is not None:
                 self._watch.begin(groups)
+                if not self._weights_are_alike:
+                    held = HeldWeights.of(self.model, groups.ranks)
+                    share_weights(held, groups, warnings.warn)
+                    self._weights_are_alike = True
                 # Replicas may split their samples differently, and all ranks make the same groups.
                 any_needed = [some for block in blocks for some in self.groups_of(block)]
                 groups.prepare(needed if replicas == 1 else any_needed)
@@ -804,10 +817,12 @@ class AxisModel:
 
         Raises:
             ModelError: For a term of what ranks have alike that every rank adds, where it is not
-                said to be alike; gradients are dropped. Ranks compare the gradients of such
+                said to be alike; gradients are dropped. Where the gradients of the step before are
+                still there, summed over ranks. Ranks compare the gradients of such
                 tensors after the first eight backwards, and after those whose number is a power
                 of two, as that waits for the device.
         """
+        self._summed.require_dropped(self.model)
         shards, guards = self._manager.at_work, self._guards
         axis = shards.axis
         self._alike_of_backwards.add(alike)
@@ -900,6 +915,7 @@ class AxisModel:
                 require_linear_hooks(self.model, self._hooks_seen)
                 if not is_wrapped(self.model):
                     add_up(self.model.parameters(), world)
+                    self._summed.note(self.model)
         return whole
 
     def join(self, groups: Groups, *, label_name: str) -> None:

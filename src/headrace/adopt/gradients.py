@@ -15,6 +15,7 @@ from headrace.comm.waiting import Transfer
 from headrace.errors import ModelError
 
 __all__ = [
+    "SummedGradients",
     "add_plainly",
     "add_up",
     "gradient_error",
@@ -87,6 +88,42 @@ def add_up(parameters: Iterable[torch.nn.Parameter], world: dist.ProcessGroup) -
         sums = flat.split([p.numel() for p in bucket])
         for parameter, grad, summed in zip(bucket, grads, sums, strict=True):
             parameter.grad = grad.copy_(summed.view_as(grad))
+
+
+class SummedGradients:
+    """Knows which gradients of a model are sums over ranks already: what a backward adds to them
+    must not be summed together with them, as they would be summed again."""
+
+    def __init__(self) -> None:
+        # Of each summed gradient where its data is and how often it was written to, by parameter.
+        self._seen = dict[int, tuple[int, int]]()
+
+    def note(self, model: torch.nn.Module) -> None:
+        """The gradients of ``model`` have just been summed over ranks."""
+        self._seen = {
+            id(p): (p.grad.data_ptr(), p.grad._version)  # noqa: SLF001
+            for p in model.parameters()
+            if p.grad is not None
+        }
+
+    def require_dropped(self, model: torch.nn.Module) -> None:
+        """Raise ModelError before a backward of ``model`` where it still has summed gradients, the
+        same on all ranks. Asked once after each sum, so it costs nothing in other backwards."""
+        seen = self._seen
+        self._seen = {}
+        kept = [
+            p.grad
+            for p in (model.parameters() if seen else ())
+            if p.grad is not None and seen.get(id(p)) == (p.grad.data_ptr(), p.grad._version)  # noqa: SLF001
+        ]
+        if any(bool(grad.any()) for grad in kept):
+            raise ModelError(
+                "backward after add_up",
+                got="gradients that are summed over ranks already",
+                wanted="none, or zeros",
+                hint="call optimizer.zero_grad() first; of several backwards in a step give the "
+                "sum of their losses to one add_up, after the last",
+            )
 
 
 def gradient_error(

@@ -11,6 +11,7 @@ micro-batch has. The sum is that of one process only where the hook is linear (a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from headrace.adopt.gradients import add_up, require_known_wrapper
+from headrace.comm.collectives import agree, gather_bytes
+from headrace.comm.mesh import Groups
 from headrace.errors import ModelError
 from headrace.spec.plan import Semantics
 
-__all__ = ["HeldWeights", "bytes_now", "require_linear_hooks", "state_bytes"]
+__all__ = ["HeldWeights", "bytes_now", "require_linear_hooks", "share_weights", "state_bytes"]
 
 _STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Adam": 2, "AdamW": 2, "RAdam": 2, "Adamax": 2}
 """How many tensors of a parameter's size optimizers keep for it, by the names of their classes."""
@@ -190,3 +193,39 @@ def _hooked(
     """What a hook makes of a gradient: the gradient itself where the hook returns None."""
     result = hook(gradient.clone())
     return gradient if result is None else result
+
+
+def share_weights(held: HeldWeights, groups: Groups, say: Callable[[str], object]) -> None:
+    """Give all ranks the parameters and buffers of rank 0 where any rank has others, as DDP does,
+    and ``say`` so. Nothing is done for weights sharded by FSDP2. Collective; raises PlanMismatch
+    where shapes or types differ."""
+    if held.sharded or groups.ranks == 1:
+        return
+    tensors = [x for x in held.inner.state_dict(keep_vars=True).values() if torch.is_tensor(x)]
+    shapes = [[list(x.shape), str(x.dtype)] for x in tensors]
+    agree("shapes of the model's weights", json.dumps(shapes), groups.world)
+    checksums = json.dumps([_checksum(x.detach()) for x in tensors])
+    checksums_by_rank = gather_bytes(checksums.encode(), groups.world)
+    differing_ranks = [
+        rank for rank, of_rank in enumerate(checksums_by_rank) if of_rank != checksums_by_rank[0]
+    ]
+    if not differing_ranks:
+        return
+    say(
+        f"weights of rank {differing_ranks[0]} were not those of rank 0: "
+        "all ranks begin with those of rank 0 (call torch.manual_seed before the model is made)"
+    )
+    with torch.no_grad():
+        for x in tensors:
+            dist.broadcast(x.data, src=0, group=groups.world)
+
+
+def _checksum(x: torch.Tensor) -> int:
+    """A checksum of a tensor's bits, computed on its device: the sum of its bytes, each times a
+    factor that depends on its position."""
+    if not x.numel():
+        return 0
+    byte_values = x.contiguous().view(-1).view(torch.uint8).to(torch.int64)
+    # 65521 is the largest prime below 2^16: swapped bytes give another sum.
+    factors = torch.arange(len(byte_values), device=x.device) % 65521 + 1
+    return int((byte_values * factors).sum())

@@ -49,6 +49,7 @@ __all__ = [
     "local_inputs",
     "placed_rows",
     "replica_blocks",
+    "require_documents",
     "require_tokens",
 ]
 
@@ -314,6 +315,29 @@ def require_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> None:
                 wanted=f"[{rows}, {width}, ...]",
                 hint="inputs have one value for each token; others are for the model itself",
             )
+
+
+def require_documents(batch: Mapping[str, torch.Tensor], what: str = "the batch") -> None:
+    """Raise DataError for position ids that skip within a row, whose documents cannot be told: a
+    document goes on by one, and the next one begins at 0. Padding may have any."""
+    places, mask = batch.get("position_ids"), batch.get("attention_mask")
+    if places is None:
+        return
+    given = places.cpu().numpy()
+    skips = (np.diff(given, axis=-1) != 1) & (given[..., 1:] != 0)
+    if mask is not None and mask.shape == places.shape:
+        unmasked = mask.cpu().numpy() != 0
+        skips &= unmasked[..., 1:] & unmasked[..., :-1]
+    if skips.any():
+        at = tuple(np.argwhere(skips)[0].tolist())
+        before, after = given[at], given[..., 1:][at]
+        raise DataError(
+            f"position_ids of {what}",
+            got=f"{after} after {before}",
+            wanted=f"{before + 1}, or 0, at which another document begins",
+            hint="tokens see each other within a document only, and documents are told by places "
+            "that begin again: give one that begins elsewhere a row or an item of its own",
+        )
 
 
 def documents_of(batch: Mapping[str, torch.Tensor], tokens: str) -> tuple[tuple[int, ...], ...]:

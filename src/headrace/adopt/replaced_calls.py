@@ -30,6 +30,7 @@ from headrace.adopt.attention_registry import attention
 from headrace.adopt.operators import ModelSlot, StandIn, positions, targets
 from headrace.adopt.own_hooks import hook_after, hook_before
 from headrace.errors import ModelError
+from headrace.ops.loss import IGNORED
 
 __all__ = [
     "Cut",
@@ -208,7 +209,8 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Cross entropy with the arguments of torch's function. A mean is this rank's part of that over
     all ranks: the sum over its own tokens, divided by the targets of the step. Other reductions are
-    torch's own. Raises ModelError for means that are weighted by class."""
+    torch's own. Raises ModelError for means that are weighted by class, and for those over labels
+    other than the targets that are counted."""
     if size_average is not None or reduce is not None:
         raise ModelError("cross_entropy", got="size_average or reduce", wanted="reduction")
     if reduction != "mean":
@@ -223,6 +225,14 @@ def cross_entropy(
     if weight is not None:
         raise ModelError(
             "cross_entropy", got="weights of classes and a mean", wanted="no weights, or a sum"
+        )
+    if ignore_index != IGNORED:
+        raise ModelError(
+            "cross_entropy",
+            got=f"ignore_index={ignore_index} and a mean",
+            wanted=f"ignore_index={IGNORED}",
+            hint=f"labels that are not {IGNORED} are counted as tokens with a loss: "
+            f"labels.masked_fill(labels == {ignore_index}, {IGNORED})",
         )
     total = functional.cross_entropy(
         logits, labels, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing

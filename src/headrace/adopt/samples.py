@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.adopt.labels import Labels, predicted
+from headrace.adopt.placement import require_documents
 from headrace.adopt.spread_model import Item
 from headrace.errors import DataError
 from headrace.ops.loss import IGNORED
@@ -134,6 +135,8 @@ def sample_of(
                 wanted=f"[{count}, ...], a value of each token, or one number of the sample",
                 hint="leave out the columns that the loop does not use",
             )
+    if "position_ids" in found and found["position_ids"].dim() == 1:
+        require_documents(found, what)
     mask = found.pop("attention_mask", None)
     if mask is not None:  # drop padding
         found = {name: x[mask != 0] for name, x in found.items()}

@@ -42,13 +42,14 @@ from headrace.adopt.call_arguments import (
 from headrace.adopt.entry_points import ChosenLevels, EntryPointName, entry_point_of
 from headrace.adopt.first_step import FirstStep, compare_first_step, ranks_that_add_up
 from headrace.adopt.gradients import (
+    SummedGradients,
     add_plainly,
     add_up,
     is_wrapped,
     require_known_wrapper,
     summed_loss,
 )
-from headrace.adopt.held_weights import require_linear_hooks
+from headrace.adopt.held_weights import HeldWeights, require_linear_hooks, share_weights
 from headrace.adopt.labels import (
     Labels,
     LossHead,
@@ -75,6 +76,7 @@ from headrace.adopt.placement import (
     local_inputs,
     placed_rows,
     replica_blocks,
+    require_documents,
     require_tokens,
 )
 from headrace.adopt.samples import LabelPlace, TokenReader, named_labels, packed
@@ -264,6 +266,7 @@ class TokenModel:
         self._last_called: Placement | None = None  # of the last batch that a forward was run on
         self._part: BatchPart | None = None  # the part given to take(), until release()
         self._hooks_seen = dict[int, Any]()  # hooks on gradients that were looked at, by id
+        self._summed = SummedGradients()
         self._fsdp_sums = False  # whether FSDP2 was told to sum gradients
         # Whether a backward runs that began while the model was plain. It spreads the model, and
         # must make it plain again at its end.
@@ -273,6 +276,8 @@ class TokenModel:
         self._remove_refusal = hook_before(inner, self._refuse_sharded, named=True)
         # Watches for lost ranks, unless a training loop does so itself.
         self._watch, self._watches = CallWatch(), True
+        # Whether all ranks were given the same weights; a training loop sees to that itself.
+        self._weights_are_alike = False
         weakref.finalize(self, self._watch.close)
 
     @property
@@ -331,8 +336,17 @@ class TokenModel:
         if self._groups is not None:
             if self._watches:
                 self._watch.begin(self._groups)
+                self._share_weights(self._groups)
             parts_of_groups = [part for ranks in groups for part in group_parts(ranks)]
             self._groups.prepare(parts_of_groups)
+
+    def _share_weights(self, groups: Groups) -> None:
+        """Before the first batch give all ranks the weights of rank 0, unless weights are sharded
+        or those of a rehearsal. Collective."""
+        faked = any(isinstance(p, FakeTensor) for p in self.inner.parameters())
+        if not self._weights_are_alike and not faked:
+            share_weights(HeldWeights.of(self.model, groups.ranks), groups, warnings.warn)
+        self._weights_are_alike = True
 
     def shard(
         self,
@@ -372,6 +386,7 @@ class TokenModel:
         """
         batch = named_labels(tensors_of(self._without_embedded(batch)), self._label_name)
         require_tokens(batch, self.tokens)
+        require_documents(batch)
         world = dist.get_world_size() if self._groups is not None else 1
         blocks = replica_blocks(world, replicas)
         members = blocks[0] if ranks is None else tuple(ranks)  # one block has all ranks
@@ -731,7 +746,11 @@ class TokenModel:
 
         Args:
             loss: This rank's part, a single number.
+
+        Raises:
+            ModelError: Where the gradients of the step before are still there, summed over ranks.
         """
+        self._summed.require_dropped(self.model)
         with self._watch.during("backward"):
             summed_loss(self.model, loss).backward()
 
@@ -763,6 +782,7 @@ class TokenModel:
                 require_linear_hooks(self.model, self._hooks_seen)
                 if not is_wrapped(self.model):
                     add_up(self.model.parameters(), world)
+                    self._summed.note(self.model)
         return total
 
     def probe(self, batch: Mapping[str, torch.Tensor]) -> None:

@@ -18,12 +18,13 @@ __all__ = ["forecast"]
 
 def forecast(what: str, flags: ForecastFlags) -> int:
     """Print the seconds, rates and memory of one layout, or JSON."""
-    hardware, implementation = flags.hardware, flags.implementation
+    hardware, implementation, memory = flags.hardware, flags.implementation, None
     if what.endswith(".toml"):
         keys = {"devices.hardware": hardware, "devices.implementation": implementation}
         config = Config.load(Path(what), *overrides(flags.changes, keys))
         model = architecture_of(config)
         hardware, implementation = config.devices.hardware, config.devices.implementation
+        memory = config.devices.memory_bytes
         length = flags.length or str(config.data.context)
     else:
         if flags.changes:
@@ -42,6 +43,7 @@ def forecast(what: str, flags: ForecastFlags) -> int:
         accumulation=flags.accumulation,
         recompute=flags.recompute,
         implementation=implementation or "headrace",
+        memory_bytes=memory,
     )
     print(json.dumps(found.to_json()) if flags.json else found)
     return 0

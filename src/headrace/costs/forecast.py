@@ -144,6 +144,7 @@ def forecast(
     accumulation: int = 1,
     recompute: Recomputed = "none",
     implementation: Implementation | str = DEFAULT_IMPLEMENTATION,
+    memory_bytes: int | None = None,
 ) -> Forecast:
     """Predict seconds and memory of a step of a fixed layout, by data sheets and formulas: on
     hardware that need not be at hand, in 16 bits under AdamW.
@@ -158,13 +159,14 @@ def forecast(
         recompute: ``none``, ``selective`` (first products of both branches again, attention kept)
             or ``full`` (layers keep their inputs only).
         implementation: The kernels that run, or their name.
+        memory_bytes: Bytes of a device that may be used; all when left out.
 
     Returns:
         The forecast.
 
     Raises:
         SpecError: For names that are not known.
-        CostError: For a layout that the model cannot take, and for counts below one.
+        CostError: For a layout or a sequence that the model cannot take, and for counts below one.
 
     Example:
         >>> model = hr.Architecture.preset("llama-8b")
@@ -175,6 +177,9 @@ def forecast(
     if min(sequence_tokens, local_batch, accumulation) < 1:
         got = f"{local_batch} of {sequence_tokens} tokens, {accumulation} times"
         raise CostError("micro-batches of a forecast", got=got, wanted="at least one of each")
+    if model.longest is not None and sequence_tokens > model.longest:
+        got, wanted = f"{sequence_tokens:,} tokens", f"at most {model.longest:,}, its positions"
+        raise CostError("sequences of a model", got=got, wanted=wanted)
     if recompute not in get_args(Recomputed):
         wanted = " or ".join(get_args(Recomputed))
         raise CostError("recompute of a forecast", got=repr(recompute), wanted=wanted)
@@ -206,7 +211,7 @@ def forecast(
         precision="bfloat16",
         optimizer="AdamW",
         peak_flops_per_s=device.peak("bfloat16"),
-        memory_bytes=device.memory_bytes,
+        memory_bytes=device.memory_bytes if memory_bytes is None else memory_bytes,
         kept_free_bytes=0,
     )
     batch = [sequence_tokens] * (spread.data * accumulation * local_batch)

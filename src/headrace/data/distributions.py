@@ -20,6 +20,15 @@ def _text(number: float) -> str:
     return str(int(number)) if number == int(number) else repr(float(number))
 
 
+def _check_finite(kind: str, law: object, *names: str) -> None:
+    """Raise ConfigError where a field of a distribution, or an entry of one, is NaN or infinite."""
+    for name in names:
+        numbers = np.asarray(getattr(law, name), dtype=np.float64).ravel()
+        if not np.isfinite(numbers).all():
+            got = f"{name} with {numbers[~np.isfinite(numbers)][0]}"
+            raise ConfigError(kind, got=got, wanted="finite numbers")
+
+
 class Distribution(Protocol):
     """Lengths in tokens, drawn independently of each other."""
 
@@ -50,6 +59,7 @@ class LogNormal:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for lengths and shape parameters out of range."""
+        _check_finite("lognormal", self, "median", "sigma", "min", "max", "tail", "alpha")
         if not 1 <= self.min <= self.max:
             raise ConfigError(
                 "lognormal", got=f"min {self.min}, max {self.max}", wanted="min <= max"
@@ -94,6 +104,7 @@ class Bins:
 
     def __post_init__(self) -> None:
         """Raise ConfigError unless edges rise and there is a share for each bin between them."""
+        _check_finite("bins", self, "edges", "shares")
         rising = all(a < b for a, b in zip(self.edges, self.edges[1:], strict=False))
         if len(self.edges) != len(self.shares) + 1 or not rising or self.edges[0] < 1:
             wanted = "rising edges >= 1, one more than shares"
@@ -125,6 +136,8 @@ class Resampled:
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        """Raise ConfigError for no lengths, and for one that is not a finite number >= 1."""
+        _check_finite("list of lengths", self, "lengths")
         if not self.lengths or min(self.lengths) < 1:
             raise ConfigError("list of lengths", got=self.lengths[:8], wanted="lengths >= 1")
 
@@ -152,6 +165,7 @@ class Counted:
 
     def __post_init__(self) -> None:
         """Raise ConfigError unless there is a count for each length, and one is above zero."""
+        _check_finite("counted", self, "lengths", "counts")
         if len(self.lengths) != len(self.counts) or not self.lengths or min(self.lengths) < 1:
             raise ConfigError("counted", got=str(self), wanted="a count for each length >= 1")
         if min(self.counts) < 0 or sum(self.counts) <= 0:
@@ -182,6 +196,8 @@ class Mixture:
     parts: tuple[Distribution, ...]
 
     def __post_init__(self) -> None:
+        """Raise ConfigError unless there is a finite weight above zero for each part."""
+        _check_finite("mixture", self, "weights")
         if len(self.weights) != len(self.parts) or not self.parts or min(self.weights) <= 0:
             raise ConfigError("mixture", got=str(self.weights), wanted="a weight > 0 for each part")
 

@@ -42,7 +42,7 @@ def agreed_cluster(groups: Groups, device: str, memory_bytes: int | None) -> Clu
     ranks_here = gather_bytes(host, groups.world).count(host)  # ranks on this machine
     free = available_bytes(device)
     own_part = free / ranks_here if device == "cpu" else free
-    limit = memory_bytes or int(_USED_FRACTION * own_part)
+    limit = int(_USED_FRACTION * own_part) if memory_bytes is None else memory_bytes
     agreed = min(int(row[0]) for row in gather_floats([float(limit)], groups.world))
     kind = "cpu" if device == "cpu" else torch.cuda.get_device_name()
     return Cluster(devices=groups.ranks, memory_bytes=agreed, device=kind)

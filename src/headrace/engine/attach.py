@@ -32,7 +32,7 @@ from torch.nn import Module
 
 from headrace.adopt.axis_model import AxisModel
 from headrace.adopt.block_recompute import recomputed
-from headrace.adopt.held_weights import HeldWeights
+from headrace.adopt.held_weights import HeldWeights, share_weights
 from headrace.adopt.spread_model import BatchPart, SampleReader, SpreadModel
 from headrace.adopt.token_model import compile as adopt
 from headrace.comm.collectives import agree, agree_each
@@ -69,7 +69,7 @@ from headrace.engine.given_batches import (
 from headrace.engine.listener import ProgressLines, tell
 from headrace.engine.loop_checkpoint import LoopCheckpoints
 from headrace.engine.loop_runner import LoopMicroBatch, LoopRunner, checksum_of
-from headrace.engine.loop_start import optimizer_text, require_trainable, share_weights
+from headrace.engine.loop_start import optimizer_text, require_trainable
 from headrace.engine.record import DrawnSteps, EarlyAndRare, RunRecord, run_facts
 from headrace.engine.recovery import LeaveGroups, Recovery
 from headrace.engine.run_planner import RunPlanner, Stopped

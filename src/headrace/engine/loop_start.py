@@ -7,22 +7,17 @@ own model. So would a model whose optimizer has the parameters of another one.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from headrace.adopt.held_weights import HeldWeights
-from headrace.comm.collectives import agree, gather_bytes
-from headrace.comm.mesh import Groups
 from headrace.errors import ModelError, SpecError
 
 __all__ = [
     "optimizer_text",
     "require_own",
     "require_trainable",
-    "share_weights",
 ]
 
 
@@ -98,42 +93,6 @@ def require_own(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
             hint="make what is learnt beside the model a parameter of it, so that its gradient is "
             "summed over ranks; make the optimizer after the model is wrapped",
         )
-
-
-def share_weights(held: HeldWeights, groups: Groups, say: Callable[[str], object]) -> None:
-    """Give all ranks the parameters and buffers of rank 0 where any rank has others, as DDP does,
-    and ``say`` so. Nothing is done for weights sharded by FSDP2. Collective; raises PlanMismatch
-    where shapes or types differ."""
-    if held.sharded or groups.ranks == 1:
-        return
-    tensors = [x for x in held.inner.state_dict(keep_vars=True).values() if torch.is_tensor(x)]
-    shapes = [[list(x.shape), str(x.dtype)] for x in tensors]
-    agree("shapes of the model's weights", json.dumps(shapes), groups.world)
-    checksums = json.dumps([_checksum(x.detach()) for x in tensors])
-    checksums_by_rank = gather_bytes(checksums.encode(), groups.world)
-    differing_ranks = [
-        rank for rank, of_rank in enumerate(checksums_by_rank) if of_rank != checksums_by_rank[0]
-    ]
-    if not differing_ranks:
-        return
-    say(
-        f"weights of rank {differing_ranks[0]} were not those of rank 0: "
-        "all ranks begin with those of rank 0 (call torch.manual_seed before the model is made)"
-    )
-    with torch.no_grad():
-        for x in tensors:
-            dist.broadcast(x.data, src=0, group=groups.world)
-
-
-def _checksum(x: torch.Tensor) -> int:
-    """A checksum of a tensor's bits, computed on its device: the sum of its bytes, each times a
-    factor that depends on its position."""
-    if not x.numel():
-        return 0
-    byte_values = x.contiguous().view(-1).view(torch.uint8).to(torch.int64)
-    # 65521 is the largest prime below 2^16: swapped bytes give another sum.
-    factors = torch.arange(len(byte_values), device=x.device) % 65521 + 1
-    return int((byte_values * factors).sum())
 
 
 def optimizer_text(optimizer: torch.optim.Optimizer) -> str:

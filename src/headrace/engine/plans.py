@@ -23,14 +23,16 @@ from headrace.planning import plan as plan_batch
 from headrace.planning.clock import published_timeline
 from headrace.report.plan_drawing import draw_plan_file
 from headrace.simulator import draw as timeline_text
+from headrace.simulator import peak_bytes as _peak_bytes
 from headrace.simulator import simulate as run_programs
 from headrace.spec.checker import check_world
 from headrace.spec.known_methods import SINGLE_RANK
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
 from headrace.spec.plan import Plan, Semantics
-from headrace.spec.program import Program, compile_plan
+from headrace.spec.program import Forward, Program, compile_plan, parse_action
 from headrace.spec.strategy import Strategy
+from headrace.units import counted
 
 __all__ = [
     "PlanningCosts",
@@ -38,6 +40,7 @@ __all__ = [
     "draw",
     "listed_methods",
     "make_problem",
+    "peak_bytes",
     "plan",
     "plan_if_fits",
     "problem_of",
@@ -137,7 +140,7 @@ def simulate(plan: Plan, costs: PlanningCosts) -> Timeline:
         The predicted timeline.
 
     Raises:
-        CostError: When the costs lack what the plan uses.
+        CostError: When the costs are of other devices or lack what the plan uses.
         ProgramError: When the programs would deadlock or leave something out.
     """
     given = costs.costs if isinstance(costs, Problem) else costs
@@ -175,7 +178,8 @@ def draw(
         The text of a timeline, a line for each rank; nothing for a plan.
 
     Raises:
-        SpecError: For a plan without ``path``, and for one without a clock or a timeline.
+        SpecError: For a plan without ``path``, for one without a clock or a timeline, and for a
+            timeline of another plan.
         ConfigError: For a file of another kind, or one that cannot be written.
         MissingExtra: Without the packages of the extra ``report``.
 
@@ -195,7 +199,56 @@ def draw(
             wanted="a timeline",
             hint="hr.draw(plan, path, hr.simulate(plan, costs))",
         )
+    _require_own(what, shown)
     return draw_plan_file(what, shown, Path(path))
+
+
+def _require_own(plan: Plan, timeline: Timeline) -> None:
+    """Raise SpecError for a timeline of another plan: of other devices, or one whose forwards are
+    not those of the plan's micro-batches on their ranks."""
+    if timeline.devices != plan.devices:
+        got = counted(timeline.devices, "device")
+        raise SpecError("timeline of a plan", got=got, wanted=f"the plan's {plan.devices}")
+    wanted = {
+        (n, rank): sum(plan.tokens_of(micro))
+        for n, micro in enumerate(plan.micro_batches)
+        for rank in plan.pipelines[micro.pipeline].ranks
+    }
+    seen = set[int]()
+    for row in timeline.rows:
+        action = parse_action(row.action) if row.kind == "forward" else None
+        if isinstance(action, Forward):
+            seen.add(action.micro_batch)
+            tokens = wanted.get((action.micro_batch, row.rank))
+            # Rows of published costs are without tokens.
+            if tokens is None or row.tokens not in (0, tokens):
+                got = f"{row.action} of {counted(row.tokens, 'token')} on rank {row.rank}"
+                raise SpecError("timeline of a plan", got=got, wanted="the plan's micro-batches")
+    count = len(plan.micro_batches)
+    if len(seen) != count:
+        got = f"{len(seen)} micro-batches"
+        raise SpecError("timeline of a plan", got=got, wanted=f"the plan's {count}")
+
+
+def peak_bytes(plan: Plan, costs: CostModel | Problem) -> tuple[int, ...]:
+    """Predict the peak bytes of each rank over one step.
+
+    A rank holds its state always, from the pull to the push the working weights of every stage in
+    which it works, and from forward to backward the activations of its micro-batches: of one at a
+    time without stages, of as many as are in flight with them. A rank without work holds its state.
+
+    Args:
+        plan: The plan of the step.
+        costs: What it costs, of a model; or the problem that it was made for.
+
+    Returns:
+        Bytes of each rank.
+
+    Raises:
+        CostError: For costs of other devices, and a scheme or a layer option without costs.
+        SpecError: For published costs, which know no bytes.
+    """
+    return _peak_bytes(plan, problem_of(costs).model)
 
 
 def programs_of(plan: Plan, costs: CostModel) -> tuple[Program, ...]:

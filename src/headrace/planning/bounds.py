@@ -96,7 +96,7 @@ from numpy.typing import NDArray
 from headrace.costs import CostModel
 from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.priced import Least
-from headrace.planning.tolerances import CLOSE, ROUNDING
+from headrace.planning.tolerances import CLOSE, GAIN, ROUNDING
 from headrace.simulator import exposed_s
 
 __all__ = ["Bound", "BoundRows", "allows", "lower_bound", "step_bound_s"]
@@ -105,7 +105,6 @@ Floats = NDArray[np.float64]
 
 # The fields of BoundRows that have one row for each scheme.
 _COLUMNS = ("ranks", "stages", "least_c", "shared", "alone", "work", "spread")
-_CLOSE = 1e-5  # relative distance up to which the bound is narrowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +288,7 @@ def lower_bound(
     rows: BoundRows,
     devices: int,
     *,
-    close: float = _CLOSE,
+    close: float = GAIN,
     apart: bool = False,
     known_s: float = 0.0,
 ) -> Bound:

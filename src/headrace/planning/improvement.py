@@ -41,10 +41,13 @@ class Improvement:
         looks: Sequences that are looked at, at most: half of it by the packing of drafts, of which
             one is packed in any case, and the rest by local search, in all steps of all schedules
             together.
+        clocked: Changes of a step that are packed exactly, at most, where a schedule with stages is
+            levelled on the clock: what packing makes of a change is less sure there.
     """
 
     packed: int = 12
     looks: int = 1_000_000
+    clocked: int = 64
 
     def scheduled(
         self, drafts: Iterable[Draft], found: Iterable[Assignment], bound_s: float
@@ -126,7 +129,12 @@ def _same(draft: Draft, other: Draft) -> bool:
 
 
 def improved(
-    schedule: Assignment, *, target_s: float, looks: int, late_s: Sequence[float] = ()
+    schedule: Assignment,
+    *,
+    target_s: float,
+    looks: int,
+    late_s: Sequence[float] = (),
+    packed: int = _PACKED,
 ) -> tuple[Assignment, int]:
     """Improve a schedule by local search.
 
@@ -136,11 +144,12 @@ def improved(
         looks: Sequences to look at: after so many no step begins.
         late_s: By how many seconds each pipeline ends later than the schedule estimates; 0 when
             left out.
+        packed: Changes of a step that are packed exactly, at most.
 
     Returns:
         A schedule whose gradients are sent earlier, or the same, and the sequences looked at.
     """
-    search = _Search(schedule, late_s)
+    search = _Search(schedule, late_s, packed)
     first_s = search.seconds
     while search.looked < looks and search.seconds > target_s and search.step():
         pass
@@ -167,12 +176,14 @@ class _Search:
         only: For each entry of ``after`` its pipeline where it is a single one, else -1.
         times: (wait for weights, computing, sending of gradients) of each pipeline, in seconds.
         late_s: By how many seconds each pipeline ends later than is estimated.
+        most: Changes of a step that are packed exactly, at most.
         ends: Seconds until the last rank of each pipeline has sent its gradients.
         looked: Sequences that were looked at so far.
     """
 
-    def __init__(self, schedule: Assignment, late_s: Sequence[float] = ()) -> None:
+    def __init__(self, schedule: Assignment, late_s: Sequence[float], most: int) -> None:
         self.table: PriceTable = schedule.table
+        self.most = most
         self.late_s = late_s or [0.0] * len(schedule.groups)
         self.kinds = [k for k, _, _ in schedule.groups]
         self.ranks = [ranks for _, ranks, _ in schedule.groups]
@@ -241,7 +252,7 @@ class _Search:
         return targets
 
     def _changes(self, source: int, target: int, last_s: float, best: list[_Change]) -> None:
-        """Add changes to ``best``, which keeps the ``_PACKED`` changes whose later end of both
+        """Add changes to ``best``, which keeps the ``most`` changes whose later end of both
         pipelines is earliest: moves of a sequence from ``source``, which ends at ``last_s`` seconds
         now, to ``target``, and exchanges for a shorter one, at most one change for each sequence
         that leaves ``source``. Ends are estimated by the usual rows."""
@@ -256,7 +267,7 @@ class _Search:
         free_tokens = table.cap[j] - self._surplus(target) if target_c else 0
         end_s, target_members, index = self.ends[target], self.members[target], 0
         half_gap_s = (last_s - end_s) / 2
-        if len(best) == _PACKED:
+        if len(best) == self.most:
             limit_s = best[-1][0]
         for i in self.members[source]:
             leaving_s, target_end_s = source_s[i], end_s + target_s[i]
@@ -298,8 +309,8 @@ class _Search:
                         limit_s, back = later_end_s, other
             if back > -2:  # a change with this sequence: keep it among the best
                 insort(best, (limit_s, source, target, i, back))
-                del best[_PACKED:]
-                limit_s = best[-1][0] if len(best) == _PACKED else last_s * (1 - GAIN)
+                del best[self.most :]
+                limit_s = best[-1][0] if len(best) == self.most else last_s * (1 - GAIN)
 
     def _constant(self, k: int) -> float:
         """Seconds that one micro-batch more costs a pipeline of scheme k; 0 where constants are

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any, get_args
 
 import numpy as np
@@ -340,6 +341,16 @@ _OTHERS = (
 """Planners of others, by their names in ``headrace.planners.PLANNERS``."""
 
 _PLANNERS = ("adaptive", "static", "strategies", *_OTHERS)
+_LISTS = {
+    "strategies": "Strategy objects",
+    "sizes": "whole numbers",
+    "methods": "methods",
+    "layers": "methods",
+    "recompute": "levels",
+    "holding": "ways to hold weights",
+}
+"""Fields that list choices, and what of."""
+
 # Caches that another problem may share, and the fields on which what they hold depends.
 _KEPT = ("_frontiers", "_ideals", "_pricings")
 _PRICED_BY = ("costs", "sizes", "methods", "layers", "recompute", "holding", "stages")
@@ -410,6 +421,7 @@ class Problem:
         """Fill in the devices that a model's costs are for, and raise SpecError for choices that do
         not exist or exclude each other."""
         self._check_words()
+        self._check_kinds()
         if not isinstance(self.costs, CostModel):
             if (
                 isinstance(self.devices, bool)
@@ -468,6 +480,35 @@ class Problem:
                 )
         if self.static_size is not None and self.planner != "static":
             raise SpecError("static_size", got=self.static_size, wanted="planner 'static' with it")
+
+    def _check_kinds(self) -> None:
+        """Raise SpecError for fields that are not of their kind, which would be taken for others:
+        texts in the place of lists, and a text in the place of True or False."""
+        if not isinstance(self.stages, bool):
+            raise SpecError("stages", got=repr(self.stages), wanted="True or False")
+        for name, of in _LISTS.items():
+            given = getattr(self, name)
+            left_out = given is None and name in ("sizes", "methods", "layers")
+            if not left_out and (isinstance(given, str) or not isinstance(given, Collection)):
+                raise SpecError(name, got=repr(given), wanted=f"a tuple of {of}")
+        self._check_entries("recompute", RECOMPUTE)
+        self._check_entries("holding", get_args(Working))
+        if not self.holding:
+            raise SpecError("holding", got="none", wanted=" or ".join(get_args(Working)))
+        for p in self.sizes or ():
+            if isinstance(p, bool) or not isinstance(p, Integral):
+                raise SpecError("group size", got=repr(p), wanted="a whole number")
+        for strategy in self.strategies:
+            if not isinstance(strategy, Strategy):
+                hint = "hr.Strategy.parse(text)"
+                raise SpecError("strategy", got=repr(strategy), wanted="a Strategy", hint=hint)
+
+    def _check_entries(self, name: str, known: Sequence[str]) -> None:
+        """Raise SpecError for an entry of the field ``name`` that is none of the ``known`` ones."""
+        for got in getattr(self, name):
+            if got not in known:
+                hint = did_you_mean(str(got), known)
+                raise SpecError(name, got=repr(got), wanted=" or ".join(known), hint=hint)
 
     @property
     def model(self) -> CostModel:

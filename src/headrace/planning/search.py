@@ -246,21 +246,30 @@ class _Search:
         return made.replace(planner=self._name, seed=self.seed, why=(*why, *made.why))
 
     def _levelled(self, timed: Candidate, best_s: float, bound_s: float) -> Candidate:
-        """A schedule with stages improved until it gets no quicker on the clock: what the search
-        estimates of these pipelines is up to some percent off, each another way. It stays as it is
-        where not even pipelines that all end together would make it quicker than ``best_s``."""
-        late_s = self.source.late_s(timed.schedule)
+        """A schedule with stages improved on the clock until it gets no quicker twice in a row:
+        what is estimated of these pipelines is up to some percent off, each another way, and
+        another way again once sequences have moved. It stays as it is where not even pipelines
+        that all end together would make it quicker than ``best_s``."""
+        best, missed, late_s = timed, False, self.source.late_s(timed.schedule)
         while any(late_s) and _even_s(timed.schedule, late_s) < best_s:
             better, _ = improved(
-                timed.schedule, target_s=bound_s, looks=self.improvement.looks, late_s=late_s
+                timed.schedule,
+                target_s=bound_s,
+                looks=self.improvement.looks,
+                late_s=late_s,
+                packed=self.improvement.clocked,
             )
             if better is timed.schedule:
                 break
-            again = self.source.timed(replace(better, source="improved"))
-            if again.seconds >= timed.seconds:
+            timed = self.source.timed(replace(better, source="improved"))
+            late_s = self.source.late_s(timed.schedule)
+            if timed.seconds < best.seconds:
+                best, missed = timed, False
+            elif missed:
                 break
-            timed, late_s = again, self.source.late_s(again.schedule)
-        return timed
+            else:
+                missed = True
+        return best
 
     @property
     def _name(self) -> str:

@@ -33,7 +33,7 @@ def peak_bytes(plan: Plan, costs: CostModel) -> tuple[int, ...]:
         Bytes of each rank.
 
     Raises:
-        CostError: For a scheme or a layer option without costs.
+        CostError: For costs of other devices, and a scheme or a layer option without costs.
     """
     check_costs(plan, costs)
     pipelines_of: list[set[int]] = [set() for _ in range(plan.devices)]

@@ -72,8 +72,15 @@ Segments = tuple[tuple[float, float], ...]
 
 
 def check_costs(plan: Plan, costs: CostModel) -> None:
-    """Raise CostError when ``plan`` uses a width of a stage, or layers on it, for which ``costs``
-    have no answer."""
+    """Raise CostError for ``costs`` of other devices than those of ``plan``, and when it uses a
+    width of a stage, or layers on it, for which they have no answer."""
+    if costs.cluster.devices != plan.devices:
+        raise CostError(
+            "devices of the costs",
+            got=costs.cluster.devices,
+            wanted=f"the plan's {plan.devices}",
+            hint="stored state and exchanges are those of all devices",
+        )
     widths: list[int] = []
     for pipeline in plan.pipelines:
         scheme = pipeline.scheme
@@ -444,7 +451,7 @@ def step_s(plan: Plan, costs: CostModel) -> float:
         Seconds, with the costs' scale.
 
     Raises:
-        CostError: When the costs lack what the plan uses.
+        CostError: When the costs are of other devices or lack what the plan uses.
     """
     check_costs(plan, costs)
     forward, backward = _segments(plan, costs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,10 +30,11 @@ class Cluster:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.devices < 1:
-            raise SpecError("devices of a cluster", got=self.devices, wanted=">= 1")
-        if self.memory_bytes < 1:
-            raise SpecError("memory of a device", got=self.memory_bytes, wanted=">= 1 byte")
+        if not 1 <= self.devices < math.inf:  # neither holds for NaN
+            raise SpecError("devices of a cluster", got=self.devices, wanted=">= 1, and finite")
+        if not 1 <= self.memory_bytes < math.inf:
+            got, wanted = self.memory_bytes, ">= 1 byte, and finite"
+            raise SpecError("memory of a device", got=got, wanted=wanted)
 
     def __str__(self) -> str:
         return f"{self.devices} x {self.device} with {bytes_text(self.memory_bytes)}"

@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from numbers import Integral
+from typing import Any
 
 from headrace.errors import SpecError
 
 __all__ = ["Lengths"]
+
+_MOST = 2**63 - 1
+"""Most tokens of a sequence, as arrays of 64 bits hold them."""
+
+
+def _no_length(i: int, got: object) -> SpecError:
+    """The error for what is given as the length of sequence ``i`` and is none."""
+    return SpecError(f"length of sequence {i}", got=repr(got), wanted="an int >= 1 of 64 bits")
+
+
+def _elements(tokens: Any) -> Iterator[Any]:
+    """What is given as the tokens of each sequence, one by one. Raises SpecError for a text, whose
+    elements are digits, and for what has no elements."""
+    try:
+        if not isinstance(tokens, str | bytes):
+            return iter(tokens)
+    except TypeError:  # one number, also as an array
+        pass
+    raise SpecError(
+        "lengths of a batch",
+        got=repr(tokens),
+        wanted="a list of the tokens of each sequence",
+        hint="hr.Lengths.parse reads a text" if isinstance(tokens, str) else None,
+    )
+
+
+def _whole(i: int, count: Any) -> int:
+    """The length of sequence ``i`` as an int, from a whole number of any kind, such as 2000.0 or an
+    element of an array or tensor. Raises SpecError for other values."""
+    if isinstance(count, Integral) and not isinstance(count, bool):
+        return int(count)
+    kind = str(getattr(count, "dtype", type(count).__name__))
+    try:
+        whole = int(count)
+        if "bool" in kind or isinstance(count, str | bytes) or whole != count:
+            raise _no_length(i, count)
+    except (TypeError, ValueError, OverflowError):  # a list, NaN, infinity
+        raise _no_length(i, count)
+    return whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +77,8 @@ class Lengths:
         if not self.tokens:
             raise SpecError("lengths of a batch", got="none", wanted="at least one sequence")
         for i, count in enumerate(self.tokens):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise SpecError(f"length of sequence {i}", got=repr(count), wanted="an int >= 1")
+            if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST:
+                raise _no_length(i, count)
         if not self.ids:
             object.__setattr__(self, "ids", tuple(range(len(self.tokens))))
         if len(self.ids) != len(self.tokens):
@@ -45,7 +86,7 @@ class Lengths:
 
     @classmethod
     def of(cls, tokens: Iterable[int], ids: Iterable[int] = ()) -> Lengths:
-        """Make lengths of any iterables of integers, numpy's too.
+        """Make lengths of any iterables of whole numbers, those of arrays and tensors too.
 
         Args:
             tokens: Tokens of each sequence.
@@ -55,9 +96,10 @@ class Lengths:
             The lengths.
 
         Raises:
-            SpecError: As for the class.
+            SpecError: As for the class; for tokens that are no iterable of whole numbers, too.
         """
-        return cls(tokens=tuple(int(t) for t in tokens), ids=tuple(int(i) for i in ids))
+        counts = tuple(_whole(i, count) for i, count in enumerate(_elements(tokens)))
+        return cls(tokens=counts, ids=tuple(int(i) for i in ids))
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -15,10 +15,10 @@ from headrace.cli import doctor
 from headrace.comm.gpus import settings_text
 from headrace.comm.rerendezvous import Rerendezvous
 from headrace.config.model import DevicesConfig
+from headrace.engine import agreement, step_engine
 from headrace.engine import rank as rank_module
-from headrace.engine import step_engine
 from headrace.engine.rank import Rank, StepActions, open_rank
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, SpecError
 from headrace.native import machine
 from headrace.ops import fused as index
 from ranks import run_ranks
@@ -225,3 +225,13 @@ def test_communicators_count_as_memory_that_was_taken(tmp_path: Path) -> None:
     (grown,) = run_ranks(1, peaks_with_communicators, tmp_path / "b", 5 << 40)
     assert len(grown) == len(plain) == 2
     assert max(plain) < 5 << 40 <= min(grown)
+
+
+def test_no_memory_is_not_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a memory of 0 bytes that counts as left out."""
+    for name in ("gather_bytes", "gather_floats"):
+        monkeypatch.setattr(agreement, name, lambda own, world: [own])
+    groups: Any = SimpleNamespace(world=None, ranks=1)
+    assert agreement.agreed_cluster(groups, "cpu", None).memory_bytes > 1
+    with pytest.raises(SpecError, match="memory of a device: got 0"):
+        agreement.agreed_cluster(groups, "cpu", 0)

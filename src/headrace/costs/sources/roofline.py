@@ -78,7 +78,7 @@ def roofline_costs(
         architecture,
         Cluster(
             devices=devices,
-            memory_bytes=memory_bytes or hardware.device.memory_bytes,
+            memory_bytes=hardware.device.memory_bytes if memory_bytes is None else memory_bytes,
             device=hardware.device.name,
         ),
         speeds_of(hardware, element_bytes, implementation),

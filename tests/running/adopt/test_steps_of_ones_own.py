@@ -1,0 +1,235 @@
+"""Steps that a user takes without a loop, on models spread by tokens or by an axis: summed
+gradients, weights that ranks begin with, labels and places of one's own."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as f
+
+import headrace as hr
+from headrace.errors import DataError, ModelError
+from headrace.ops.loss import IGNORED
+from ranks import run_ranks
+from running.adopt.axial import DIMS, stages, table
+from running.adopt.foreign import Gpt, drawn, gpt
+
+EXACT = 1e-10
+
+Loss = Callable[[int], torch.Tensor]
+"""The loss of a spread model on this rank's part of a batch, which is drawn by its number."""
+
+
+def field(number: int) -> torch.Tensor:
+    """A drawn input of the model with an axis."""
+    draw = torch.Generator().manual_seed(number)
+    return torch.randn(1, 5, 4, 6, 8, dtype=torch.float64, generator=draw)
+
+
+def plain(kind: str, model: Any, number: int) -> torch.Tensor:
+    """The loss of a plain model on a whole batch."""
+    if kind == "tokens":
+        return model(**drawn(2, 20, number))[1]
+    x = field(number)
+    return model(x).square().sum() / x.numel()
+
+
+def by_tokens() -> tuple[Gpt, Any, Loss]:
+    model = gpt()
+    run = hr.compile(model)
+
+    def loss_of(number: int) -> torch.Tensor:
+        return run(**run.shard(drawn(2, 20, number)).inputs)[1]
+
+    return model, run, loss_of
+
+
+def by_axis() -> tuple[Any, Any, Loss]:
+    model = table()
+    run = hr.adapt(model, stages=stages(returns=False), inputs={"x": DIMS}, axis="i", batch="b")
+
+    def loss_of(number: int) -> torch.Tensor:
+        x = field(number)
+        return run(**run.shard({"x": x})).square().sum() / x.numel()
+
+    return model, run, loss_of
+
+
+KINDS = {"tokens": by_tokens, "axis": by_axis}
+
+
+def error_of(model: torch.nn.Module, alone: torch.nn.Module) -> float:
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return max(
+        float((p.grad - q.grad).abs().max() / q.grad.abs().max())
+        for p, q in pairs
+        if p.grad is not None and q.grad is not None
+    )
+
+
+def _several(kind: str, how: str) -> tuple[float, float, float]:
+    """(loss, that of one process, error of the gradients) after a step of two backwards, which
+    follows another step whose gradients are dropped ``how``."""
+    model, run, loss_of = KINDS[kind]()
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    first = loss_of(2)
+    run.backward(first)
+    run.add_up(first)
+    if how == "by data":
+        for p in model.parameters():
+            p.grad.data.zero_()
+    else:
+        optimizer.zero_grad(set_to_none=how == "to none")
+    total = torch.zeros((), dtype=torch.float64)
+    wanted = 0.0
+    for number in range(2):
+        loss = loss_of(number) / 2
+        run.backward(loss)
+        total += loss.detach()
+    found = float(run.add_up(total))
+    for number in range(2):
+        own = plain(kind, alone, number) / 2
+        own.backward()
+        wanted += float(own)
+    return found, wanted, error_of(model, alone)
+
+
+@pytest.mark.parametrize("how", ["to none", "zeros", "by data"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_several_backwards_equal_one_process(kind: str, how: str) -> None:
+    for found, wanted, error in run_ranks(2, _several, kind, how):
+        assert found == pytest.approx(wanted, rel=EXACT)
+        assert error < EXACT
+
+
+def _summed_twice(kind: str) -> str:
+    _, run, loss_of = KINDS[kind]()
+    for number in range(2):
+        loss = loss_of(number) / 2
+        run.backward(loss)
+        run.add_up(loss)
+    return "not refused"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_not_summed_twice(kind: str) -> None:
+    """The loss of each of several backwards is logged: what is summed already would be again."""
+    with pytest.raises(AssertionError, match="backward after add_up: got gradients that are"):
+        run_ranks(2, _summed_twice, kind)
+
+
+def _unseeded(kind: str) -> tuple[float, float, list[float], list[str]]:
+    """(loss, that of rank 0's weights, sums of weights after the forward, warnings)."""
+    model, run, loss_of = KINDS[kind]()
+    last = list(model.parameters())[-1]
+    first_rank = copy.deepcopy(model)
+    for rank, own in ((0, first_rank), (dist.get_rank(), model)):
+        draw = torch.Generator().manual_seed(rank)
+        noise = torch.randn(last.shape, dtype=last.dtype, generator=draw)
+        list(own.parameters())[-1].data.add_(noise)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loss = loss_of(0)
+    sums = [float(p.detach().sum()) for p in model.parameters()]
+    found = float(run.add_up(loss))
+    return found, float(plain(kind, first_rank, 0)), sums, [str(one.message) for one in told]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_begin_with_the_same_weights(kind: str) -> None:
+    """Nobody set a seed before the head was made anew: each rank would train a model of its own."""
+    found = run_ranks(2, _unseeded, kind)
+    for loss, wanted, sums, told in found:
+        assert loss == pytest.approx(wanted, rel=EXACT)
+        assert sums == found[0][2]
+        assert any("all ranks begin with those of rank 0" in text for text in told)
+
+
+class PaddedGpt(Gpt):
+    """Labels of padding, number 0, have no loss in its own cross entropy."""
+
+    def forward(self, ids: Any, labels: Any = None) -> Any:
+        logits, _ = super().forward(ids)
+        if labels is None:
+            return logits, None
+        return logits, f.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
+
+
+def _padded() -> str:
+    model = gpt()
+    model.__class__ = PaddedGpt
+    run, batch = hr.compile(model), drawn(2, 20)
+    batch["labels"] = batch["labels"].masked_fill(batch["labels"] == IGNORED, 0)
+    try:
+        run(**run.shard(batch).inputs)
+    except ModelError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_mean_over_other_labels_is_refused(ranks: int) -> None:
+    """It would be divided by the labels that are not -100, whatever the model leaves out."""
+    for said in run_ranks(ranks, _padded):
+        assert "got ignore_index=0 and a mean" in said
+
+
+def _skipping(places: list[int], mask: list[int] | None) -> str:
+    run, batch = hr.compile(gpt()), drawn(1, len(places))
+    batch["position_ids"] = torch.tensor([places])
+    if mask is not None:
+        batch["attention_mask"] = torch.tensor([mask])
+    try:
+        run.shard(batch)
+    except DataError as error:
+        return str(error)
+    return "taken"
+
+
+def test_places_that_skip_are_refused() -> None:
+    """They were taken for documents, whose tokens do not see each other."""
+    (said,) = run_ranks(1, _skipping, [*range(12), *range(50, 58)], None)
+    assert "position_ids of the batch: got 50 after 11, wanted 12, or 0" in said
+
+
+def test_places_of_documents_and_of_padding_are_taken() -> None:
+    assert run_ranks(1, _skipping, [*range(3, 12), *range(11)], None) == ["taken"]
+    padded = [1] * 4 + [*range(16)]
+    assert run_ranks(1, _skipping, padded, [0] * 4 + [1] * 16) == ["taken"]
+
+
+def _taught() -> tuple[float, float, float]:
+    """(loss, that of one process, error of the gradients) of a student that learns from a teacher
+    which is compiled, too."""
+    model, teacher = gpt(), gpt()
+    draw = torch.Generator().manual_seed(5)
+    for p in teacher.parameters():
+        p.data.add_(0.1 * torch.randn(p.shape, dtype=p.dtype, generator=draw))
+    alone, alone_teacher = copy.deepcopy(model), copy.deepcopy(teacher)
+    run, taught = hr.compile(model), hr.compile(teacher)
+    batch = {"ids": drawn(2, 20)["ids"]}
+
+    def loss_of(student: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return f.kl_div(student.log_softmax(-1), wanted.detach().softmax(-1), reduction="sum")
+
+    wanted = taught(**taught.shard(batch).inputs)[0]
+    loss = loss_of(run(**run.shard(batch).inputs)[0], wanted)
+    run.backward(loss)
+    found = float(run.add_up(loss))
+    own = loss_of(alone(**batch)[0], alone_teacher(**batch)[0])
+    own.backward()
+    return found, float(own), error_of(model, alone)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_teacher_is_compiled_too(ranks: int) -> None:
+    for found, wanted, error in run_ranks(ranks, _taught):
+        assert found == pytest.approx(wanted, rel=EXACT)
+        assert error < EXACT
