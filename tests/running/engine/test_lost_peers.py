@@ -154,6 +154,7 @@ def adapted_loop(folder: Path, rank: int, ends: Callable[[], None]) -> None:
         loss = out.square().sum()
         run.backward(loss)
         run.add_up(loss)
+        made.model.zero_grad()
 
 
 def told(
