@@ -220,12 +220,13 @@ def row_of(
 
 
 def told(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table("number", "value", "smaller", "worst in", "cpu", "larger", "worst in", "cpu")
+    columns = ("worst in", "gap", "cpu")
+    table = Table("number", "value", "smaller", *columns, "larger", *columns)
     for row in rows:
         cells = list[str]()
         for name in ("smaller", "larger"):
             if name not in row:
-                cells += ["-", "", ""]
+                cells += ["-", "", "", ""]
                 continue
             of_groups = {k: v for k, v in row[name].items() if k not in ("value", "all")}
             worst = max(of_groups, key=lambda group: of_groups[group]["worst"])
@@ -233,6 +234,7 @@ def told(rows: list[dict[str, Any]], console: Console) -> None:
             cells += [
                 f"{100 * whole['mean']:+.3f} %",
                 f"{100 * whole['worst']:+.2f} % {worst}",
+                f"{100 * whole['gap']:+.3f}",
                 f"x{whole['cpu']:.2f}",
             ]
         table.add_row(row["number"], row["value"][:24], *cells)

@@ -817,10 +817,10 @@ class AxisModel:
 
         Raises:
             ModelError: For a term of what ranks have alike that every rank adds, where it is not
-                said to be alike; gradients are dropped. Where the gradients of the step before are
-                still there, summed over ranks. Ranks compare the gradients of such
+                said to be alike; gradients are dropped. Ranks compare the gradients of such
                 tensors after the first eight backwards, and after those whose number is a power
-                of two, as that waits for the device.
+                of two, as that waits for the device. And for gradients of the step before that are
+                still there, summed over ranks.
         """
         self._summed.require_dropped(self.model)
         shards, guards = self._manager.at_work, self._guards
@@ -882,7 +882,8 @@ class AxisModel:
 
     def add_up(self, loss: torch.Tensor, *, alike: bool = False) -> torch.Tensor:
         """Sum the loss over all ranks, and gradients too, where no wrapper does; call it after the
-        last :meth:`backward` of a step. Collective.
+        last :meth:`backward` of a step. Without a backward since the last sum gradients stay as
+        they are. Collective.
 
         Args:
             loss: What was given to :meth:`backward`.
@@ -913,7 +914,7 @@ class AxisModel:
                 world = self._groups.world
                 Transfer(dist.all_reduce(whole, group=world, async_op=True), world, whole).wait()
                 require_linear_hooks(self.model, self._hooks_seen)
-                if not is_wrapped(self.model):
+                if not is_wrapped(self.model) and not self._summed.are_there(self.model):
                     add_up(self.model.parameters(), world)
                     self._summed.note(self.model)
         return whole

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from headrace.comm.waiting import Transfer
@@ -39,9 +40,17 @@ def is_wrapped(model: torch.nn.Module) -> bool:
 
 def require_known_wrapper(model: torch.nn.Module) -> None:
     """Raise ModelError for a model within a wrapper whose calls or gradients are its own: FSDP1,
-    DataParallel, or what torch.compile made of the whole model."""
+    DataParallel, or what torch.compile made of the whole model; and for parameters in shards that
+    no FSDP2 around the model adds up."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     compiled = hasattr(inner, "_orig_mod")
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    if sharded and not isinstance(model, FSDPModule):
+        raise ModelError(
+            "model with parameters in shards",
+            got=f"{len(sharded)} DTensors, and no FSDP2 around the model",
+            wanted="fully_shard(model), after that of its blocks, or no shards",
+        )
     found = [module for module in model.modules() if isinstance(module, (Fsdp1, DataParallel))]
     if not found and not compiled:
         return
@@ -91,32 +100,41 @@ def add_up(parameters: Iterable[torch.nn.Parameter], world: dist.ProcessGroup) -
 
 
 class SummedGradients:
-    """Knows which gradients of a model are sums over ranks already: what a backward adds to them
-    must not be summed together with them, as they would be summed again."""
+    """Knows which gradients of a model are sums over ranks already, so that none is summed
+    again."""
 
     def __init__(self) -> None:
-        # Of each summed gradient where its data is and how often it was written to, by parameter.
-        self._seen = dict[int, tuple[int, int]]()
+        # Of each sum where its data is and how often it was written to, by the parameter's id.
+        self._sums = dict[int, tuple[int, int]]()
 
     def note(self, model: torch.nn.Module) -> None:
-        """The gradients of ``model`` have just been summed over ranks."""
-        self._seen = {
+        """Note that the gradients of ``model`` have just been summed over ranks."""
+        self._sums = {
             id(p): (p.grad.data_ptr(), p.grad._version)  # noqa: SLF001
             for p in model.parameters()
             if p.grad is not None
         }
 
+    def are_there(self, model: torch.nn.Module) -> bool:
+        """Whether the gradients of ``model`` are noted sums: no backward has run since, and another
+        loss that is added up leaves them as they are. Raises ModelError where they were written to
+        since."""
+        kept = list(self._kept(model))
+        if any(changed for _, changed in kept):
+            raise ModelError(
+                "add_up",
+                got="gradients that are summed over ranks already, and were changed since",
+                wanted="a backward by run.backward(loss) before it",
+                hint="add up the losses of a step before gradients are clipped or scaled",
+            )
+        return bool(kept)
+
     def require_dropped(self, model: torch.nn.Module) -> None:
-        """Raise ModelError before a backward of ``model`` where it still has summed gradients, the
-        same on all ranks. Asked once after each sum, so it costs nothing in other backwards."""
-        seen = self._seen
-        self._seen = {}
-        kept = [
-            p.grad
-            for p in (model.parameters() if seen else ())
-            if p.grad is not None and seen.get(id(p)) == (p.grad.data_ptr(), p.grad._version)  # noqa: SLF001
-        ]
-        if any(bool(grad.any()) for grad in kept):
+        """Raise ModelError before a backward of ``model`` that would add to sums over ranks, on all
+        ranks alike. Only the first backward after a sum is looked at."""
+        kept = list(self._kept(model))
+        self._sums = {}
+        if any(bool(gradient.any()) for gradient, _ in kept):
             raise ModelError(
                 "backward after add_up",
                 got="gradients that are summed over ranks already",
@@ -124,6 +142,16 @@ class SummedGradients:
                 hint="call optimizer.zero_grad() first; of several backwards in a step give the "
                 "sum of their losses to one add_up, after the last",
             )
+
+    def _kept(self, model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, bool]]:
+        """The gradients of ``model`` that are noted sums, each with whether it was written to
+        since."""
+        for p in model.parameters() if self._sums else ():
+            if p.grad is not None and id(p) in self._sums:
+                at, version = self._sums[id(p)]
+                now = p.grad._version  # noqa: SLF001
+                if p.grad.data_ptr() == at and now >= version:
+                    yield p.grad, now > version
 
 
 def gradient_error(

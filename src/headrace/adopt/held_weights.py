@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -197,9 +198,10 @@ def _hooked(
 
 def share_weights(held: HeldWeights, groups: Groups, say: Callable[[str], object]) -> None:
     """Give all ranks the parameters and buffers of rank 0 where any rank has others, as DDP does,
-    and ``say`` so. Nothing is done for weights sharded by FSDP2. Collective; raises PlanMismatch
-    where shapes or types differ."""
-    if held.sharded or groups.ranks == 1:
+    and ``say`` so. Nothing is done for weights that FSDP2 shards, and for fake ones. Collective;
+    raises PlanMismatch where shapes or types differ."""
+    faked = any(isinstance(p, FakeTensor) for p in held.inner.parameters())
+    if held.sharded or faked or groups.ranks == 1:
         return
     tensors = [x for x in held.inner.state_dict(keep_vars=True).values() if torch.is_tensor(x)]
     shapes = [[list(x.shape), str(x.dtype)] for x in tensors]

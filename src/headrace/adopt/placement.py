@@ -318,23 +318,27 @@ def require_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> None:
 
 
 def require_documents(batch: Mapping[str, torch.Tensor], what: str = "the batch") -> None:
-    """Raise DataError for position ids that skip within a row, whose documents cannot be told: a
-    document goes on by one, and the next one begins at 0. Padding may have any."""
+    """Raise DataError for position ids that skip or repeat within a row, as such a document cannot
+    be told from two: a document goes on by one, and the next one goes back, or repeats the lowest
+    of the row, at which documents of one token begin. Padding may have any."""
     places, mask = batch.get("position_ids"), batch.get("attention_mask")
     if places is None:
         return
     given = places.cpu().numpy()
-    skips = (np.diff(given, axis=-1) != 1) & (given[..., 1:] != 0)
+    unmasked = np.ones(given.shape, dtype=bool)
     if mask is not None and mask.shape == places.shape:
         unmasked = mask.cpu().numpy() != 0
-        skips &= unmasked[..., 1:] & unmasked[..., :-1]
+    lowest = np.where(unmasked, given, np.inf).min(axis=-1, keepdims=True)
+    steps = np.diff(given, axis=-1)
+    skips = (steps > 1) | ((steps == 0) & (given[..., 1:] != lowest))
+    skips &= unmasked[..., 1:] & unmasked[..., :-1]
     if skips.any():
         at = tuple(np.argwhere(skips)[0].tolist())
         before, after = given[at], given[..., 1:][at]
         raise DataError(
             f"position_ids of {what}",
             got=f"{after} after {before}",
-            wanted=f"{before + 1}, or 0, at which another document begins",
+            wanted=f"{before + 1}, or 0 where another document begins",
             hint="tokens see each other within a document only, and documents are told by places "
             "that begin again: give one that begins elsewhere a row or an item of its own",
         )

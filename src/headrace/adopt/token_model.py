@@ -341,10 +341,8 @@ class TokenModel:
             self._groups.prepare(parts_of_groups)
 
     def _share_weights(self, groups: Groups) -> None:
-        """Before the first batch give all ranks the weights of rank 0, unless weights are sharded
-        or those of a rehearsal. Collective."""
-        faked = any(isinstance(p, FakeTensor) for p in self.inner.parameters())
-        if not self._weights_are_alike and not faked:
+        """Before the first batch give all ranks the weights of rank 0. Collective."""
+        if not self._weights_are_alike:
             share_weights(HeldWeights.of(self.model, groups.ranks), groups, warnings.warn)
         self._weights_are_alike = True
 
@@ -766,7 +764,8 @@ class TokenModel:
     def add_up(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of all ranks together, once gradients are there: call it after the last
         :meth:`backward` of a step. It sums the gradients over the world where neither DDP nor FSDP2
-        takes care of them. Collective.
+        takes care of them. Without a backward since the last sum gradients stay as they are, so
+        other losses of the step can be added up too. Collective.
 
         Args:
             loss: This rank's part, a single number.
@@ -780,7 +779,7 @@ class TokenModel:
                 world = self._groups.world
                 Transfer(dist.all_reduce(total, group=world, async_op=True), world, total).wait()
                 require_linear_hooks(self.model, self._hooks_seen)
-                if not is_wrapped(self.model):
+                if not is_wrapped(self.model) and not self._summed.are_there(self.model):
                     add_up(self.model.parameters(), world)
                     self._summed.note(self.model)
         return total

@@ -489,7 +489,8 @@ class Problem:
         for name, of in _LISTS.items():
             given = getattr(self, name)
             left_out = given is None and name in ("sizes", "methods", "layers")
-            if not left_out and (isinstance(given, str) or not isinstance(given, Collection)):
+            is_list = isinstance(given, Collection) and not isinstance(given, (str, np.ndarray))
+            if not left_out and not is_list:
                 raise SpecError(name, got=repr(given), wanted=f"a tuple of {of}")
         self._check_entries("recompute", RECOMPUTE)
         self._check_entries("holding", get_args(Working))

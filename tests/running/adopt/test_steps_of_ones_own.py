@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as f
 
 import headrace as hr
@@ -109,20 +110,50 @@ def test_gradients_of_several_backwards_equal_one_process(kind: str, how: str) -
         assert error < EXACT
 
 
-def _summed_twice(kind: str) -> str:
-    _, run, loss_of = KINDS[kind]()
+def _summed_twice(kind: str, how: str) -> str:
+    model, run, loss_of = KINDS[kind]()
     for number in range(2):
         loss = loss_of(number) / 2
         run.backward(loss)
         run.add_up(loss)
+        if how == "clipped":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     return "not refused"
 
 
+@pytest.mark.parametrize("how", ["as they are", "clipped"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_not_summed_twice(kind: str) -> None:
+def test_gradients_are_not_summed_twice(kind: str, how: str) -> None:
     """The loss of each of several backwards is logged: what is summed already would be again."""
     with pytest.raises(AssertionError, match="backward after add_up: got gradients that are"):
-        run_ranks(2, _summed_twice, kind)
+        run_ranks(2, _summed_twice, kind, how)
+
+
+def _logged(kind: str, how: str) -> tuple[float, float, float] | str:
+    """(two losses that are added up after one backward, error of the gradients)."""
+    model, run, loss_of = KINDS[kind]()
+    alone = copy.deepcopy(model)
+    loss = loss_of(0)
+    run.backward(loss)
+    first = run.add_up(loss)
+    if how == "clipped":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    try:
+        second = run.add_up(3 * loss.detach())
+    except ModelError as error:
+        return str(error)
+    plain(kind, alone, 0).backward()
+    return float(first), float(second), error_of(model, alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_loss_leaves_gradients_as_they_are(kind: str) -> None:
+    """Catches gradients that a second number for the log doubles."""
+    for first, second, error in run_ranks(2, _logged, kind, "as they are"):
+        assert second == pytest.approx(3 * first, rel=EXACT)
+        assert error < EXACT
+    for said in run_ranks(2, _logged, kind, "clipped"):
+        assert "got gradients that are summed over ranks already, and were changed since" in said
 
 
 def _unseeded(kind: str) -> tuple[float, float, list[float], list[str]]:
@@ -162,10 +193,10 @@ class PaddedGpt(Gpt):
         return logits, f.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
 
 
-def _padded() -> str:
+def _padded(backend: str | None) -> str:
     model = gpt()
     model.__class__ = PaddedGpt
-    run, batch = hr.compile(model), drawn(2, 20)
+    run, batch = hr.compile(model, backend=backend), drawn(2, 20)
     batch["labels"] = batch["labels"].masked_fill(batch["labels"] == IGNORED, 0)
     try:
         run(**run.shard(batch).inputs)
@@ -174,10 +205,11 @@ def _padded() -> str:
     return "not refused"
 
 
+@pytest.mark.parametrize("backend", [None, "eager"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_mean_over_other_labels_is_refused(ranks: int) -> None:
+def test_a_mean_over_other_labels_is_refused(ranks: int, backend: str | None) -> None:
     """It would be divided by the labels that are not -100, whatever the model leaves out."""
-    for said in run_ranks(ranks, _padded):
+    for said in run_ranks(ranks, _padded, backend):
         assert "got ignore_index=0 and a mean" in said
 
 
@@ -193,16 +225,38 @@ def _skipping(places: list[int], mask: list[int] | None) -> str:
     return "taken"
 
 
-def test_places_that_skip_are_refused() -> None:
+def test_places_that_skip_or_repeat_are_refused() -> None:
     """They were taken for documents, whose tokens do not see each other."""
+    (said,) = run_ranks(1, _skipping, [*range(12), 11, *range(12, 19)], None)
+    assert "got 11 after 11, wanted 12, or 0" in said
     (said,) = run_ranks(1, _skipping, [*range(12), *range(50, 58)], None)
     assert "position_ids of the batch: got 50 after 11, wanted 12, or 0" in said
 
 
 def test_places_of_documents_and_of_padding_are_taken() -> None:
     assert run_ranks(1, _skipping, [*range(3, 12), *range(11)], None) == ["taken"]
+    assert run_ranks(1, _skipping, [*range(12), *range(5, 13)], None) == ["taken"]
+    of_one = [2, 3, 4, 2, 2, 2, 3]  # as RoBERTa counts, from 2 on
+    assert run_ranks(1, _skipping, of_one, None) == ["taken"]
     padded = [1] * 4 + [*range(16)]
     assert run_ranks(1, _skipping, padded, [0] * 4 + [1] * 16) == ["taken"]
+
+
+def _sharded_in_part() -> str:
+    model = gpt()
+    for block in model.blocks:
+        fully_shard(block)
+    try:
+        hr.compile(model)
+    except ModelError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_blocks_alone_in_shards_are_refused() -> None:
+    """Gradients of the rest would be summed by nobody: it ended in an error of torch."""
+    for said in run_ranks(2, _sharded_in_part):
+        assert "no FSDP2 around the model, wanted fully_shard(model)" in said
 
 
 def _taught() -> tuple[float, float, float]:
