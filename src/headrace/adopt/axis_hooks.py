@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from headrace.adopt.axis_shards import AxisShards, Dims
 from headrace.adopt.axis_stages import AxisStage, modules_of
+from headrace.adopt.call_arguments import plain_arguments
 from headrace.adopt.joint_attention import JointAttention
 from headrace.adopt.operators import ModelSlot
 from headrace.adopt.own_hooks import hook_after, hook_before
@@ -510,13 +511,15 @@ class HookManager:
         self.last_axis = axis
         return dict(zip((numbers[module] for module in modules), routes, strict=True))
 
-    def _begin(self, module: Any, args: Any, named: Any) -> None:
-        """The hook before the model: starts a spread forward, or refuses parts of a batch that the
-        plain model is given."""
+    def _begin(self, module: Any, args: Any, named: Any) -> Any:
+        """The hook before the model: starts a spread forward, which is given plain tensors, or
+        refuses parts of a batch that the plain model is given."""
         if self.mode is HookMode.PLAIN:
             self._refuse_sharded(args, named)
         elif self.mode is not HookMode.TRACED:
             self._begin_forward(args, named)
+            return plain_arguments(args, named)
+        return None
 
     # Compilers break their graphs here: only at run time is it known which axis is sharded.
     @torch.compiler.disable

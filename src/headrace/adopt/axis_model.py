@@ -39,6 +39,7 @@ from headrace.adopt.axis_hooks import HookManager
 from headrace.adopt.axis_probe import WholeFails, mixes_batch, probe_axes, refuse_batch_norms
 from headrace.adopt.axis_shards import AxisShards, Dims
 from headrace.adopt.axis_stages import AxisStage
+from headrace.adopt.call_arguments import of_part, plain_arguments
 from headrace.adopt.first_step import FirstStep, compare_first_step, ranks_that_add_up
 from headrace.adopt.gradients import (
     SummedGradients,
@@ -50,6 +51,7 @@ from headrace.adopt.gradients import (
 from headrace.adopt.held_weights import HeldWeights, require_linear_hooks, share_weights
 from headrace.adopt.labels import logits_of, result_tensors
 from headrace.adopt.placement import fingerprint, replica_blocks
+from headrace.adopt.replaced_calls import compiled_within
 from headrace.adopt.samples import numbers_of
 from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
 from headrace.comm.collectives import agree, gather_floats
@@ -160,6 +162,7 @@ class AxisModel:
         self._hooks_seen = dict[int, Any]()  # hooks on gradients that were looked at, by id
         self._summed = SummedGradients()
         self._weights_are_alike = False  # whether all ranks were given the same weights
+        self._author_compiles = bool(compiled_within(model))  # inputs of graphs are plain tensors
         weakref.finalize(self, self._watch.close)
 
     exchanges: tuple[str, ...] = ("dsp",)
@@ -488,10 +491,13 @@ class AxisModel:
         self._manager.take(shards)
         cut = dict(batch)
         for name, value in self._declared_inputs(batch).items():
-            part = self.local(value, str(self._dims_of(name, value)))
+            dims = self._dims_of(name, value)
+            part = self.local(value, str(dims))
             # A new tensor even where nothing was cut off: the user's own input must not be taken
             # for one that was sharded.
-            cut[name] = part.view_as(part) if part is value else part
+            part = part.view_as(part) if part is value else part
+            marks = self.ranks > 1 and not self._author_compiles
+            cut[name] = of_part(part, self.model) if marks and self.axis in dims else part
             self._manager.know(cut[name], shards)
         for name, axis in self.counts.items():
             if type(cut.get(name)) is int:
@@ -748,6 +754,7 @@ class AxisModel:
         """The model's result, compiled where that is asked for and the order of stages is known."""
         if self._compiled is None or not self._manager.routes:
             return self.model(**inputs)
+        _, inputs = plain_arguments((), inputs)
         # Every shape gets its own graph.
         with torch._dynamo.config.patch(  # noqa: SLF001
             recompile_limit=_GRAPHS, accumulated_recompile_limit=_GRAPHS

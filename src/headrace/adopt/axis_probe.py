@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from headrace.adopt.axis_hooks import HookManager
 from headrace.adopt.axis_shards import AxisShards, Dims
-from headrace.adopt.held_still import Draws, held_still
+from headrace.adopt.held_still import Draws, buffers_kept, held_still
 from headrace.adopt.labels import result_tensors
 from headrace.errors import InfeasiblePlan, ModelError
 from headrace.layouts.partition import split_sizes
@@ -528,7 +528,8 @@ def _leaving_untouched(model: torch.nn.Module, *, training: bool) -> Iterator[No
     are as before."""
     drawn = list[tuple[torch.Tensor, torch.Tensor]]()  # (weight, its values before)
     eager = torch.compiler.set_stance("force_eager") if _DYNAMO in sys.modules else nullcontext()
-    with held_still(model, training=training), eager:
+    kept = buffers_kept(model) if training else nullcontext()
+    with held_still(model, training=training), eager, kept:
         try:
             for number, parameter in enumerate(model.parameters()):
                 values = _tiny_values(parameter)

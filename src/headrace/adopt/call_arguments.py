@@ -2,18 +2,29 @@
 
 What describes whole rows (masks), takes the place of token ids (embeddings), or changes a loss that
 is made here is wrong for a part, and would change nothing, or each rank's own result, in silence.
+So is a part in the hands of another model, which would take it for whole rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+from weakref import ref
 
 import torch
+from torch._C import DisableTorchFunctionSubclass
 
 from headrace.errors import DataError, ModelError
 
-__all__ = ["refuse_arguments", "refuse_embedded", "refuse_router_losses", "tensors_of"]
+__all__ = [
+    "of_part",
+    "plain",
+    "plain_arguments",
+    "refuse_arguments",
+    "refuse_embedded",
+    "refuse_router_losses",
+    "tensors_of",
+]
 
 _EMBEDDED_INPUTS = ("inputs_embeds", "pixel_values", "input_features", "input_values")
 """Beginnings of the names of inputs that stand in the place of token ids: embeddings, images,
@@ -95,3 +106,98 @@ def tensors_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
                 hint="leave it out: what is for the model alone is an argument of run(...)",
             )
     return found
+
+
+_SAME_TOKENS = frozenset(
+    {
+        *("__getitem__", "contiguous", "detach", "flatten", "reshape", "squeeze", "transpose"),
+        *("unsqueeze", "view", "bfloat16", "cuda", "float", "half", "int", "long", "to", "type"),
+    }
+)
+"""Names of functions whose results are these tokens still, in another shape or type."""
+
+
+class PartValue(torch.Tensor):
+    """An input of a spread model, cut to this rank, [b, s_r, ...]. Parameters that are not of that
+    model refuse it, as another model would take the part for whole rows: its attention would see
+    the tokens of one rank only, and nothing would say so. All other functions of torch take it as a
+    plain tensor in the same memory. A copy (``x.clone()``) is plain.
+    """
+
+    model: ref[torch.nn.Module]
+
+    @classmethod
+    def of(cls, x: torch.Tensor, model: ref[torch.nn.Module]) -> Self:
+        """The tensor [b, s_r, ...] as a value of the part that ``model`` works on."""
+        found = x.as_subclass(cls)
+        found.model = model
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function of torch on the plain tensors; raises ModelError for weights of others."""
+        named = kwargs or {}
+        values = (*args, *named.values())
+        own = next((x for x in values if isinstance(x, cls)), None)
+        if own is not None:
+            own.refuse_weights(values)
+        with DisableTorchFunctionSubclass():
+            found = func(*args, **named)
+        if not isinstance(found, torch.Tensor) or found is own:  # changed in place
+            return found
+        if own is None or getattr(func, "__name__", "") not in _SAME_TOKENS:
+            return plain(found)
+        return cls.of(found, own.model)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        """A copy, which is plain."""
+        return plain(self).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and files have the plain tensor."""
+        return plain(self).__reduce_ex__(protocol)
+
+    def refuse_weights(self, values: Iterable[Any]) -> None:
+        """Raise ModelError for a parameter among ``values`` that is not of this value's model."""
+        weights = [x for x in values if isinstance(x, torch.nn.Parameter)]
+        model = self.model()
+        if not weights or model is None or all(_has(model, weight) for weight in weights):
+            return
+        raise ModelError(
+            f"a part of a batch given to weights {list(weights[0].shape)} of another model than "
+            f"{type(model).__name__}",
+            got="a model that is not spread over ranks",
+            wanted="one that hr.compile or run.map(model=...) spreads, or the whole batch",
+            hint="it would take this rank's tokens for whole rows; where it works on each token "
+            "alone, give it a copy (x.clone())",
+        )
+
+
+def of_part(x: torch.Tensor, model: torch.nn.Module) -> torch.Tensor:
+    """The tensor [b, s_r, ...], in the same memory, as one that parameters of other models than
+    ``model`` refuse. It stays as it is where it is of a kind of its own, as fake tensors are."""
+    return PartValue.of(x, ref(model)) if type(x) is torch.Tensor else x
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, which any weights take; in the same memory."""
+    return x.as_subclass(torch.Tensor) if isinstance(x, PartValue) else x
+
+
+def plain_arguments(
+    args: Iterable[Any], named: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of the spread model, (positional, keyword), with plain tensors."""
+    own = tuple(plain(x) if isinstance(x, PartValue) else x for x in args)
+    return own, {k: plain(x) if isinstance(x, PartValue) else x for k, x in named.items()}
+
+
+def _has(model: torch.nn.Module, weight: torch.nn.Parameter) -> bool:
+    """Whether the weight is the model's now, as sharding swaps parameters while they are used."""
+    return any(weight is own for own in model.parameters())

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from headrace.adopt.attention_registry import asks_registry, registered
 from headrace.adopt.block_recompute import BlockLevels, Kept, WrappedLevels, recompute_blocks
+from headrace.adopt.call_arguments import plain_arguments
 from headrace.adopt.gradients import is_wrapped
 from headrace.adopt.graph_pass import Compiler
 from headrace.adopt.operators import ModelSlot
@@ -175,6 +176,7 @@ def _graph(
 
         def spread(*args: Any, **named: Any) -> Any:
             look(args, named)  # here, as a graph cannot hold the check
+            args, named = plain_arguments(args, named)
             return graph(*args, **named)
 
         def switch(on: bool) -> None:

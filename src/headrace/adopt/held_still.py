@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.nn.modules import module as module_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Draws", "drawn_off_neutral", "held_still", "who_draws"]
+from headrace.errors import ModelError
+
+__all__ = ["Draws", "buffers_kept", "drawn_off_neutral", "held_still", "who_draws"]
 
 _PLAIN = (bool, int, float, torch.Tensor, type(None))
 """Types of the attributes of a module that are restored."""
@@ -42,6 +45,39 @@ def held_still(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
         undo.callback(_fill_zeros(model))
         undo.enter_context(_WithoutDropout())
         yield
+
+
+@contextmanager
+def buffers_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Context for forwards in training. Raises ModelError at its end where they changed a buffer
+    that is saved with the model: it would become that of this rank's tokens, by as many forwards as
+    the rank had, and what it changes later would, too. Counts of one number may change."""
+    saved = model.state_dict().keys()
+    before = {
+        name: x.detach().clone()
+        for name, x in model.named_buffers()
+        if name in saved and x.numel() > 1 and not x.is_meta and not isinstance(x, FakeTensor)
+    }
+    yield
+    now = dict(model.named_buffers())
+    for name, x in before.items():
+        if name in now and not _has_same_numbers(now[name], x):
+            raise ModelError(
+                f"buffer {name} of {type(model).__name__}",
+                got="a forward in training that changes it",
+                wanted="forwards that change nothing",
+                hint="each rank would keep that of its own tokens: change it after the step, by "
+                "sums over all ranks, or register it with persistent=False where no result needs "
+                "it",
+            )
+
+
+def _has_same_numbers(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether both tensors hold the same numbers, NaN counted as one."""
+    if torch.equal(x, y):
+        return True
+    same_kind = x.shape == y.shape and x.is_floating_point()
+    return same_kind and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
 
 
 def _remember(model: torch.nn.Module) -> Callable[[], None]:

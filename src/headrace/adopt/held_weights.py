@@ -196,10 +196,29 @@ def _hooked(
     return gradient if result is None else result
 
 
+def _require_alike_embeddings(model: torch.nn.Module) -> None:
+    """Raise ModelError for embeddings whose gradients are sparse, which no rank can add to those of
+    others, and for those whose forward changes the rows that it looks up."""
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            continue
+        if module.sparse and module.weight.requires_grad:
+            what = "sparse=True", "sparse=False", "sparse gradients are not summed over ranks"
+        elif module.max_norm is not None:
+            what = "max_norm", "none", "each rank would scale the rows of its own tokens"
+        else:
+            continue
+        got, wanted, hint = what
+        raise ModelError(f"embedding {name}", got=got, wanted=wanted, hint=hint)
+
+
 def share_weights(held: HeldWeights, groups: Groups, say: Callable[[str], object]) -> None:
     """Give all ranks the parameters and buffers of rank 0 where any rank has others, as DDP does,
     and ``say`` so. Nothing is done for weights that FSDP2 shards, and for fake ones. Collective;
-    raises PlanMismatch where shapes or types differ."""
+    raises PlanMismatch where shapes or types differ, and ModelError for embeddings that several
+    ranks cannot train alike."""
+    if groups.ranks > 1:
+        _require_alike_embeddings(held.inner)
     faked = any(isinstance(p, FakeTensor) for p in held.inner.parameters())
     if held.sharded or faked or groups.ranks == 1:
         return

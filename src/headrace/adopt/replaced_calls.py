@@ -35,6 +35,7 @@ from headrace.ops.loss import IGNORED
 __all__ = [
     "Cut",
     "ReplacedCalls",
+    "compiled_within",
     "cross_entropy",
     "cuts_of",
     "multi_head_attention",
@@ -296,7 +297,7 @@ class ReplacedCalls(TorchFunctionMode):
         self._thread_state = threading.local()
         self._module_ids = set(map(id, model.modules()))
         self._hooks = ExitStack()
-        compiled_ids = {id(x) for part in _compiled_within(model) for x in part.modules()}
+        compiled_ids = {id(x) for part in compiled_within(model) for x in part.modules()}
         for module in model.modules():
             if id(module) not in compiled_ids and _calls_functions(module):
                 self._hooks.callback(hook_before(module, self._enter, named=False, first=True))
@@ -427,7 +428,7 @@ class ReplacedCalls(TorchFunctionMode):
         return True
 
 
-def _compiled_within(model: torch.nn.Module) -> list[torch.nn.Module]:
+def compiled_within(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that the model's author compiled, by ``torch.compile`` or ``module.compile``."""
     return [
         module

@@ -34,6 +34,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from headrace.adopt.attention_registry import attention
 from headrace.adopt.block_recompute import Kept
 from headrace.adopt.call_arguments import (
+    of_part,
+    plain,
+    plain_arguments,
     refuse_arguments,
     refuse_embedded,
     refuse_router_losses,
@@ -79,6 +82,7 @@ from headrace.adopt.placement import (
     require_documents,
     require_tokens,
 )
+from headrace.adopt.replaced_calls import compiled_within
 from headrace.adopt.samples import LabelPlace, TokenReader, named_labels, packed
 from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
 from headrace.adopt.token_probe import (
@@ -253,6 +257,8 @@ class TokenModel:
         self._rope_limit = _dynamic_rope_limit(config)
         # The placement of each local tensor of token ids [b, s_r] that was given out.
         self._placement_by_tokens: MutableMapping[torch.Tensor, Placement] = WeakIdKeyDictionary()
+        # Inputs of graphs are plain tensors.
+        self._author_compiles = bool(compiled_within(model))
         self._entry = entry_point_of(model, inner, self._slot, backend, recompute)
         self._recompute = None if self.entry_point == "attention registry" else recompute
         self._layers: Layers | None = None
@@ -315,6 +321,11 @@ class TokenModel:
     def _rank(self) -> int:
         """This rank's number in the world; 0 without process groups."""
         return 0 if self._groups is None else self._groups.rank
+
+    @property
+    def _marks_parts(self) -> bool:
+        """Whether other models refuse inputs of parts."""
+        return self._world > 1 and not self._author_compiles
 
     @property
     def has_blocks(self) -> bool:
@@ -479,10 +490,10 @@ class TokenModel:
             values = self._with_padding_skipped(values, self._skipped_padding_id)
         inputs, labels = local_inputs(values, self.tokens, placement, first=first)
         device = device_of(self.model)
-        inputs = {name: to_device(value, device) for name, value in inputs.items()}
+        inputs = {name: self._of_part(to_device(x, device)) for name, x in inputs.items()}
         labels = None if labels is None else to_device(labels, device)
         self._placement_by_tokens[inputs[self.tokens]] = placement
-        rest = {name: inputs.pop(name) for name in [*inputs] if not self._takes_field(name)}
+        rest = {name: plain(inputs.pop(name)) for name in [*inputs] if not self._takes_field(name)}
         if labels is not None and (self._from_transformers or self._takes_labels):
             inputs[self._label_name] = labels
         _mark_dynamic(inputs)
@@ -495,6 +506,10 @@ class TokenModel:
             tokens=placement.width * placement.rows,
             placed=placement,
         )
+
+    def _of_part(self, x: torch.Tensor) -> torch.Tensor:
+        """An input of a part, which other models refuse where there are several ranks."""
+        return of_part(x, self.model) if self._marks_parts else x
 
     def _with_padding_skipped(
         self, values: Mapping[str, torch.Tensor], padding: int
@@ -1028,15 +1043,16 @@ class TokenModel:
                 "does not look at them (yarn, linear, llama3)",
             )
 
-    def _refuse_sharded(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """The hook before the model: refuse tokens that it must not be called with. Raises
+    def _refuse_sharded(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The hook before the model: refuse tokens that it must not be called with, and give a
+        spread forward those of its part as plain tensors. Raises
         ModelError where the plain model receives a part of a batch, whose tokens would see only
         those of this rank; and where the spread model receives other tokens than its part."""
         if torch.compiler.is_compiling():
-            return
+            return None
         if self._slot.held is not None:
             self._require_own(args, named)
-            return
+            return plain_arguments(args, named) if self._marks_parts else None
         given = named.get(self.tokens, args[0] if args else None)
         if isinstance(given, torch.Tensor) and given in self._placement_by_tokens:
             raise ModelError(
@@ -1045,6 +1061,7 @@ class TokenModel:
                 wanted="run(**shard.inputs)",
                 hint="outside of it the model is the plain one, for whole batches",
             )
+        return None
 
     def _require_own(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Raise ModelError where the model, spread for a micro-batch, is called with other tokens
@@ -1285,6 +1302,7 @@ class TokenModel:
     def _call_with(self, call: Callable[..., Any], /, **inputs: Any) -> Any:
         """Run ``call`` on inputs and the arguments that every call needs (``use_cache=False``),
         and return its results."""
+        _, inputs = plain_arguments((), inputs)
         _mark_dynamic(inputs)
         return call(**{**inputs, **self._fixed_arguments})
 

@@ -14,7 +14,7 @@ number of times, whatever their rows, as wrappers (DDP, FSDP2) communicate in ev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from headrace.adopt.held_still import Draws, held_still, who_draws
+from headrace.adopt.held_still import Draws, buffers_kept, held_still, who_draws
 from headrace.adopt.labels import (
     Labels,
     local_loss,
@@ -140,7 +140,7 @@ def look_again(
     """Probe a model again, in training or in evaluation mode, on rows of a few and of ``longest``
     tokens, with position ids from ``first`` on where it takes ``places``. Raises ModelError where
     results of parts differ from those of the whole."""
-    with looked_at(model, slot, training=training):
+    with looked_at(model, slot, training=training), _as_in_steps(model, training=training):
         for count in (_TOKENS, longest):
             given = _with_places(few_of(batch, tokens, count), tokens, places, first)
             runs = _Runs(model=model, run=run, slot=slot, count=count)
@@ -152,6 +152,11 @@ def look_again(
                     error = runs.undivided_error(whole.loss, given)
             if error is not None:
                 raise error
+
+
+def _as_in_steps(model: torch.nn.Module, *, training: bool) -> AbstractContextManager[None]:
+    """A context in which forwards in ``training`` must keep buffers, as those of steps must."""
+    return buffers_kept(model) if training else nullcontext()
 
 
 @torch.no_grad()

@@ -287,3 +287,98 @@ def test_a_teacher_is_compiled_too(ranks: int) -> None:
     for found, wanted, error in run_ranks(ranks, _taught):
         assert found == pytest.approx(wanted, rel=EXACT)
         assert error < EXACT
+
+
+def _given_to_another(kind: str, how: str) -> list[str]:
+    """What a second model says of a part of a batch, and of a copy of it."""
+    model, run, _ = KINDS[kind]()
+    teacher = copy.deepcopy(model) if how == "a copy" else KINDS[kind]()[0]
+    if how == "for evaluation":
+        teacher.eval().requires_grad_(requires_grad=False)
+    part = run.shard(drawn(2, 20) if kind == "tokens" else {"x": field(0)})
+    inputs = {name: x for name, x in part.inputs.items() if name != "labels"}
+    said = list[str]()
+    for given in (inputs, {name: x.clone() for name, x in inputs.items()}):
+        try:
+            teacher(**given)
+        except ModelError as error:
+            said.append(str(error))
+        else:
+            said.append("taken")
+    return said
+
+
+@pytest.mark.parametrize("how", ["as it is", "a copy", "for evaluation"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_given_to_another_model_is_refused(kind: str, how: str) -> None:
+    """It would take a part for whole rows, and nothing would be told."""
+    for refused, copied in run_ranks(2, _given_to_another, kind, how):
+        assert "a model that is not spread over ranks" in refused
+        assert copied == "taken"
+
+
+def _used_otherwise(kind: str) -> bool:
+    """Whether a part does what a plain tensor does, in modules of its own model and in place."""
+    model, run, loss_of = KINDS[kind]()
+    part = run.shard(drawn(2, 20) if kind == "tokens" else {"x": field(0)})
+    x = next(iter(part.inputs.values()))
+    own = model.token if kind == "tokens" else next(model.children())
+    alike = bool((copy.deepcopy(x) == x).all()) and type(copy.deepcopy(x)) is torch.Tensor
+    if kind == "tokens":
+        alike = alike and own(x).shape == (*x.shape, own.embedding_dim)
+    x.mul_(0)
+    return alike and not bool(x.any()) and bool(torch.isfinite(loss_of(1)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_is_otherwise_a_tensor(kind: str) -> None:
+    assert all(run_ranks(2, _used_otherwise, kind))
+
+
+class Counting(torch.nn.Module):
+    """Changes a buffer whenever it is called in training."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3), persistent=persistent)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen.add_(1)
+            self.calls.add_(1)
+        return x
+
+
+def _changing(kind: str, what: str) -> str:
+    """What a model says of a first batch whose embedding or buffers change with a rank's tokens."""
+    model, run, loss_of = KINDS[kind]()
+    if what in ("sparse", "max_norm"):
+        of_tokens = torch.nn.Embedding(9, 4, **{what: True if what == "sparse" else 1.0})
+        model.add_module("other", of_tokens)
+    else:
+        hooked = Counting(persistent=what == "saved")
+        model.add_module("counting", hooked)
+        leaf = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
+        leaf.register_forward_hook(lambda module, args, out: hooked(out))
+    try:
+        run.backward(loss_of(0))
+    except ModelError as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("what", "wanted"),
+    [
+        ("sparse", "embedding other: got sparse=True"),
+        ("max_norm", "embedding other: got max_norm"),
+        ("saved", "counting.seen of"),
+        ("not saved", "taken"),
+    ],
+)
+def test_what_would_drift_apart_by_rank_is_refused(kind: str, what: str, wanted: str) -> None:
+    """Weights and buffers that forwards change are those of one rank's tokens."""
+    for said in run_ranks(2, _changing, kind, what):
+        assert wanted in said

@@ -225,7 +225,8 @@ def losses_alone(kind: str, how: str, backend: str | None) -> list[float]:
 def test_losses_without_logits(ranks: int, kind: str, how: str, backend: str | None) -> None:
     """Catches chunks that are left out or weighed otherwise, a head whose weights are gathered at
     another time, and logits that are gone where no loss is made."""
-    for errors in run_ranks(ranks, losses_alone, kind, how, backend):
+    timeout_s = 60.0 if backend is None else 300.0
+    for errors in run_ranks(ranks, losses_alone, kind, how, backend, timeout_s=timeout_s):
         assert max(errors) < EXACT
 
 

@@ -24,10 +24,10 @@ from spread import whole
 pytest.importorskip("transformers")
 
 
-def logits_of(model: Any, ids: torch.Tensor, **more: Any) -> torch.Tensor:
+def logits_of(model: Any, *ids: torch.Tensor, **more: Any) -> torch.Tensor:
     """What a model gives for whole rows."""
     with torch.no_grad():
-        out = model(ids, **more)
+        out = model(*ids, **more)
     return (out.logits if hasattr(out, "logits") else out[0]).clone()
 
 
@@ -95,6 +95,27 @@ def test_evaluating_within_a_loop(kind: str, ranks: int, tmp_path: Path) -> None
         assert all(same), (rank, same)
 
 
+def taught_within(folder: Path) -> str:
+    """What a teacher says that a loop gives a micro-batch."""
+    model, teacher = llama(), llama().eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = attached(model, optimizer, dataset(), folder, costs=costs(2), batch_tokens=90, steps=1)
+    for step in run:
+        for micro in step:
+            try:
+                logits_of(teacher, **micro.inputs)
+            except ModelError as error:
+                return str(error)
+    return "taken"
+
+
+def test_a_teacher_within_a_loop_is_refused(tmp_path: Path) -> None:
+    """Catches a second model that takes parts of sequences for whole ones."""
+    for said in run_ranks(2, taught_within, tmp_path):
+        assert "a part of a batch given to weights [61, 16] of another model" in said
+        assert "run.map(model=...)" in said
+
+
 def hooks_of(model: torch.nn.Module) -> list[Any]:
     """What each module of a model runs beside its forward, and forwards of its own."""
     return [
@@ -131,9 +152,8 @@ def compiled(kind: str) -> list[bool]:
     run.detach()
     same.append(hooks_of(model) == before)
     same.append(torch.equal(logits_of(model, ids), wanted))
-    same.append(
-        torch.equal(logits_of(model, shard.inputs[name]), logits_of(plain, shard.inputs[name]))
-    )
+    own = shard.inputs[name]
+    same.append(torch.equal(logits_of(model, own), logits_of(plain, own.clone())))
     return same
 
 
