@@ -13,6 +13,7 @@ from weakref import ref
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch.utils._pytree import tree_map
 
 from headrace.errors import DataError, ModelError
 
@@ -125,15 +126,17 @@ class PartValue(torch.Tensor):
     """
 
     model: ref[torch.nn.Module]
+    unmarked: torch.Tensor
 
     @classmethod
     def of(cls, x: torch.Tensor, model: ref[torch.nn.Module]) -> Self:
         """The tensor [b, s_r, ...] as a value of the part that ``model`` works on."""
         found = x.as_subclass(cls)
-        found.model = model
+        found.model, found.unmarked = model, x.detach()
         return found
 
     @classmethod
+    @torch.compiler.disable
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -154,6 +157,21 @@ class PartValue(torch.Tensor):
         if own is None or getattr(func, "__name__", "") not in _SAME_TOKENS:
             return plain(found)
         return cls.of(found, own.model)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator, below autograd, on the plain tensors: compiled functions ask for it."""
+
+        def unmarked(x: Any) -> Any:
+            return x.unmarked if isinstance(x, cls) else x
+
+        return func(*tree_map(unmarked, args), **tree_map(unmarked, kwargs or {}))
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         """A copy, which is plain."""

@@ -877,7 +877,7 @@ class Counting(nn.Module):
     def __init__(self, features: int) -> None:
         super().__init__()
         self.calls, self.last = 0, None
-        self.register_buffer("seen", torch.zeros(features))
+        self.register_buffer("seen", torch.zeros(features), persistent=False)
         self.gate = nn.Parameter(-torch.zeros(features))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -897,6 +897,7 @@ def state_of(model: nn.Module) -> list[Any]:
         [torch.tensor([m.training for m in model.modules()])],
         [torch.tensor([m.calls for m in counting])],
         [torch.tensor([m.last is None for m in counting])],
+        [m.seen.clone() for m in counting],
         [torch.get_rng_state(), torch.tensor(random.getstate()[1])],
         [torch.from_numpy(np.random.get_state()[1].astype(np.int64))],  # noqa: NPY002
     ]

@@ -335,6 +335,40 @@ def test_a_part_is_otherwise_a_tensor(kind: str) -> None:
     assert all(run_ranks(2, _used_otherwise, kind))
 
 
+def _compiled_on_a_part() -> bool:
+    """Whether a compiled function picks by a part's tokens what it picks uncompiled."""
+    run, batch = hr.compile(gpt()), drawn(2, 20)
+    ids = run.shard(batch).inputs["ids"]
+    scores = torch.randn(*ids.shape, 64, generator=torch.Generator().manual_seed(3))
+
+    def picked(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return scores.gather(-1, ids[..., None])[..., 0]
+
+    found = torch.compile(picked, backend="aot_eager")(scores, ids)
+    return torch.equal(found, picked(scores, ids.clone()))
+
+
+def test_a_compiled_function_takes_a_part() -> None:
+    """Catches tensors that graphs do not know."""
+    assert all(run_ranks(2, _compiled_on_a_part, timeout_s=200))
+
+
+def _gradient_of_an_input() -> float:
+    """The error of the gradient by a part of an input that is asked for after it was cut."""
+    model, run, _ = by_axis()
+    alone, whole = copy.deepcopy(model), field(0).requires_grad_()
+    alone(whole).square().sum().backward()
+    part = run.shard({"x": field(0)})
+    own = part.inputs["x"].requires_grad_()
+    run(**part.inputs).square().sum().backward()
+    return float((run.local(whole.grad, DIMS) - own.grad).abs().max())
+
+
+def test_a_part_has_gradients() -> None:
+    for error in run_ranks(2, _gradient_of_an_input):
+        assert error < EXACT
+
+
 class Counting(torch.nn.Module):
     """Changes a buffer whenever it is called in training."""
 
