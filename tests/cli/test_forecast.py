@@ -84,7 +84,9 @@ def test_a_plan_says_what_it_assumes(config: Path, capsys) -> None:
     """Catches a prediction without rates, utilisation, memory kept free or what it is of."""
     code, out, err = call(capsys, "plan", config, *LENGTHS, "--hardware", "h100")
     assert code == 0, err
-    for word in ("tokens/s a device", "MFU", "kept free", "headrace kernels in bfloat16", "robust"):
+    doubts = "for 4 plans of other efficiencies"
+    kernels = "headrace kernels in bfloat16"
+    for word in ("tokens/s a device", "MFU", "kept free", kernels, "robust", doubts):
         assert word in out, word
     whole = json.loads(call(capsys, "plan", config, *LENGTHS, "--json", "--hardware", "h100")[1])
     [plan] = whole["plans"]

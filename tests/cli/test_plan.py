@@ -92,6 +92,7 @@ def test_a_table_says_what_and_why(config: Path, capsys) -> None:
         "best static",
         "bucket",
         "packed",
+        "took",
     )
     for row in rows:
         assert re.search(rf"^{row} +\S", out, re.MULTILINE), row
@@ -100,6 +101,7 @@ def test_a_table_says_what_and_why(config: Path, capsys) -> None:
     assert len(ratios) == 3
     assert min(map(float, ratios)) >= 1
     assert re.search(r"^fits +peak .+ of 64 MiB \(rank [01]\) +planned in ", out, re.MULTILINE)
+    assert re.search(r"^took +\S+ \S+ to plan, \S+ \S+ for plans of other planners$", out, re.M)
     assert BY_FORMULA in err
     assert BY_FORMULA not in out
 

@@ -19,13 +19,14 @@ from headrace.planners.differencing import differenced
 from headrace.planners.dynamic_program import proposed
 from headrace.planners.groups import is_groups
 from headrace.planners.hydraulis import greedy, hydraulis_candidates
+from headrace.planners.launched import dealt
 from headrace.planners.switching import sequences_of, switch_s
 from headrace.planning.batch import PriceTable
 from headrace.planning.packing import pack
 from headrace.planning.schedule import Assignment, placed
 from headrace.planning.static import best_static
 from headrace.spec.plan import Semantics
-from planning.group_worlds import batches, world_costs
+from planning.group_worlds import batches, launch_s, world_costs
 from planning.pipeline_worlds import batches as short_batches
 from planning.pipeline_worlds import costs_of, log_normal, published, small_costs
 from planning.tables import bound_s, checked_s, fixture, flexsp, group_table, pipeline_table
@@ -192,9 +193,75 @@ def test_hybrid_runs_every_sequence_alone() -> None:
 def test_buckets_hold_like_lengths_and_packs_hold_all_that_fits() -> None:
     """Would catch a bucket of unlike lengths, or packs by bucket."""
     lengths = [900, 880, 120, 110, 100, 30, 20]
-    for _, held in launched("bucket", lengths, 2):
+    found = launched("bucket", lengths, 2)
+    assert sorted((n for _, held in found for n in held), reverse=True) == lengths
+    for _, held in found:
         assert max(held) <= 2 * min(held)
     assert len(launched("packed", lengths, 2)) == 3
+
+
+def by_time_s(costs: GroupCosts, lengths: list[int], groups: int, most_s: float) -> float:
+    """Bucket parallel on groups of one rank by its description, with batches of ``most_s``."""
+    launches = list[float]()
+    ordered = sorted(lengths, reverse=True)
+    for number in sorted({(n - 1).bit_length() for n in lengths}, reverse=True):
+        held = [n for n in ordered if (n - 1).bit_length() == number]
+        most = max(1, costs.cap_tokens // held[0])
+        sizes = [n for n in range(1, most + 1) if launch_s(costs, held[:1] * n, 1) <= most_s]
+        count = -(-len(held) // max(sizes, default=1))
+        each, more = divmod(len(held), count)
+        for launch in range(count):
+            size = each + (launch < more)
+            launches.append(launch_s(costs, held[:size], 1))
+            held = held[size:]
+    ends = [0.0] * groups
+    for seconds in sorted(launches, reverse=True):
+        ends[ends.index(min(ends))] += seconds
+    return max(ends)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bucket_parallel_has_the_best_batches(seed: int) -> None:
+    """Would catch batch sizes that a user of buckets would not keep: those of one launch time where
+    another is quicker."""
+    random = Random(seed)
+    lengths = [min(900, int(random.lognormvariate(4, 1)) + 1) for _ in range(30)]
+    priced = costs(kappa_s={1: 0.0}, c_s=random.choice([0.001, 0.01, 0.1]))
+    made = BASELINES["bucket"].schedules(group_table(priced, lengths, 4), "free", 0)
+    assert made is not None
+    times = [priced.c_s * 1.05**n for n in range(200)]
+    best_s = min(by_time_s(priced, lengths, 4, most_s) for most_s in times)
+    assert made.seconds <= best_s * (1 + 2e-3)
+
+
+@pytest.mark.parametrize("semantics", ["free", "lockstep"])
+@pytest.mark.parametrize("count", [300, 5000])
+def test_buckets_of_many_equal_sequences_fill_launches(semantics: Semantics, count: int) -> None:
+    """Would catch launches of one sequence each where all are short: nothing is as slow as the
+    longest, so the constants of the launches were most of the step."""
+    table = group_table(costs(), [20] * count, 8)
+    seconds = dict[str, float]()
+    for name in ("bucket", "best-static"):
+        made = BASELINES[name].schedules(table, semantics, 0)
+        assert made is not None
+        seconds[name] = made.seconds
+    assert seconds["bucket"] <= 1.05 * seconds["best-static"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(launch_s=st.lists(st.floats(0.1, 9), min_size=1, max_size=20), groups=st.integers(1, 5))
+def test_launches_are_dealt_to_the_first_free_group(launch_s: list[float], groups: int) -> None:
+    """Would catch launches for busy groups, and seconds other than those of the dealing."""
+    group_of, end_s = dealt(launch_s, groups, "free")
+    free = [0.0] * groups
+    for seconds, group in zip(launch_s, group_of, strict=True):
+        assert free[group] == min(free)
+        free[group] += seconds
+    assert end_s == max(free)
+    in_turn, end_s = dealt(launch_s, groups, "lockstep")
+    assert in_turn == [n % groups for n in range(len(launch_s))]
+    rounds = [launch_s[n : n + groups] for n in range(0, len(launch_s), groups)]
+    assert end_s == pytest.approx(sum(map(max, rounds)))
 
 
 def test_accumulation_counts_devices() -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import headrace as hr
 from headrace.errors import InfeasiblePlan, SpecError
+from headrace.planners import BASELINES
+from headrace.planning.batch import PriceTable
+from headrace.planning.schedule import Assignment
 from headrace.simulator import step_s
+from headrace.spec.plan import Semantics
 
 NAMES = ("bucket", "packed", "dcp")
 
@@ -55,6 +61,23 @@ def test_groups_of_one_size(problem: hr.Problem, name: str) -> None:
         except InfeasiblePlan:
             continue
         assert made.predicted_s <= one.predicted_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["bucket", "packed"])
+def test_sizes_that_bounds_rule_out_are_not_planned(problem: hr.Problem, name: str) -> None:
+    """Catches groups of all sizes planned for many short sequences, which are quickest on the
+    smallest by far: it took longer than our own plan."""
+    asked = problem.replace(planner=name)
+    planned = list[int]()
+
+    def schedules(table: PriceTable, semantics: Semantics, seed: int) -> Assignment | None:
+        planned.extend(table.width)
+        return BASELINES[name].schedules(table, semantics, seed)
+
+    counting = replace(BASELINES[name].named(name), schedules=schedules)
+    made = hr.plan([512] * 2000, asked, generators=[counting])
+    assert made.predicted_s == hr.plan([512] * 2000, asked).predicted_s
+    assert len(planned) < len(asked.group_sizes) == 8
 
 
 @pytest.mark.parametrize("name", NAMES)

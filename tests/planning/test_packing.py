@@ -73,3 +73,18 @@ def test_what_fits_is_one_micro_batch() -> None:
     packed = pack([5000] * 20, frontier)
     assert packed.bins == (tuple(range(20)),)
     assert packed.rows == (0,)
+
+
+def test_pipelines_of_equal_lengths_share_a_pack() -> None:
+    """Catches packs of other sequences than a pipeline's own where lengths repeat, and each of many
+    alike pipelines packed anew."""
+    lengths = Lengths.of([70] * 40 + [30] * 200)
+    scheme = PricedScheme(scheme=Scheme(), frontier=FRONTIERS[0])
+    table = PriceTable(SortedBatch.of(lengths), [scheme], 1)
+    parts = [[*range(first, 40, 4), *range(40 + first, 240, 4)] for first in range(4)]
+    packs = [pack_group(table, 0, members) for members in parts]
+    assert len(table.alike_packs) == 1
+    for members, packed in zip(parts, packs, strict=True):
+        assert sorted(i for held in packed.bins for i in held) == members
+        fresh = PriceTable(SortedBatch.of(lengths), [scheme], 1)
+        assert pack_group(fresh, 0, members) == packed

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.cli.draw_plan import draw_picture, require_picture
 from headrace.cli.flags import PlanFlags
@@ -16,9 +18,11 @@ from headrace.report.plan_bars import bars_of_plan
 from headrace.simulator.memory import peak_parts
 from headrace.spec.plan import Plan
 from headrace.spec.step import Planned
-from headrace.units import seconds_text
+from headrace.units import counted, seconds_text
 
 __all__ = ["plan"]
+
+Value = TypeVar("Value")
 
 
 def plan(config_path: Path, flags: PlanFlags) -> int:
@@ -62,19 +66,33 @@ def _json_of(planned: Planned, work: PlanningWork) -> dict[str, Any]:
 
 
 def _print(planned: Planned, work: PlanningWork) -> None:
-    """Print a plan, what was predicted of it, and how long other planners' plans would take."""
+    """Print a plan, what was predicted of it, how long other planners' plans would take, and what
+    the planning of all these took."""
     chosen = planned.plan
-    took = seconds_text(planned.planning_s)
     print(chosen)
-    print(f"{'fits':<14}{fits(planned, work.costs)}     planned in {took}")
+    print(
+        f"{'fits':<14}{fits(planned, work.costs)}     planned in {seconds_text(planned.planning_s)}"
+    )
     print(f"{'memory':<14}{peak_parts(chosen, work.costs, planned.peak_bytes)}")
     print(f"{'forecast':<14}{work.rates(chosen)}")
-    robust = work.robustness(planned)
+    took = [f"{seconds_text(planned.planning_s)} to plan"]
+    robust, robust_s = _timed(lambda: work.robustness(planned))
     if robust is not None:
         print(f"{'robust':<14}{robust}")
-    others = rivals(work.planner.problem(), chosen.lengths, seed=work.planner.seed)
+        plans = counted(len(work.doubts), "plan")
+        took.append(f"{seconds_text(robust_s)} for {plans} of other efficiencies")
+    problem, seed = work.planner.problem(), work.planner.seed
+    others, others_s = _timed(lambda: rivals(problem, chosen.lengths, seed=seed))
     for name, rival in others.items():
         print(
             f"{name:<14}{rival.strategy}: {seconds_text(rival.predicted_s)}, the plan is "
             f"{rival.predicted_s / chosen.predicted_s:.2f} times as fast"
         )
+    took.append(f"{seconds_text(others_s)} for plans of other planners")
+    print(f"{'took':<14}{', '.join(took)}")
+
+
+def _timed(call: Callable[[], Value]) -> tuple[Value, float]:
+    """What a call returns, and the seconds that it took."""
+    start = time.perf_counter()
+    return call(), time.perf_counter() - start

@@ -47,8 +47,8 @@ class PlannerConfig(Section):
     ] = "adaptive"
     """``adaptive`` decides for each batch, whatever fits; ``static`` uses groups of ``static_size``
     always; ``strategies`` has pipelines side by side only, of any shapes that fit, tensor, context
-    and pipeline parallel. To compare with: ``bucket`` and ``packed`` have the smallest group size
-    that holds the longest sequence, and batches of like lengths or full packs; ``dcp`` chooses a
+    and pipeline parallel. To compare with: ``bucket`` and ``packed`` have the one group size that
+    is best, and batches of like lengths, their sizes the best, or full packs; ``dcp`` chooses a
     size and a batch for each bucket of lengths, and accumulation steps to end together;
     ``flexsp`` chooses the sizes of groups alone, with one option for all layers; ``paradyse`` the
     layers alone, by its Algorithm 1, on groups of one size; ``hydraulis`` strategies by its dynamic

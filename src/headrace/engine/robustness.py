@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from headrace.engine.plans import simulate
 from headrace.engine.step_planner import StepPlanner
+from headrace.simulator import step_s
 from headrace.spec.hardware import Hardware, Link
 from headrace.spec.implementation import Efficiency, Implementation
 from headrace.spec.plan import Plan
@@ -116,7 +116,7 @@ def for_the_worst(
 
 def _seconds(plan: Plan, planner: StepPlanner) -> float:
     """Seconds of a plan under a planner's costs."""
-    return simulate(plan, planner.costs).seconds
+    return step_s(plan, planner.costs)
 
 
 def _faster(link: Link, factor: float) -> Link:

@@ -3,23 +3,42 @@
 Both keep one size for all groups, the smallest that fits the longest sequence.
 
 bucket   Sequences of like length (within a factor of two) form a bucket. A launch holds sequences
-         of one bucket, as many as memory allows, but no more than take as long as one sequence of
-         the longest bucket: "decrease the batch size for slow batches".
+         of one bucket, as many as memory allows, but no more than take T seconds: "decrease the
+         batch size for slow batches". Batch sizes are what a user of buckets tunes, so the T is
+         taken with which the whole batch ends first; a sequence that takes longer is launched
+         alone. A bucket's launches are as even as their number allows. Each goes to the group that
+         is free first, the longest launch first.
 packed   Sequences are packed to the most tokens that memory allows, whatever their lengths, and
-         the packs dealt out evenly.
+         the packs dealt out evenly: to the groups in turn, the longest first.
 
-Launches go to the groups in turn, the longest first.
+A longer T makes fewer launches. G groups run n launches in n / G rounds, rounded up; of the T that
+make the same number of rounds the shortest is always tried, as it fills these rounds best.
 """
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from math import inf, isqrt
 
-from headrace.planners.launched import fitting, in_turn
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.planners.launched import block, dealt, fitting, in_turn
 from headrace.planning.batch import PriceTable, best_fit
+from headrace.planning.priced import Frontier
 from headrace.planning.schedule import Group
+from headrace.planning.tolerances import CLOSE, ROUNDING
+from headrace.spec.plan import Semantics
 
 __all__ = ["bucket", "buckets", "packed"]
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+_TIMES = 64
+"""Up to so many times T are all tried; of more, some in even steps."""
 
 
 def buckets(table: PriceTable) -> list[list[int]]:
@@ -30,22 +49,119 @@ def buckets(table: PriceTable) -> list[list[int]]:
     return [list(bucket) for _, bucket in grouped]
 
 
-def bucket(table: PriceTable) -> list[Group]:
-    """Launches of the whole batch as bucket parallel makes them; none where no group size holds the
-    longest sequence."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Bucket:
+    """The sequences of a bucket, and the batches in which they may be launched.
+
+    Attributes:
+        first: Position of the first, the longest.
+        count: Number of sequences.
+        launches: Numbers of launches that memory allows, falling [batches].
+        seconds: Seconds of a launch of the longest sequences for each of these, rising [batches].
+    """
+
+    first: int
+    count: int
+    launches: Counts
+    seconds: Floats
+
+    @classmethod
+    def of(cls, frontier: Frontier, members: Sequence[int], longest: int) -> _Bucket:
+        """The bucket of the positions ``members``, of which the first has ``longest`` tokens, on
+        groups with the layer plans of a frontier."""
+        count = len(members)
+        most = min(count, max(1, frontier.most_tokens // longest))
+        # Every number of launches that some batch makes: about two square roots of them.
+        few = np.arange(1, isqrt(count) + 2)
+        launches = np.unique(np.concatenate([-(-count // few), few]))[::-1]
+        sizes = -(-count // launches)  # the smallest batch that makes so few launches
+        launches = -(-count // sizes)
+        held = sizes <= most
+        tokens = sizes[held].astype(np.float64) * longest
+        seconds = _launch_s(frontier, tokens * longest, tokens)
+        return cls(first=members[0], count=count, launches=launches[held], seconds=seconds)
+
+    def within(self, most_s: Floats) -> Counts:
+        """The fewest launches of which none takes longer than each of the times ``most_s``; where
+        not even a single sequence is so quick, those of one sequence each [times]."""
+        last = np.searchsorted(self.seconds, most_s * (1 + ROUNDING), side="right") - 1
+        fewest: Counts = self.launches[np.maximum(0, last)]
+        return fewest
+
+    def borders(self, launches: int) -> Counts:
+        """The position of the first sequence of each of so many launches, as even as can be."""
+        each, more = divmod(self.count, launches)
+        number = np.arange(launches)
+        borders: Counts = self.first + number * each + np.minimum(number, more)
+        return borders
+
+
+def bucket(table: PriceTable, semantics: Semantics = "free") -> list[Group]:
+    """Launches of the whole batch as bucket parallel makes them, with the batch sizes that are
+    quickest under some semantics; none where no group size holds the longest sequence."""
     k = fitting(table)
     if k is None:
         return []
-    seconds, room = table.seconds(k), table.room(k)
-    launches = list[list[int]]()
-    for members in buckets(table):
-        # Sequences of a launch: what memory holds of the bucket's longest, and no more than take as
-        # long as the batch's longest.
-        by_memory, longest_s = table.cap[k] // room[members[0]], seconds[members[0]]
-        by_time = int(seconds[0] / longest_s) if longest_s > 0 else by_memory
-        size = max(1, min(by_memory, by_time))
-        launches += [members[first : first + size] for first in range(0, len(members), size)]
-    return in_turn(table, k, launches)
+    groups, frontier = table.devices // table.width[k], table.schemes[k].frontier
+    # Sums of squared lengths and of lengths of the sequences before each position.
+    sums = np.zeros((2, len(table.tokens) + 1))
+    np.cumsum([table.batch.values**2, table.batch.values], axis=1, out=sums[:, 1:])
+    best_s, best = inf, (np.zeros(0, dtype=np.int64), np.zeros(0))  # borders, seconds of launches
+    for borders, least_s in _batchings(table, k, groups):
+        if least_s * (1 + CLOSE) >= best_s:
+            break
+        launch_s = _launch_s(frontier, *np.diff(sums[:, borders], axis=1))
+        _, end_s = dealt(np.sort(launch_s)[::-1].tolist(), groups, semantics)
+        if end_s < best_s:
+            best_s, best = end_s, (borders, launch_s)
+    borders, launch_s = best
+    members = [list(range(start, stop)) for start, stop in pairwise(borders.tolist())]
+    longest_first = np.argsort(-launch_s, kind="stable").tolist()
+    group_of, _ = dealt(launch_s[longest_first].tolist(), groups, semantics)
+    return [
+        (k, block(table.width[k], group), members[number])
+        for number, group in zip(longest_first, group_of, strict=True)
+    ]
+
+
+def _batchings(table: PriceTable, k: int, groups: int) -> Iterator[tuple[Counts, float]]:
+    """Ways to cut the batch into launches on groups of scheme k, the fewest launches first. Each is
+    the positions at which launches begin, and that at which the last one ends, with seconds that it
+    takes at least; these rise."""
+    frontier, tokens = table.schemes[k].frontier, table.tokens
+    all_buckets = [_Bucket.of(frontier, own, tokens[own[0]]) for own in buckets(table)]
+    most_s = np.unique(np.concatenate([own.seconds for own in all_buckets]))
+    launches = np.array([own.within(most_s) for own in all_buckets])  # [buckets, times]
+    total = launches.sum(axis=0)
+    work_s, c_s = float(table.work[k] @ table.batch.counts), frontier.least[2]
+    for at in _tried(-(-total // groups)):
+        borders = [
+            own.borders(count)
+            for own, count in zip(all_buckets, launches[:, at].tolist(), strict=True)
+        ]
+        least_s = (work_s + c_s * float(total[at])) / groups
+        yield np.concatenate([*borders, [len(tokens)]]), least_s
+
+
+def _tried(rounds: Counts) -> list[int]:
+    """Which of rising times are tried, by the rounds that each makes [times], the fewest rounds
+    first: the shortest of each number of rounds, and every one or, of many, some in even steps."""
+    _, shortest = np.unique(rounds, return_index=True)
+    step = -(-len(rounds) // _TIMES)
+    return sorted({*shortest.tolist(), *range(0, len(rounds), step)}, reverse=True)
+
+
+def _launch_s(frontier: Frontier, squares: Floats, tokens: Floats) -> Floats:
+    """Seconds of launches whose squared lengths sum to ``squares`` and lengths to ``tokens``, each
+    by the quickest layer plan that holds it [launches]."""
+    seconds, small = np.empty(len(tokens)), tokens <= frontier.limits[0]
+    # Any layer plan holds the small ones: few of many plans are the quickest for some launch.
+    for which, (a, b, c, _, caps) in ((small, frontier.quick), (~small, frontier.columns(0))):
+        if which.any():
+            each_s = a * squares[which] + b * tokens[which] + c  # [layer plans, launches]
+            each_s[caps < tokens[which]] = np.inf
+            seconds[which] = each_s.min(axis=0)
+    return seconds
 
 
 def packed(table: PriceTable) -> list[Group]:

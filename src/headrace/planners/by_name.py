@@ -85,11 +85,26 @@ class Baseline:
                 return
         if self.role.last and self.least_s(table) >= known.best_s:
             return
-        tables = _sizes(table) if self.one_size and not self.role.last else [table]
-        for one_table in tables:
+        if self.one_size and not self.role.last:
+            yield from self._of_sizes(table, known)
+            return
+        schedule = self.schedules(table, known.problem.semantics, known.seed)
+        if schedule is not None:
+            yield schedule
+
+    def _of_sizes(self, table: PriceTable, known: Known) -> Iterator[Assignment]:
+        """The schedule of each group size, those of the least bounds first, without sizes whose
+        bounds show that they are not the quickest."""
+        best: Assignment | None = None
+        for bound_s, k in sorted(static_bounds(table)):
+            if bound_s >= _late_s(best, known):
+                return
+            one_table = PriceTable.like(table, [table.schemes[k]])
             schedule = self.schedules(one_table, known.problem.semantics, known.seed)
             if schedule is not None:
                 yield schedule
+                if best is None or schedule.seconds < best.seconds:
+                    best = schedule
 
     def named(self, name: str) -> Baseline:
         """This planner, under ``name``, as the only generator of a problem."""
@@ -111,10 +126,11 @@ class Baseline:
         return replace(self, role=role)
 
 
-def _sizes(table: PriceTable) -> list[PriceTable]:
-    """A table with a single scheme, for every scheme that holds the longest sequence."""
-    holding = np.flatnonzero(np.isfinite(table.alone[:, 0])).tolist()
-    return [PriceTable.like(table, [table.schemes[k]]) for k in holding]
+def _late_s(best: Assignment | None, known: Known) -> float:
+    """Seconds of computing from which on no schedule is quicker than ``best`` or those known."""
+    if known.latest_s is not None:
+        return known.latest_s(best)
+    return known.best_s if best is None else min(best.seconds, known.best_s)
 
 
 def _nothing_s(_: PriceTable) -> float:
@@ -167,10 +183,16 @@ def _from_launches(
 
     def schedules(table: PriceTable, semantics: Semantics, _: int) -> Assignment | None:
         """The schedule of these launches; None where there are none."""
-        launches = make(table)
-        return Assignment.of_launches(table, launches, name, semantics) if launches else None
+        return _of_launches(table, make(table), name, semantics)
 
     return schedules
+
+
+def _of_launches(
+    table: PriceTable, launches: list[Group], name: str, semantics: Semantics
+) -> Assignment | None:
+    """The schedule of launches in order; None where there are none."""
+    return Assignment.of_launches(table, launches, name, semantics) if launches else None
 
 
 def _for_one_batch(
@@ -231,10 +253,12 @@ BASELINES: Mapping[str, Baseline] = {
         meaning="every sequence alone on the fewest ranks that hold it (Megatron-like)",
     ),
     "bucket": Baseline(
-        schedules=_from_launches("bucket", bucket),
+        schedules=lambda table, semantics, _: _of_launches(
+            table, bucket(table, semantics), "bucket", semantics
+        ),
         least_s=_fitting_s,
         one_size=True,
-        meaning="one group size, smaller batches of longer sequences (bucket parallel)",
+        meaning="one group size, smaller batches of longer sequences, tuned (bucket parallel)",
     ),
     "packed": Baseline(
         schedules=_from_launches("packed", packed),

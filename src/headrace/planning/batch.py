@@ -263,6 +263,11 @@ class SortedBatch:
         return each
 
     @cached_property
+    def repeats(self) -> bool:
+        """Whether sequences have few lengths: runs of two and more in the mean."""
+        return 2 * len(self.run_tokens) <= len(self.tokens)
+
+    @cached_property
     def sums(self) -> tuple[float, float]:
         """(sum of squared lengths, sum of lengths)."""
         return float((self.values**2).sum()), float(self.values.sum())
@@ -306,6 +311,7 @@ class PriceTable:
         moved: By scheme, the share of these seconds that a plan of this scheme alone takes; below 1
             where one group of all devices shards the weights.
         packs: Cache of packed pipelines, by scheme and members.
+        alike_packs: Cache of packed pipelines with their members, by scheme and lengths.
         needs: Cache of :mod:`headrace.planning.filling`: the devices that a sequence of each run
             needs of each scheme, by step of the time in which it must end.
         rankings: Cache of the schemes ordered by these devices, by the same step.
@@ -340,6 +346,7 @@ class PriceTable:
         self.needs: dict[int, Floats] = {}
         self.rankings: dict[int, list[tuple[list[int], int]]] = {}
         self.packs: dict[tuple[int, ...], Packed] = {}
+        self.alike_packs: dict[tuple[int, ...], tuple[Sequence[int], Packed]] = {}
         self._chains: dict[tuple[tuple[int, ...], ...], Chains] = {}
         self._priced: dict[int, tuple[list[float], list[int]]] = {}
         self._seconds: dict[int, list[float]] = {}

@@ -22,6 +22,7 @@ fit together, too; where they do not, some take thriftier rows when the plan is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from heapq import heapreplace
 from math import inf
@@ -45,7 +46,7 @@ Bins = list[list[int]]
 
 def pack(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
     """Pack the sequences of one pipeline into micro-batches. Drafts share many pipelines, so packs
-    are kept with the table.
+    are kept with the table; where lengths repeat, pipelines of equal lengths share one, too.
 
     Args:
         table: The prices.
@@ -57,8 +58,21 @@ def pack(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
     """
     key = (k, *members)
     if key not in table.packs:
-        table.packs[key] = _packed(table, k, members)
+        alike = len(members) > 1 and table.batch.repeats
+        table.packs[key] = _alike(table, k, members) if alike else _packed(table, k, members)
     return table.packs[key]
+
+
+def _alike(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
+    """Pack the sequences of one pipeline as the first pipeline of scheme k whose sequences had the
+    same lengths was packed, sequence by sequence."""
+    key = (k, *[table.tokens[i] for i in members])
+    if key not in table.alike_packs:
+        table.alike_packs[key] = members, _packed(table, k, members)
+    firsts, packed = table.alike_packs[key]
+    in_place_of = dict(zip(firsts, members, strict=True))
+    bins = tuple(tuple([in_place_of[i] for i in held]) for held in packed.bins)
+    return replace(packed, bins=bins)
 
 
 def _packed(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
