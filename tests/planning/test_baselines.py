@@ -234,18 +234,46 @@ def test_bucket_parallel_has_the_best_batches(seed: int) -> None:
     assert made.seconds <= best_s * (1 + 2e-3)
 
 
+def by_size_s(costs: GroupCosts, lengths: list[int], groups: int, most: int) -> float:
+    """Packed parallel on groups of one rank by its description, with packs of ``most`` tokens."""
+    packs = list[list[int]]()
+    for tokens in sorted(lengths, reverse=True):
+        holding = [held for held in packs if sum(held) + tokens <= most]
+        max(holding, key=sum).append(tokens) if holding else packs.append([tokens])
+    ends = [0.0] * groups
+    for seconds in sorted((launch_s(costs, held, 1) for held in packs), reverse=True):
+        ends[ends.index(min(ends))] += seconds
+    return max(ends)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_packed_parallel_has_the_best_packs(seed: int) -> None:
+    """Would catch packs that fill memory although few of them leave groups without work."""
+    random = Random(seed)
+    lengths = [min(900, int(random.lognormvariate(4, 1)) + 1) for _ in range(30)]
+    priced = costs(kappa_s={1: 0.0}, c_s=random.choice([0.001, 0.01, 0.1]))
+    made = BASELINES["packed"].schedules(group_table(priced, lengths, 4), "free", 0)
+    assert made is not None
+    sizes = np.unique(np.geomspace(max(lengths), priced.cap_tokens, 24).astype(int)).tolist()
+    best_s = min(by_size_s(priced, lengths, 4, most) for most in sizes)
+    assert made.seconds <= best_s * (1 + 2e-3)
+    full_s = by_size_s(priced, lengths, 4, int(priced.cap_tokens))
+    assert made.seconds < full_s * 0.95
+
+
 @pytest.mark.parametrize("semantics", ["free", "lockstep"])
 @pytest.mark.parametrize("count", [300, 5000])
-def test_buckets_of_many_equal_sequences_fill_launches(semantics: Semantics, count: int) -> None:
+@pytest.mark.parametrize("name", ["bucket", "packed"])
+def test_many_equal_sequences_fill_launches(semantics: Semantics, count: int, name: str) -> None:
     """Would catch launches of one sequence each where all are short: nothing is as slow as the
     longest, so the constants of the launches were most of the step."""
     table = group_table(costs(), [20] * count, 8)
     seconds = dict[str, float]()
-    for name in ("bucket", "best-static"):
-        made = BASELINES[name].schedules(table, semantics, 0)
+    for tried in (name, "best-static"):
+        made = BASELINES[tried].schedules(table, semantics, 0)
         assert made is not None
-        seconds[name] = made.seconds
-    assert seconds["bucket"] <= 1.05 * seconds["best-static"]
+        seconds[tried] = made.seconds
+    assert seconds[name] <= 1.05 * seconds["best-static"]
 
 
 @settings(max_examples=40, deadline=None)

@@ -48,8 +48,8 @@ class PlannerConfig(Section):
     """``adaptive`` decides for each batch, whatever fits; ``static`` uses groups of ``static_size``
     always; ``strategies`` has pipelines side by side only, of any shapes that fit, tensor, context
     and pipeline parallel. To compare with: ``bucket`` and ``packed`` have the one group size that
-    is best, and batches of like lengths, their sizes the best, or full packs; ``dcp`` chooses a
-    size and a batch for each bucket of lengths, and accumulation steps to end together;
+    is best, and batches of like lengths or packs, with their best sizes; ``dcp`` chooses a size
+    and a batch for each bucket of lengths, and accumulation steps to end together;
     ``flexsp`` chooses the sizes of groups alone, with one option for all layers; ``paradyse`` the
     layers alone, by its Algorithm 1, on groups of one size; ``hydraulis`` strategies by its dynamic
     program, as its authors' code does, and ``hydraulis-tuned`` without what that gives away.

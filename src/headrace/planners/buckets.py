@@ -8,8 +8,9 @@ bucket   Sequences of like length (within a factor of two) form a bucket. A laun
          taken with which the whole batch ends first; a sequence that takes longer is launched
          alone. A bucket's launches are as even as their number allows. Each goes to the group that
          is free first, the longest launch first.
-packed   Sequences are packed to the most tokens that memory allows, whatever their lengths, and
-         the packs dealt out evenly: to the groups in turn, the longest first.
+packed   Sequences are packed to up to C tokens, whatever their lengths. The size of packs is what a
+         user of packing tunes, so the C is taken with which the whole batch ends first, from the
+         longest sequence to what memory allows. Packs are dealt as launches of buckets are.
 
 A longer T makes fewer launches. G groups run n launches in n / G rounds, rounded up; of the T that
 make the same number of rounds the shortest is always tried, as it fills these rounds best.
@@ -25,7 +26,7 @@ from math import inf, isqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.planners.launched import block, dealt, fitting, in_turn
+from headrace.planners.launched import block, dealt, fitting
 from headrace.planning.batch import PriceTable, best_fit
 from headrace.planning.priced import Frontier
 from headrace.planning.schedule import Group
@@ -39,6 +40,9 @@ Counts = NDArray[np.int64]
 
 _TIMES = 64
 """Up to so many times T are all tried; of more, some in even steps."""
+
+_PACK_SIZES = 24
+"""Sizes of packs that are tried, in even ratios, and as many that fill rounds."""
 
 
 def buckets(table: PriceTable) -> list[list[int]]:
@@ -96,39 +100,99 @@ class _Bucket:
         return borders
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Launches:
+    """Launches that a batch may be cut into.
+
+    Attributes:
+        order: The positions of the batch, launch by launch [sequences].
+        borders: Where in ``order`` each launch begins, and where the last one ends [launches + 1].
+    """
+
+    order: Counts
+    borders: Counts
+
+    def members(self) -> list[list[int]]:
+        """The positions of each launch."""
+        order = self.order.tolist()
+        return [order[start:stop] for start, stop in pairwise(self.borders.tolist())]
+
+    def seconds(self, table: PriceTable, k: int) -> Floats:
+        """Seconds of each launch on a group of scheme k [launches]."""
+        tokens = table.batch.values[self.order]
+        sums = np.add.reduceat([tokens**2, tokens], self.borders[:-1], axis=1)
+        return _launch_s(table.schemes[k].frontier, *sums)
+
+
 def bucket(table: PriceTable, semantics: Semantics = "free") -> list[Group]:
     """Launches of the whole batch as bucket parallel makes them, with the batch sizes that are
     quickest under some semantics; none where no group size holds the longest sequence."""
     k = fitting(table)
-    if k is None:
-        return []
-    groups, frontier = table.devices // table.width[k], table.schemes[k].frontier
-    # Sums of squared lengths and of lengths of the sequences before each position.
-    sums = np.zeros((2, len(table.tokens) + 1))
-    np.cumsum([table.batch.values**2, table.batch.values], axis=1, out=sums[:, 1:])
-    best_s, best = inf, (np.zeros(0, dtype=np.int64), np.zeros(0))  # borders, seconds of launches
-    for borders, least_s in _batchings(table, k, groups):
+    return [] if k is None else _quickest(table, k, semantics, _batchings(table, k))
+
+
+def packed(table: PriceTable, semantics: Semantics = "free") -> list[Group]:
+    """Launches of the whole batch as packed parallel makes them, with packs of the size that is
+    quickest under some semantics; none where no group size holds the longest sequence."""
+    k = fitting(table)
+    return [] if k is None else _quickest(table, k, semantics, _packings(table, k))
+
+
+def _quickest(
+    table: PriceTable, k: int, semantics: Semantics, ways: Iterator[tuple[_Launches, float]]
+) -> list[Group]:
+    """The launches of a batch on groups of scheme k that end first under some semantics, each on
+    the group that is free first, the longest before others. Each of the ``ways`` to cut the batch
+    has seconds that it takes at least, which rise."""
+    groups = table.devices // table.width[k]
+    best_s, best, best_launch_s = inf, None, np.zeros(0)
+    for way, least_s in ways:
         if least_s * (1 + CLOSE) >= best_s:
             break
-        launch_s = _launch_s(frontier, *np.diff(sums[:, borders], axis=1))
+        launch_s = way.seconds(table, k)
         _, end_s = dealt(np.sort(launch_s)[::-1].tolist(), groups, semantics)
         if end_s < best_s:
-            best_s, best = end_s, (borders, launch_s)
-    borders, launch_s = best
-    members = [list(range(start, stop)) for start, stop in pairwise(borders.tolist())]
-    longest_first = np.argsort(-launch_s, kind="stable").tolist()
-    group_of, _ = dealt(launch_s[longest_first].tolist(), groups, semantics)
+            best_s, best, best_launch_s = end_s, way, launch_s
+    assert best is not None, "a scheme that fits holds each sequence alone"
+    longest_first = np.argsort(-best_launch_s, kind="stable").tolist()
+    group_of, _ = dealt(best_launch_s[longest_first].tolist(), groups, semantics)
+    members = best.members()
     return [
         (k, block(table.width[k], group), members[number])
         for number, group in zip(longest_first, group_of, strict=True)
     ]
 
 
-def _batchings(table: PriceTable, k: int, groups: int) -> Iterator[tuple[Counts, float]]:
-    """Ways to cut the batch into launches on groups of scheme k, the fewest launches first. Each is
-    the positions at which launches begin, and that at which the last one ends, with seconds that it
-    takes at least; these rise."""
-    frontier, tokens = table.schemes[k].frontier, table.tokens
+def _packings(table: PriceTable, k: int) -> Iterator[tuple[_Launches, float]]:
+    """Ways to pack the batch into launches on groups of scheme k, the largest packs first, each
+    with seconds that it takes at least; these rise."""
+    groups, frontier = table.devices // table.width[k], table.schemes[k].frontier
+    room, everyone = table.room(k), range(len(table.tokens))
+    work_s, c_s, total = float(table.work[k] @ table.batch.counts), frontier.least[2], sum(room)
+    most = int(max(table.cap[k], frontier.most_tokens))
+    sizes = np.geomspace(min(room[0], most), most, _PACK_SIZES)
+    # Packs that are full after so many rounds of all groups, with room for one sequence more.
+    even = total / (groups * np.arange(1, _PACK_SIZES)) + room[-1]
+    tried = np.concatenate([sizes, even[(even > sizes[0]) & (even < most)]]).astype(int)
+    for size in np.unique(tried)[::-1].tolist():
+        yield _packing(room, everyone, size), (work_s + c_s * -(-total // size)) / groups
+
+
+def _packing(room: Sequence[int], members: Sequence[int], size: int) -> _Launches:
+    """The packs of ``members``, positions with the longest first, each of up to ``size`` tokens of
+    ``room``."""
+    packs = best_fit(room, members, size)
+    return _Launches(
+        order=np.concatenate([np.array(pack) for pack in packs]),
+        borders=np.cumsum([0, *map(len, packs)]),
+    )
+
+
+def _batchings(table: PriceTable, k: int) -> Iterator[tuple[_Launches, float]]:
+    """Ways to cut the buckets into launches on groups of scheme k, the fewest launches first, each
+    with seconds that it takes at least; these rise."""
+    groups, frontier = table.devices // table.width[k], table.schemes[k].frontier
+    tokens, order = table.tokens, np.arange(len(table.tokens))
     all_buckets = [_Bucket.of(frontier, own, tokens[own[0]]) for own in buckets(table)]
     most_s = np.unique(np.concatenate([own.seconds for own in all_buckets]))
     launches = np.array([own.within(most_s) for own in all_buckets])  # [buckets, times]
@@ -140,7 +204,8 @@ def _batchings(table: PriceTable, k: int, groups: int) -> Iterator[tuple[Counts,
             for own, count in zip(all_buckets, launches[:, at].tolist(), strict=True)
         ]
         least_s = (work_s + c_s * float(total[at])) / groups
-        yield np.concatenate([*borders, [len(tokens)]]), least_s
+        cut = np.concatenate([*borders, [len(tokens)]])
+        yield _Launches(order=order, borders=cut), least_s
 
 
 def _tried(rounds: Counts) -> list[int]:
@@ -162,14 +227,3 @@ def _launch_s(frontier: Frontier, squares: Floats, tokens: Floats) -> Floats:
             each_s[caps < tokens[which]] = np.inf
             seconds[which] = each_s.min(axis=0)
     return seconds
-
-
-def packed(table: PriceTable) -> list[Group]:
-    """Launches of the whole batch as packed parallel makes them, with packs as full as memory
-    allows; none where no group size holds the longest sequence."""
-    k = fitting(table)
-    if k is None:
-        return []
-    room, everyone = table.room(k), range(len(table.tokens))
-    whole = [list(everyone)] if sum(room) <= table.cap[k] else []
-    return in_turn(table, k, whole or best_fit(room, everyone, table.cap[k]))

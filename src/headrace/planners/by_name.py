@@ -183,16 +183,23 @@ def _from_launches(
 
     def schedules(table: PriceTable, semantics: Semantics, _: int) -> Assignment | None:
         """The schedule of these launches; None where there are none."""
-        return _of_launches(table, make(table), name, semantics)
+        launches = make(table)
+        return Assignment.of_launches(table, launches, name, semantics) if launches else None
 
     return schedules
 
 
-def _of_launches(
-    table: PriceTable, launches: list[Group], name: str, semantics: Semantics
-) -> Assignment | None:
-    """The schedule of launches in order; None where there are none."""
-    return Assignment.of_launches(table, launches, name, semantics) if launches else None
+def _from_tuned(
+    name: str, make: Callable[[PriceTable, Semantics], list[Group]]
+) -> Callable[[PriceTable, Semantics, int], Assignment | None]:
+    """The schedules of a planner that tunes the launches of a batch for some semantics."""
+
+    def schedules(table: PriceTable, semantics: Semantics, seed: int) -> Assignment | None:
+        """The schedule of the launches that are best; None where there are none."""
+        tuned = _from_launches(name, lambda table: make(table, semantics))
+        return tuned(table, semantics, seed)
+
+    return schedules
 
 
 def _for_one_batch(
@@ -253,18 +260,16 @@ BASELINES: Mapping[str, Baseline] = {
         meaning="every sequence alone on the fewest ranks that hold it (Megatron-like)",
     ),
     "bucket": Baseline(
-        schedules=lambda table, semantics, _: _of_launches(
-            table, bucket(table, semantics), "bucket", semantics
-        ),
+        schedules=_from_tuned("bucket", bucket),
         least_s=_fitting_s,
         one_size=True,
         meaning="one group size, smaller batches of longer sequences, tuned (bucket parallel)",
     ),
     "packed": Baseline(
-        schedules=_from_launches("packed", packed),
+        schedules=_from_tuned("packed", packed),
         least_s=_fitting_s,
         one_size=True,
-        meaning="one group size, packs as full as memory allows (packed parallel)",
+        meaning="one group size, packs of one size, tuned (packed parallel)",
     ),
     "dcp": Baseline(
         schedules=_from_launches("dcp", accumulated),
