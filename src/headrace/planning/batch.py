@@ -162,19 +162,27 @@ def best_fit(
     ``cap`` stands alone. Returns the positions of each bin."""
     bins: list[list[int]] = []
     unit = 1 << len(members).bit_length()  # above every index of a bin
-    # For each bin one number, rising: its free tokens times ``unit``, plus the bin's index. So one
-    # sorted list of numbers finds the fullest bin with room and says which one it is.
+    # For each bin with room one number, rising: its free tokens times ``unit``, plus the bin's
+    # index. So one sorted list of numbers finds the fullest bin with room and says which one it is.
+    # The number of the bin that was filled last stands apart: sequences as long as the last one
+    # follow it while there is room, as the bin is the fullest for them.
     rooms: list[int] = []
+    room, last_need, filled = 0, 0, list[int]()
     for i in members:
         need = tokens[i] * unit
-        at = bisect_left(rooms, need)
-        if at < len(rooms):
-            room = rooms.pop(at)
-            bins[room % unit].append(i)
-            insort(rooms, room - need)
-        else:
-            insort(rooms, cap * unit - need + len(bins))
-            bins.append([i])
+        if need != last_need or room < need:
+            if room >= unit:
+                insort(rooms, room)
+            at = bisect_left(rooms, need)
+            if at < len(rooms):
+                room = rooms.pop(at)
+                filled = bins[room % unit]
+            else:
+                room, filled = cap * unit + len(bins), list[int]()
+                bins.append(filled)
+            last_need = need
+        filled.append(i)
+        room -= need
     return bins
 
 

@@ -240,6 +240,7 @@ class Nesting:
         loads = [(free + table.c[k], g) for g, (free, _) in enumerate(groups)]
         heapify(loads)
         members = [list[int]() for _ in groups]
+        rooms = [list[int]() for _ in (() if table.fluid[k] else groups)]
         if table.fluid[k]:  # the rule of ``added_s`` and ``put``, without calls: the innermost loop
             tokens_left, share = [table.cap[k]] * len(groups), table.share[k]
             for i in given:
@@ -255,7 +256,6 @@ class Nesting:
                 members[g].append(i)
                 heapreplace(loads, (load_s, g))
             given = ()  # nothing is left for the loop below
-        rooms = [list[int]() for _ in groups]
         for i in given:
             load_s, g = loads[0]
             if rooms[g]:

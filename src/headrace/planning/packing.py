@@ -26,6 +26,7 @@ from dataclasses import replace
 from functools import partial
 from heapq import heapreplace
 from math import inf
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,8 +89,8 @@ def _packed(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
         held = sum([tokens[i] for i in members])
         bins = [members] if held <= cap else best_fit(tokens, members, cap)
         return Packed.of(bins, (0,) * len(bins), [sum([seconds[i] for i in b]) + c for b in bins])
-    lengths = [tokens[i] for i in members]
-    total, squares = sum(lengths), sum([n * n for n in lengths])
+    lengths = list(map(tokens.__getitem__, members))
+    total, squares = sum(lengths), sum(map(mul, lengths, lengths))
     # Everything fits one micro-batch by the first row, and no other row is quicker.
     if total <= frontier.caps[0] and frontier.rules[0]:
         a, b, c = frontier.rows[0]
@@ -101,7 +102,7 @@ def _packed(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
     waits_s = sum(table.exposed_s(k, inf, inf))
     least_s = a * squares + b * total + waits_s
     spread = table.each_spread(k)
-    enough_s = (sum([spread[i] for i in members]) + waits_s) * (1 + CLOSE)
+    enough_s = (sum(map(spread.__getitem__, members)) + waits_s) * (1 + CLOSE)
     for count, pack_so in _tries(tokens, members, total, squares, frontier):
         # Not even the least a, b and c of all rows together would make it quicker.
         if best is not None and (least_s + c * count >= best[0] or best[0] <= enough_s):
@@ -144,8 +145,8 @@ def likely(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
     packing: as few equal micro-batches as the tokens need, by the usual row; only the longest takes
     no less than the longest sequence alone. Micro-batches are not listed."""
     seconds, tokens = table.seconds(k), table.room(k)
-    work_s, longest_s = sum([seconds[i] for i in members]), seconds[members[0]]
-    count = table.lines[k].count(work_s, sum([tokens[i] for i in members]), longest_s)
+    work_s, longest_s = sum(map(seconds.__getitem__, members)), seconds[members[0]]
+    count = table.lines[k].count(work_s, sum(map(tokens.__getitem__, members)), longest_s)
     total_s = work_s + table.c[k] * count
     longest_s = max(total_s / count, longest_s + table.c[k])
     next_s = (total_s - longest_s) / (count - 1) if count > 1 else longest_s
@@ -165,9 +166,10 @@ def _priced(bins: Bins, tokens: Sequence[int], frontier: Frontier) -> tuple[list
     """Two lists: the seconds of each micro-batch by its quickest row of the frontier, and the
     number of this row."""
     times, rows = list[float](), list[int]()
+    token_of = tokens.__getitem__
     for members in bins:
-        lengths = [tokens[i] for i in members]
-        quickest = frontier.nearly_best(sum([n * n for n in lengths]), sum(lengths))
+        lengths = list(map(token_of, members))
+        quickest = frontier.nearly_best(sum(map(mul, lengths, lengths)), sum(lengths))
         assert quickest is not None, "a pack is within the capacity"
         seconds, row = quickest
         times.append(seconds)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise, product
 from math import ceil, exp, floor, inf, log, sqrt
 from typing import overload
@@ -434,41 +434,40 @@ class Least:
             lengths: Tokens of a sequence of each run, falling [runs].
             counts: Sequences of each run [runs].
         """
+        # Each way is a bound: take the tightest, by about what all sequences take that a row holds.
         some = _spaced(len(lengths), _GRID // 8)
-        sums = np.add.reduceat(counts, some)
-
-        def total_s(way: tuple[Floats, float]) -> float:
-            """About what all sequences take that some row holds."""
-            tried_s = self._per_token_s(*way, lengths[some]) * lengths[some]
-            held = np.isfinite(tried_s)
-            return float(tried_s[held] @ sums[held])
-
-        # Each way is a bound: take the tightest.
         weights = _MEMORY if self.kept.any() else (0.0,)
-        way = max(product(self.busy, weights), key=total_s)
+        ways = list(product(range(len(self.busy)), weights))
+        tried_s = self._per_token_s(ways, lengths[some]) * lengths[some]
+        held = np.isfinite(tried_s[0])
+        totals_s = tried_s[:, held] @ np.add.reduceat(counts, some)[held]
+        way = ways[int(totals_s.argmax())]
         # Seconds per token grow with the length, so those of the next shorter length are a bound.
         grid = _spaced(len(lengths), _GRID)
         shorter = np.searchsorted(grid, np.arange(len(lengths)))
-        found: Floats = lengths * self._per_token_s(*way, lengths[grid])[shorter]
+        found: Floats = lengths * self._per_token_s([way], lengths[grid])[0, shorter]
         return found
 
-    def _per_token_s(self, busy: Floats, weight: float, lengths: Floats) -> Floats:
-        """Least seconds per token of sequences of ``lengths``, time counted by the rows ``busy``
-        [rows, 3] and by 1 - ``weight``, memory by ``weight``: over all rows, and over all tokens of
-        the micro-batch that each may be in [lengths]."""
+    def _per_token_s(self, ways: Sequence[tuple[int, float]], lengths: Floats) -> Floats:
+        """Least seconds per token of sequences of ``lengths`` [ways, lengths], over all rows and
+        over all tokens of the micro-batch that each may be in. In each of ``ways``, (number in
+        ``busy``, weight), time counts by these rows and by 1 - weight, memory by the weight."""
         frontier = self.alone
         a, b, c, _, caps = frontier.columns(0)
-        busy_a, busy_b, busy_c = ((1 - weight) * busy.T)[:, :, None]
-        slope, constant = (weight * self.depth * self.kept.T)[:, :, None]
+        chosen, weight = [number for number, _ in ways], np.array([way[1:] for way in ways])
+        busy = (1 - weight)[:, :, None] * self.busy[chosen]  # [ways, rows, 3]
+        busy_a, busy_b, busy_c = (busy[:, :, at, None] for at in range(3))
+        slope, constant = (weight * self.depth)[:, :, None] * self.kept.T[:, None, :, None]
         through_s = a * lengths + b  # per token, on all stages
         by_tokens, by_number = slope * through_s, busy_c + constant * c
-        with np.errstate(divide="ignore", invalid="ignore"):
-            tokens = np.sqrt(by_number / by_tokens)  # of the best micro-batch
-        tokens = np.clip(np.nan_to_num(tokens, nan=0.0), lengths, np.maximum(caps, lengths))
+        tokens = np.sqrt(by_number / np.maximum(by_tokens, 1e-300))  # of the best micro-batch
+        np.maximum(tokens, lengths, out=tokens)
+        np.minimum(tokens, np.maximum(caps, lengths), out=tokens)
         seconds = busy_a * lengths + busy_b + constant * through_s + slope * c
-        seconds = seconds + by_tokens * tokens + by_number / tokens
-        seconds[lengths > caps] = inf
-        least: Floats = seconds.min(axis=0)
+        seconds += by_tokens * tokens
+        seconds += by_number / tokens
+        seconds[:, lengths > caps] = inf
+        least: Floats = seconds.min(axis=1)
         return least
 
 
@@ -806,6 +805,7 @@ class StageCosts:
                 in_backward[:, j] += at_own_peak
 
 
+@lru_cache(maxsize=8)
 def _spaced(count: int, most: int) -> Counts:
     """Up to ``most`` of the numbers 0 to ``count`` - 1, rising, close to one another at first; the
     last one is among them."""
