@@ -79,7 +79,8 @@ def depended_on(
         if not logits.requires_grad or not bool(logits.isfinite().all()):
             return None
         try:
-            return _others_with_gradient(logits, marks)
+                # Graphs that compilers made can be gone through once only.
+            return _others_with_gradient(logits, marks, again=False)
         except RuntimeError as error:
             if "torch.utils.checkpoint" in str(error):  # reentrant ones
                 return None
@@ -105,7 +106,7 @@ def who_mixes(
         try:
             run()
             for module, result in results:
-                if result.requires_grad and _others_with_gradient(result, marks):
+                if result.requires_grad and _others_with_gradient(result, marks, again=True):
                     return type(module).__name__
         except HeadraceError:
             raise
@@ -127,14 +128,14 @@ def _with_gradients(model: torch.nn.Module, ids: torch.Tensor) -> Iterator[torch
         yield marks
 
 
-def _others_with_gradient(result: torch.Tensor, marks: torch.Tensor) -> list[int]:
+def _others_with_gradient(result: torch.Tensor, marks: torch.Tensor, *, again: bool) -> list[int]:
     """The tokens outside of :data:`SEEN_TOKENS` on which the ``result`` [1, n, ...] of these
-    depends, by the gradient of a fixed projection of it."""
+    depends, by the gradient of a fixed projection of it. ``again`` keeps the graph for others."""
     seen = torch.tensor(SEEN_TOKENS, device=result.device)
     flat = result[0].index_select(0, seen).flatten()
     weights = torch.cos(torch.arange(len(flat), device=flat.device, dtype=torch.float32))
     (gradient,) = torch.autograd.grad(
-        (flat * weights.to(flat.dtype)).sum(), marks, retain_graph=True, allow_unused=True
+        (flat * weights.to(flat.dtype)).sum(), marks, retain_graph=again, allow_unused=True
     )
     if gradient is None or not bool(gradient.isfinite().all()):
         return []

@@ -359,6 +359,7 @@ def kept_bytes(backend: str, level: Any) -> tuple[float, int, int]:
     """(error, bytes kept for the backward, compiles) of a compiled model."""
     run, batch = hr.compile(gpt(), backend=backend, recompute=level), drawn(2, 30)
     error = errors(spread(run, batch), alone(gpt(), batch))
+    run.model.zero_grad()
     shard = run.shard(batch)
     with SavedBytes(run.model.parameters()) as saved:
         loss = run(**shard.inputs)[1]
