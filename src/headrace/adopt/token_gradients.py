@@ -79,7 +79,7 @@ def depended_on(
         if not logits.requires_grad or not bool(logits.isfinite().all()):
             return None
         try:
-                # Graphs that compilers made can be gone through once only.
+            # Graphs that compilers made can be gone through once only.
             return _others_with_gradient(logits, marks, again=False)
         except RuntimeError as error:
             if "torch.utils.checkpoint" in str(error):  # reentrant ones
