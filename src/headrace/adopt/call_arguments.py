@@ -117,6 +117,9 @@ _SAME_TOKENS = frozenset(
 )
 """Names of functions whose results are these tokens still, in another shape or type."""
 
+_NOT_OF_SUBCLASSES = frozenset({"__array__", "__format__", "numpy", "tolist"})
+"""Names of functions that torch refuses for tensors with a dispatch of their own."""
+
 
 class PartValue(torch.Tensor):
     """An input of a spread model, cut to this rank, [b, s_r, ...]. Parameters that are not of that
@@ -145,18 +148,21 @@ class PartValue(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run a function of torch on the plain tensors; raises ModelError for weights of others."""
-        named = kwargs or {}
-        values = (*args, *named.values())
-        own = next((x for x in values if isinstance(x, cls)), None)
+        named, name = kwargs or {}, getattr(func, "__name__", "")
+        own = next((x for x in (*args, *named.values()) if isinstance(x, cls)), None)
         if own is not None:
-            own.refuse_weights(values)
+            own.refuse_weights((*args, *named.values()))
+        if name in _NOT_OF_SUBCLASSES:
+            args, named = plain_arguments(args, named)
         with DisableTorchFunctionSubclass():
             found = func(*args, **named)
         if not isinstance(found, torch.Tensor) or found is own:  # changed in place
             return found
-        if own is None or getattr(func, "__name__", "") not in _SAME_TOKENS:
+        # An index is a part, too, but what it picks is of another tensor.
+        first = args[0] if args else None
+        if not isinstance(first, cls) or name not in _SAME_TOKENS:
             return plain(found)
-        return cls.of(found, own.model)
+        return cls.of(found, first.model)
 
     @classmethod
     def __torch_dispatch__(
@@ -169,6 +175,7 @@ class PartValue(torch.Tensor):
         """Run an operator, below autograd, on the plain tensors: compiled functions ask for it."""
 
         def unmarked(x: Any) -> Any:
+            """The plain tensor in the same memory; anything else as it is."""
             return x.unmarked if isinstance(x, cls) else x
 
         return func(*tree_map(unmarked, args), **tree_map(unmarked, kwargs or {}))

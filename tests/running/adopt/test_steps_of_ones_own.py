@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as f
 
 import headrace as hr
+from headrace.adopt.call_arguments import of_part
 from headrace.errors import DataError, ModelError
 from headrace.ops.loss import IGNORED
 from ranks import run_ranks
@@ -333,6 +334,30 @@ def _used_otherwise(kind: str) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_part_is_otherwise_a_tensor(kind: str) -> None:
     assert all(run_ranks(2, _used_otherwise, kind))
+
+
+def test_what_a_loop_does_with_tokens() -> None:
+    """Catches what torch refuses for tensors of other classes, as decoding and logging need it, and
+    marks on what tokens only pick."""
+    own = torch.nn.Embedding(70, 4)
+    scores = torch.randn(2, 6, 70, generator=torch.Generator().manual_seed(0))
+    uses: list[Callable[[Any], Any]] = [
+        lambda x: x.cpu().numpy(),
+        lambda x: x[0].tolist(),
+        lambda x: [f"{x[0, 1]:d}", int(x.max()), x[1, 2].item(), len(x)],
+        lambda x: torch.arange(20)[x],
+        lambda x: scores[x == 3],
+        lambda x: torch.sum(input=x),
+        lambda x: f.cross_entropy(scores[:, :-1].flatten(0, 1), x[:, 1:].flatten()),
+        lambda x: torch.cat([x, x]),
+        lambda x: own(x),
+        lambda x: copy.copy(x),
+    ]
+    ids = torch.arange(12).view(2, 6)
+    for use in uses:
+        found = use(of_part(ids.clone(), own))
+        assert type(found) is type(use(ids))
+        assert repr(found) == repr(use(ids))
 
 
 def _compiled_on_a_part() -> bool:
