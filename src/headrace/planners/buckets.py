@@ -1,6 +1,7 @@
 """Bucket parallel and packed parallel, the two classes that Data-Centric Parallel starts from.
 
-Both keep one size for all groups, the smallest that fits the longest sequence.
+Both keep one size for all groups: of the sizes in the table, the smallest that fits the longest
+sequence. Planned by name, every size is tried as a table of its own, and the best is kept.
 
 bucket   Sequences of like length (within a factor of two) form a bucket. A launch holds sequences
          of one bucket, as many as memory allows, but no more than take T seconds: "decrease the

@@ -460,7 +460,8 @@ class Least:
         slope, constant = (weight * self.depth)[:, :, None] * self.kept.T[:, None, :, None]
         through_s = a * lengths + b  # per token, on all stages
         by_tokens, by_number = slope * through_s, busy_c + constant * c
-        tokens = np.sqrt(by_number / np.maximum(by_tokens, 1e-300))  # of the best micro-batch
+        # Of the best micro-batch: the most that fit where tokens in flight cost nothing.
+        tokens = np.sqrt(by_number / np.maximum(by_tokens, 1e-300))
         np.maximum(tokens, lengths, out=tokens)
         np.minimum(tokens, np.maximum(caps, lengths), out=tokens)
         seconds = busy_a * lengths + busy_b + constant * through_s + slope * c
@@ -810,6 +811,7 @@ def _spaced(count: int, most: int) -> Counts:
     """Up to ``most`` of the numbers 0 to ``count`` - 1, rising, close to one another at first; the
     last one is among them."""
     spaced: Counts = np.unique(np.geomspace(1, count, min(most, count)).astype(np.int64)) - 1
+    spaced.setflags(write=False)  # it is shared by all that ask for it
     return spaced
 
 
