@@ -217,7 +217,7 @@ def climbed(
         Each filling that is quicker than all before, with its filler.
     """
     seen, waiting = set(starts), list(starts)
-    needs, many = _Needs(table), len(table.tokens) > FEW
+    needs = _Needs(table)
     while waiting and work > 0 and best_s > bound_s * (1 + CLOSE):
         start = waiting.pop(0)
         for strategy in _neighbours(table, start, kinds):
@@ -227,10 +227,9 @@ def climbed(
                 return
             seen.add(strategy)
             gain, tau, found = CLOSE, best_s * (1 - CLOSE), None
-            if needs.too_few(tau, strategy):
-                continue
-            if many and needs.unfillable(tau, strategy):
-                work -= 1  # a filling would fail, too
+            used = tuple(k for k, count in enumerate(strategy) if count)
+            # Its devices are too few, however sequences are placed.
+            if needs.devices(tau, used) > sum(strategy[k] * table.width[k] for k in used):
                 continue
             filler = Filler(table, most=strategy)
             # The least time: after each success try a gain twice as large, after a failure the
@@ -259,46 +258,21 @@ class _Needs:
     schemes."""
 
     def __init__(self, table: PriceTable) -> None:
-        self.widths, self.counts = table.width, table.batch.counts
+        self.counts = table.batch.counts
         self.rows = BoundRows.of(table)
         self._shares: dict[float, NDArray[np.float64]] = {}
         self._devices: dict[tuple[float, tuple[int, ...]], float] = {}
 
-    def too_few(self, tau: float, strategy: Counts) -> bool:
-        """Whether the devices of a strategy are too few for all sequences to end within ``tau``
-        seconds, each on the cheapest of its schemes, whatever the number of pipelines of each."""
-        used = _used(strategy)
-        if (tau, used) not in self._devices:
-            least = self._shares_of(tau)[list(used)].min(axis=0)
-            self._devices[tau, used] = float(least @ self.counts)
-        return self._devices[tau, used] > sum([strategy[k] * self.widths[k] for k in used])
-
-    def unfillable(self, tau: float, strategy: Counts) -> bool:
-        """Whether the pipelines of a strategy cannot hold all sequences within ``tau`` seconds,
-        proved by prices of their devices: at any prices, to place each sequence on the scheme that
-        is the cheapest for it costs no more than all devices do. Schemes of which more is wanted
-        than there is get dearer, by up to 5 %, for as long as that halves what is left to prove."""
-        used = list(_used(strategy))
-        shares, runs = self._shares_of(tau)[used], np.arange(len(self.counts))
-        devices = np.array([strategy[k] * self.widths[k] for k in used], dtype=np.float64)
-        prices, before, part = np.ones(len(used)), -2.0, 0.0  # the part of the devices that is paid
-        while part <= 1 and 1 - part < (1 - before) / 2:
-            chosen = (prices[:, None] * shares).argmin(axis=0)
-            wanted = np.bincount(chosen, shares[chosen, runs] * self.counts, len(used))
-            before, part = part, float(prices @ wanted) / float(prices @ devices)
-            prices *= np.exp(0.05 * np.clip(wanted / devices - 1, -1, 1))
-        return part > 1
-
-    def _shares_of(self, tau: float) -> NDArray[np.float64]:
-        """Devices that a sequence of each run takes of each scheme [schemes, runs]."""
-        if tau not in self._shares:
-            self._shares[tau] = self.rows.shares(tau)
-        return self._shares[tau]
-
-
-def _used(strategy: Counts) -> tuple[int, ...]:
-    """The schemes of which a strategy has pipelines."""
-    return tuple([k for k, count in enumerate(strategy) if count])
+    def devices(self, tau: float, schemes: tuple[int, ...]) -> float:
+        """Devices that all sequences take at least to end within ``tau`` seconds, each on the
+        cheapest of ``schemes``, whatever the number of pipelines of each."""
+        key = tau, schemes
+        if key not in self._devices:
+            if tau not in self._shares:
+                self._shares[tau] = self.rows.shares(tau)
+            least = self._shares[tau][list(schemes)].min(axis=0)
+            self._devices[key] = float(least @ self.counts)
+        return self._devices[key]
 
 
 def _neighbours(table: PriceTable, counts: Counts, kinds: Sequence[int]) -> Iterator[Counts]:
