@@ -28,7 +28,7 @@ from headrace.layouts.partition import storage_partitions, working_partitions
 from headrace.layouts.two_steps import crossing_rows, taken
 from headrace.spec import Architecture, LayerOption, LayerPlan, Lengths, MicroBatch, Pipeline, Plan
 from headrace.spec.architecture import weight_table
-from headrace.spec.hardware import Hardware
+from headrace.spec.hardware import Hardware, filled_nodes
 from headrace.spec.strategy import Scheme
 
 _LAYOUTS = {"whole": 1, "cut by 4": 4, "cut by 8": 8}
@@ -58,7 +58,8 @@ def crossing(a: Architecture, nodes: int, node_ranks: int) -> Iterator[dict[str,
     """Of each layout: bytes that cross to each node in a pull, in one step and in two, and whether
     the runtime takes two."""
     devices, table = nodes * node_ranks, weight_table(a)
-    owners = storage_partitions(table, devices, node_ranks)
+    sizes = filled_nodes(devices, node_ranks)
+    owners = storage_partitions(table, devices, sizes)
     for name, parts in _LAYOUTS.items():
         readers = working_partitions(table, layout_of(devices, parts, a.layers))
         known: dict[tuple[int, int], tuple[int, int]] = {}
@@ -66,7 +67,7 @@ def crossing(a: Architecture, nodes: int, node_ranks: int) -> Iterator[dict[str,
         for w in table:
             kind = id(owners[w.name]), id(readers[w.name])
             if kind not in known:
-                known[kind] = crossing_rows(owners[w.name], readers[w.name], node_ranks)
+                known[kind] = crossing_rows(owners[w.name], readers[w.name], sizes)
             once += known[kind][0] * w.row_elements
             twice += known[kind][1] * w.row_elements
         yield {
@@ -74,7 +75,7 @@ def crossing(a: Architecture, nodes: int, node_ranks: int) -> Iterator[dict[str,
             "layout": name,
             "one_step_bytes": once * _BYTES // nodes,
             "two_steps_bytes": twice * _BYTES // nodes,
-            "two_steps": taken([table], owners, readers, node_ranks),
+            "two_steps": taken([table], owners, readers, sizes),
         }
 
 

@@ -126,6 +126,10 @@ def test_a_step_of_the_optimizer() -> None:
     exchange = roofline_costs(_made_up(across=1e9), 16, LLAMA).exchange_s
     assert exchange.pull_s == pytest.approx(weights / 16 * 2 / 1e9, rel=1e-9)
     assert exchange.push_s == exchange.pull_s
+    for devices, last in ((12, 4), (15, 7), (17, 1)):  # a last node with fewer devices
+        exchange = roofline_costs(_made_up(across=1e9), devices, LLAMA).exchange_s
+        received = weights * 2 * (devices - last) / devices / last
+        assert exchange.pull_s == pytest.approx(received / 1e9, rel=1e-9)
     assert roofline_costs(H100, 1, LLAMA).exchange_s.pull_s == 0
 
 

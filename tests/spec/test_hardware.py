@@ -147,4 +147,5 @@ def test_what_all_get_crosses_once_a_node() -> None:
     assert hardware.gather_s(1, 16.0) == 0.0
     assert hardware.gather_s(4, 16.0) == 4 * 3 / 8
     assert hardware.gather_s(16, 16.0) == 3 / 1 + 12 / 8
-    assert hardware.gather_s(5, 10.0) == 2 * 1 / 1 + 2 * 3 / 8  # a node that is not full
+    assert hardware.gather_s(5, 10.0) == 2 * 4 / 1  # one device alone, which receives all across
+    assert hardware.gather_s(6, 12.0) == 2 * 2 / 1 + 2 * 3 / 8  # two, half of it each

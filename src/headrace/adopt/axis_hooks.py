@@ -29,6 +29,7 @@ from headrace.adopt.call_arguments import plain_arguments
 from headrace.adopt.joint_attention import JointAttention
 from headrace.adopt.operators import ModelSlot
 from headrace.adopt.own_hooks import hook_after, hook_before
+from headrace.adopt.replaced_calls import compiled_within
 from headrace.errors import DataError, ModelError, SpecError
 from headrace.ops.traced_switch import GroupSlot, traced_switch
 from headrace.spec.axes import AxisChoice, MixingStage, plan_axes
@@ -358,6 +359,10 @@ class HookManager:
             entering = partial(self._enter, number, stage)
             self._hooks.callback(hook_before(module, entering, named=True))
             self._hooks.callback(hook_after(module, partial(self._leave, number, stage)))
+        compiled_ids = {id(x) for part in compiled_within(model) for x in part.modules()}
+        for module in model.modules():
+            if id(module) not in compiled_ids:
+                self._hooks.callback(hook_after(module, self._spread_in_backward))
 
     @property
     def mode(self) -> HookMode:
@@ -648,13 +653,25 @@ class HookManager:
         if entries:
             shards.axis, shards.position = entries[-1]
 
-    def resume(self, shards: AxisShards, at_end: Callable[[Callable[[], None]], None]) -> None:
-        """Spread the model again on the ``shards`` of an earlier forward, as its backward begins
-        and may run parts of it again; until the backward ends. ``at_end(function)`` has autograd
-        call ``function`` at that end."""
+    def _spread_in_backward(self, module: Any, args: Any, out: Any) -> None:
+        """The hook after each module that is not compiled: while the model is spread, have the
+        backward of its result :meth:`resume`, too, as a loss may be made of states that the user's
+        own hooks kept."""
+        if torch.compiler.is_compiling() or not self.spread or self.shards is None:
+            return
+        begin = partial(self.resume, self.shards)
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                value.grad_fn.register_prehook(begin)
+
+    def resume(self, shards: AxisShards, _: Any) -> None:
+        """The hook before a node of autograd: spread the model again on the ``shards`` of an
+        earlier forward, as its backward begins and may run parts of it again; until the backward
+        ends."""
         if self._before_backward is None:
             self._before_backward = self.spread, self.shards
-            at_end(self.end_backward)
+            queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+            queue(self.end_backward)
         self._axis_at_end.setdefault(shards, shards.axis)
         self.spread, self.shards = True, shards
 

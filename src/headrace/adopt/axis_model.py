@@ -26,6 +26,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
@@ -769,17 +770,12 @@ class AxisModel:
         """Make sure that in the backward of a result ``out`` the model is spread on the ``shards``
         of its forward, as activation checkpoints run stages again there; and guard the tensors of
         ``out`` that ranks have alike (:meth:`_guarded`). Returns ``out`` itself."""
-        queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
-
-        def begin(_: Sequence[torch.Tensor]) -> None:
-            self._manager.resume(shards, queue)
-
         values = list(result_tensors(out))
         was_probed = len(self._alike) == len(values)
         flags = self._alike if was_probed else [True for _ in values]
         for value, alike in zip(values, flags, strict=True):
             if value.grad_fn is not None:
-                value.grad_fn.register_prehook(begin)
+                value.grad_fn.register_prehook(partial(self._manager.resume, shards))
             # Without a probe single numbers are taken to be losses where samples are apart.
             is_own_loss = not value.dim() and (was_probed or shards.across is not None)
             if alike and (is_own_loss or shards.group is not None):

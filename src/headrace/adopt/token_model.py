@@ -279,7 +279,13 @@ class TokenModel:
         self._in_plain_backward = False
         self._reader: TokenReader | None = None  # made for the first item that is read
         self.label_place: LabelPlace | None = None
-        self._remove_refusal = hook_before(inner, self._refuse_sharded, named=True)
+        self._hooks = ExitStack()  # removes the hooks on the user's modules
+        self._hooks.callback(hook_before(inner, self._refuse_sharded, named=True))
+        if self._entry.compiler is None:
+            compiled_ids = {id(x) for part in compiled_within(model) for x in part.modules()}
+            for module in inner.modules():
+                if id(module) not in compiled_ids:
+                    self._hooks.callback(hook_after(module, self._spread_in_backward))
         # Watches for lost ranks, unless a training loop does so itself.
         self._watch, self._watches = CallWatch(), True
         # Whether all ranks were given the same weights; a training loop sees to that itself.
@@ -635,7 +641,7 @@ class TokenModel:
     def detach(self) -> None:
         """Restore the model as it was: no hook or replaced function stays."""
         self.release()
-        self._remove_refusal()
+        self._hooks.close()
         self._watch.close()
         self._entry.remove()
         if self._loss_head is not None:
@@ -1112,21 +1118,37 @@ class TokenModel:
         since; note the placement as that of the last call. Returns ``outputs``."""
         if isinstance(placement, Placement):
             self._last_called = placement
+        self._hook_backward(result_tensors(outputs), placement)
+        return outputs
 
-        def begin(_: Sequence[torch.Tensor]) -> None:
-            """Put the placement in the slot as the backward reaches the outputs; where the model
-            was plain, it is so again after the backward."""
-            if not self._in_plain_backward and self._slot.held is None:
-                self._in_plain_backward = True
-                # Autograd calls this once the whole backward has ended.
-                queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
-                queue(self._end_backward)
-            self._slot.take(placement)
+    def _spread_in_backward(self, module: Any, args: Any, out: Any) -> None:
+        """The hook after each module that is not compiled: while the model is spread, hook the
+        backward of its result, too, as a loss may be made of states that the user's own hooks
+        kept."""
+        placement = self._slot.held
+        if isinstance(placement, Placement) and not torch.compiler.is_compiling():
+            parts = out if isinstance(out, (tuple, list)) else (out,)
+            self._hook_backward((x for x in parts if isinstance(x, torch.Tensor)), placement)
 
-        for value in result_tensors(outputs):
+    def _hook_backward(
+        self, values: Iterable[torch.Tensor], placement: Placement | StandIn | None
+    ) -> None:
+        """Have the backward of ``values`` put the placement in the slot when it reaches them."""
+        begin = partial(self._begin_backward, placement)
+        for value in values:
             if value.grad_fn is not None:
                 value.grad_fn.register_prehook(begin)
-        return outputs
+
+    def _begin_backward(self, placement: Placement | StandIn | None, _: Any) -> None:
+        """Put the placement in the slot; where the model was plain, it is so again after the
+        backward."""
+        if not self._in_plain_backward and self._slot.held is None:
+            self._in_plain_backward = True
+            # Autograd calls this once the whole backward has ended.
+            queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+            queue(self._end_backward)
+        if self._slot.held is not placement:
+            self._slot.take(placement)
 
     def _end_backward(self) -> None:
         """Make the model plain again, after a backward that began while it was plain."""

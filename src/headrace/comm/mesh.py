@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -165,13 +166,12 @@ A rank of 1,024 is in ten, where groups are blocks whose sizes are powers of two
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGroups:
-    """Groups of a rank for two-step transfers over nodes of ``ranks`` ranks each: ``inside`` is its
-    node; ``across`` are the ranks of all nodes that have the same index in their node; ``aside`` is
-    the CUDA stream on which one step waits for the other, None on CPUs."""
+    """What a rank needs for two-step transfers over several nodes: the ``sizes`` of the nodes in
+    ranks, the group ``inside`` of its own, and ``aside``, the CUDA stream on which one step waits
+    for the other, None on CPUs."""
 
-    ranks: int
+    sizes: tuple[int, ...]
     inside: dist.ProcessGroup
-    across: dist.ProcessGroup
     aside: torch.cuda.Stream | None
 
 
@@ -189,8 +189,8 @@ class Groups:
     A rank is in ``most`` groups at a time, or as many as one call of :meth:`prepare` wants: those
     whose last use is longest ago are destroyed, and made anew when they are wanted again.
 
-    Where every ``node_ranks`` neighbouring ranks are on one node, of several, ``nodes`` are the
-    groups for pulls and pushes in two steps, inside the nodes and across them.
+    Where ranks are on several nodes, whose ``node_sizes`` are their numbers of neighbouring ranks,
+    ``nodes`` is what pulls and pushes in two steps need, across the nodes and inside of them.
     """
 
     def __init__(
@@ -199,19 +199,20 @@ class Groups:
         backend: str | None = None,
         connections: Connections | None = None,
         device: str | torch.device = "cpu",
-        node_ranks: int | None = None,
+        node_sizes: Sequence[int] | None = None,
         most: int = _MOST_GROUPS,
     ) -> None:
-        """The groups of this rank's world; ``node_ranks`` is the number of neighbouring ranks on
-        one node, None where nodes play no role. Collective in a world without a way between
+        """The groups of this rank's world; ``node_sizes`` are the ranks of each node, in the order
+        of the ranks, None where nodes play no role. Collective in a world without a way between
         CPUs."""
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
-        if node_ranks is not None and (node_ranks < 1 or self.ranks % node_ranks):
+        sizes = tuple(node_sizes or ())
+        if node_sizes is not None and (sum(sizes) != self.ranks or min(sizes) < 1):
             raise LaunchError(
-                "ranks of a node", got=node_ranks, wanted=f"a divisor of the {self.ranks} ranks"
+                "ranks of the nodes", got=list(sizes), wanted=f"{self.ranks} ranks in all"
             )
-        self.node_ranks = node_ranks if node_ranks and 1 < node_ranks < self.ranks else None
+        self.node_sizes = sizes if 1 < len(sizes) < self.ranks else None
         self._backend, self._most = backend, most
         self._connections = connections or Connections()
         self.device = torch.device(device)
@@ -269,8 +270,8 @@ class Groups:
         if not self._opened and self.ranks > 1:
             self._open(self.world)
             self._opened = True
-        if self.node_ranks and self._nodes is None:
-            self._nodes = self._make_nodes(self.node_ranks)
+        if self.node_sizes and self._nodes is None:
+            self._nodes = self._make_nodes(self.node_sizes)
         for ranks in missing:
             self._made[ranks] = self._make(ranks)
         if missing:
@@ -309,28 +310,23 @@ class Groups:
         self._open(group)
         return group
 
-    def _make_nodes(self, node_ranks: int) -> NodeGroups:
-        """Create the groups of all nodes, then those across nodes; returns this rank's two."""
-        node_members = [
-            range(first, first + node_ranks) for first in range(0, self.ranks, node_ranks)
+    def _make_nodes(self, node_sizes: tuple[int, ...]) -> NodeGroups:
+        """Create the groups of all nodes, as every rank does in the same order; returns what this
+        rank needs of them."""
+        stops = [*accumulate(node_sizes)]
+        made = [
+            self._make(range(stop - size, stop))
+            for size, stop in zip(node_sizes, stops, strict=True)
         ]
-        same_place_members = [range(first, self.ranks, node_ranks) for first in range(node_ranks)]
-
-        def make_all(groups_of_ranks: Sequence[range]) -> dist.ProcessGroup:
-            """Make all these groups, as every rank does in the same order; returns the one that
-            this rank is in."""
-            made = [self._make(ranks) for ranks in groups_of_ranks]
-            return next(group for group in made if group is not None)
-
-        inside, across = make_all(node_members), make_all(same_place_members)
+        inside = next(group for group in made if group is not None)
         aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        return NodeGroups(ranks=node_ranks, inside=inside, across=across, aside=aside)
+        return NodeGroups(sizes=node_sizes, inside=inside, aside=aside)
 
     @property
     def nodes(self) -> NodeGroups | None:
         """The groups for pulls and pushes in two steps; None where there are no several nodes.
         Raises PlanMismatch when they were never prepared."""
-        if self.node_ranks and self._nodes is None:
+        if self.node_sizes and self._nodes is None:
             raise PlanMismatch("groups of nodes", got="never prepared", wanted="prepared by all")
         return self._nodes
 

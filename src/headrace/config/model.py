@@ -292,10 +292,10 @@ class DevicesConfig(Section):
     of the same type otherwise."""
 
     node_ranks: Annotated[int, Field(ge=0, le=65_536)] = 0
-    """Ranks of one node, for hierarchical exchange: weights and gradients cross the network once
-    for each node and are spread or summed inside it. 0 takes the launcher's number on GPUs and
-    turns it off on CPUs, where a rank would have to wait for the first step; the number of all
-    ranks turns it off, too."""
+    """Ranks of one node, the last of which may have fewer, for hierarchical exchange: weights and
+    gradients cross the network once for each node and are spread or summed inside it. 0 takes the
+    launcher's number on GPUs and turns it off on CPUs, where a rank would have to wait for the
+    first step; the number of all ranks turns it off, too."""
 
     timeout_s: Annotated[float, Field(ge=1, le=1e6)] = 1800.0
     """Seconds that a collective may wait."""

@@ -136,7 +136,7 @@ def _fingerprint(
 ) -> str:
     """The fingerprint of a profile: a text of all that it depends on. ``hosts`` has the facts of
     the machines by their names, ``sizes`` the ranks of the groups that are measured."""
-    config, nodes = rank.config, rank.groups.node_ranks
+    config, node_sizes = rank.config, rank.groups.node_sizes
     return fingerprint_of(
         **hosts,
         model=rank.storage.architecture,
@@ -148,5 +148,5 @@ def _fingerprint(
         levels=",".join(config.planner.recompute),
         methods=",".join(methods),
         sizes=",".join(map(str, sizes)),
-        **({"node_ranks": nodes} if nodes else {}),
+        **({"node_ranks": "+".join(map(str, node_sizes))} if node_sizes else {}),
     )

@@ -27,6 +27,7 @@ from headrace.native.storage import Storage
 from headrace.ops.kernels_cuda import flash_as_before, take_newest_flash
 from headrace.spec.architecture import Architecture, parameter_count
 from headrace.spec.cluster import Cluster
+from headrace.spec.hardware import filled_nodes
 from headrace.units import bytes_text, counted
 
 __all__ = ["Rank", "StepActions", "launch", "open_rank", "optimizer_options", "run_here"]
@@ -170,7 +171,7 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
         connections=world.rerendezvous.connections,
         device=world.device,
         backend=None if world.device == "cpu" else "nccl",
-        node_ranks=_node_ranks(world, config.devices.node_ranks),
+        node_sizes=_node_sizes(world, config.devices.node_ranks),
     )
     dtype: torch.dtype = getattr(torch, config.devices.dtype_on(gpu=world.device != "cpu"))
     stored = dtype if dtype.itemsize >= 4 else torch.float32  # type of the master weights
@@ -205,27 +206,19 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
     )
 
 
-def _node_ranks(world: World, wanted: int) -> int | None:
-    """How many ranks a node has, for hierarchical exchanges of weights; None for no such exchanges.
-    It is ``wanted`` where that is above 0. Else it is what the launcher says, or None on CPUs and
-    where nodes have different numbers of ranks or ranks of a node are not consecutive. Collective.
-    Raises ConfigError for a ``wanted`` that does not divide the ranks."""
+def _node_sizes(world: World, wanted: int) -> tuple[int, ...] | None:
+    """The ranks of each node, for hierarchical exchanges of weights; None for no such exchanges.
+    Nodes have ``wanted`` ranks, the last one the rest, where that is above 0. Else it is what the
+    launcher says, or None on CPUs and where ranks of a node are not consecutive. Collective."""
     if wanted:
-        if world.ranks % wanted:
-            raise ConfigError(
-                "devices.node_ranks",
-                got=wanted,
-                wanted=f"a divisor of the {counted(world.ranks, 'rank')}",
-                hint="0 takes what the launcher says",
-            )
-        return wanted
+        return filled_nodes(world.ranks, wanted)
     if world.device == "cpu":
         return None
-    # [local rank, ranks of its node] of every rank.
+    # (local rank, ranks of its node) of every rank.
     local_by_rank = gather_floats([world.local_rank, world.local_ranks], dist.group.WORLD)
-    each = world.local_ranks
-    alike = all(local == [rank % each, each] for rank, local in enumerate(local_by_rank))
-    return each if alike and world.ranks % each == 0 else None
+    sizes = [int(ranks) for local, ranks in local_by_rank if local == 0]
+    in_order = [[local, ranks] for ranks in sizes for local in range(ranks)]
+    return tuple(sizes) if in_order == local_by_rank else None
 
 
 def _require_room(a: Architecture, ranks: int, stored: torch.dtype, limit_bytes: int) -> None:

@@ -124,34 +124,33 @@ def covers_once(parts: Sequence[Rows], rows: int) -> bool:
     return covered == rows
 
 
-def storage_partition(weight: WeightSpec, ranks: int, node_ranks: int | None = None) -> Partition:
+def storage_partition(
+    weight: WeightSpec, ranks: int, node_sizes: Sequence[int] | None = None
+) -> Partition:
     """Rows split over all ranks: fully sharded master weights, optimizer state, gradient sums.
 
-    With ``node_ranks`` ranks on each node, a divisor of ``ranks``, the weight's first rows are on
-    the first ranks of all nodes, the next ones on the second ranks, and so on: the ranks with one
-    local rank, which exchange rows between nodes, hold one interval together.
+    With ``node_sizes``, the number of ranks on each node, the weight's first rows are on the first
+    ranks of all nodes, the next ones on the second ranks, and so on: the ranks with one local rank,
+    which exchange rows between nodes, hold one interval together.
     """
     even = Partition.even(weight.rows, ranks, weight.unit or 1)
-    if node_ranks is None:
+    if node_sizes is None:
         return even
-    nodes = ranks // node_ranks
-    parts = (
-        even.parts[local_rank * nodes + node]
-        for node in range(nodes)
-        for local_rank in range(node_ranks)
-    )
-    return Partition(rows=even.rows, parts=tuple(parts))
+    local_ranks = [local for size in node_sizes for local in range(size)]
+    in_order = sorted(range(ranks), key=local_ranks.__getitem__)  # stable, so by node then
+    part_of = dict(zip(in_order, even.parts, strict=True))
+    return Partition(rows=even.rows, parts=tuple(part_of[rank] for rank in range(ranks)))
 
 
 def storage_partitions(
-    table: Iterable[WeightSpec], ranks: int, node_ranks: int | None = None
+    table: Iterable[WeightSpec], ranks: int, node_sizes: Sequence[int] | None = None
 ) -> dict[str, Partition]:
     """:func:`storage_partition` of each weight by its name; equal ones are one object."""
     weights = list(table)
     # a partition depends on these two alone
     kinds = {(weight.rows, weight.unit): weight for weight in weights}
     partitions = {
-        kind: storage_partition(weight, ranks, node_ranks) for kind, weight in kinds.items()
+        kind: storage_partition(weight, ranks, node_sizes) for kind, weight in kinds.items()
     }
     return {weight.name: partitions[weight.rows, weight.unit] for weight in weights}
 

@@ -2,18 +2,20 @@
 
 [Note: two steps] In one step an owner sends each reader its own copy, so a node of L readers gets
 the same rows L times over a network that is many times slower than what joins its ranks. In two
-steps each row crosses to a node once. Rank (n, l) is the l-th of node n, and H_n are the rows that
-some rank of node n reads:
+steps each row crosses to a node once. Rank (n, l) is the l-th of node n, H_n are the rows that some
+rank of node n reads, and I_nl are those that (n, l) holds for its node between the steps:
 
-    pull   across   owners (m, l) of all nodes m -> (n, l): their rows in H_n
+    pull   across   owners -> (n, l): their rows in I_nl ∩ H_n
            inside   (n, l') of all l' -> (n, l): what it reads
-    push   inside   (n, l') -> (n, l): gradients of what the owners (., l) hold, added
-           across   (n, l) -> owners (m, l): sums of the nodes, added
+    push   inside   (n, l') -> (n, l): gradients of I_nl ∩ H_n, added
+           across   (n, l) -> owners: sums of the nodes, added
 
 Storage layouts put the rows of owners (., l) side by side
-(:func:`headrace.layouts.partition.storage_partition`), so what a rank holds between the steps is
-one interval I_l ∩ H_n, and either step is a link of its own. Sums are added in the order of ranks
-inside, of nodes across: the same bits each time. Between nodes a sum travels in the wire's type.
+(:func:`headrace.layouts.partition.storage_partition`): an interval for each l, and these are the
+I_nl of the largest nodes, so there a rank receives from those of its own place. In a smaller node
+they are intervals with equally many rows of other nodes. Either step is a link of its own. Sums are
+added in the order of ranks inside, of nodes across: the same bits each time. Between nodes a sum
+travels in the wire's type.
 
 On a device the second step is issued on a stream of its own, which waits for the first; on a CPU
 the rank waits itself. What that stream allocates is freed when the main stream has waited for the
@@ -28,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Protocol
 
@@ -89,24 +92,27 @@ def links_over(
     nodes and so fewer rows cross between them, else in one. ``owners`` and ``readers`` are the
     storage and the working partition of each weight by its name."""
     nodes = groups.nodes
-    if nodes is None or not taken(buckets, owners, readers, nodes.ranks):
+    if nodes is None or not taken(buckets, owners, readers, nodes.sizes):
         return list(bucket_links(buckets, owners, readers, groups.rank, groups.world))
     return _two_step_links(nodes, groups, buckets, owners, readers)
 
 
-def crossing_rows(owners: Partition, readers: Partition, node_ranks: int) -> tuple[int, int]:
+def crossing_rows(
+    owners: Partition, readers: Partition, node_sizes: Sequence[int]
+) -> tuple[int, int]:
     """Rows of one weight that cross between nodes in a pull: (in one step, in two steps)."""
-    nodes = len(owners.parts) // node_ranks
-    # [nodes, readers, 1, 2] and [nodes, 1, owners, 2] are broadcast, so that every reader is
-    # compared with every owner of its own node.
-    read = np.array([(p.start, p.stop) for p in readers.parts]).reshape(nodes, node_ranks, 1, 2)
-    owned = np.array([(p.start, p.stop) for p in owners.parts]).reshape(nodes, 1, node_ranks, 2)
-    read_within_nodes = int(_common_rows(read, owned).sum())
-    one_step = sum(map(len, readers.parts)) - read_within_nodes
-    two_steps = 0
-    for node, needed in enumerate(_rows_read_by_node(readers, node_ranks)):
-        stored_here = owners.parts[node * node_ranks : (node + 1) * node_ranks]
-        two_steps += len(needed) - sum(len(part.meet(needed)) for part in stored_here)
+    read, owned = (
+        np.array([(part.start, part.stop) for part in parts])
+        for parts in (readers.parts, owners.parts)
+    )
+    needed = _rows_read_by_node(readers, node_sizes)
+    one_step = two_steps = 0
+    for ranks, needed_here in zip(_ranks_of_nodes(node_sizes), needed, strict=True):
+        # [readers, 1, 2] and [owners, 2] of one node are broadcast.
+        one_step += sum(map(len, readers.parts[ranks]))
+        one_step -= int(_common_rows(read[ranks, None], owned[ranks]).sum())
+        whole = np.array([needed_here.start, needed_here.stop])
+        two_steps += len(needed_here) - int(_common_rows(whole, owned[ranks]).sum())
     return one_step, two_steps
 
 
@@ -121,10 +127,10 @@ def taken(
     buckets: Iterable[Sequence[WeightSpec]],
     owners: Mapping[str, Partition],
     readers: Mapping[str, Partition],
-    node_ranks: int,
+    node_sizes: Sequence[int],
 ) -> bool:
     """Whether exchanges take two steps: whether these save enough of all elements that are read
-    from crossing between nodes of ``node_ranks`` ranks."""
+    from crossing between nodes of ``node_sizes`` ranks."""
     # (rows saved, rows read) by the ids of the two partitions, which many weights share
     known: dict[tuple[int, int], tuple[int, int]] = {}
     saved_elements = read_elements = 0
@@ -132,7 +138,7 @@ def taken(
         owner, reader = owners[weight.name], readers[weight.name]
         kind = id(owner), id(reader)
         if kind not in known:
-            one_step, two_steps = crossing_rows(owner, reader, node_ranks)
+            one_step, two_steps = crossing_rows(owner, reader, node_sizes)
             known[kind] = one_step - two_steps, sum(map(len, reader.parts))
         saved_rows, read_rows = known[kind]
         saved_elements += saved_rows * weight.row_elements
@@ -140,19 +146,60 @@ def taken(
     return saved_elements > _WORTH * read_elements
 
 
-def _rows_read_by_node(readers: Partition, node_ranks: int) -> list[Rows]:
-    """For each node of ``node_ranks`` ranks the smallest interval with all rows that they read."""
-    parts = readers.parts
-    return [hull(parts[at : at + node_ranks]) for at in range(0, len(parts), node_ranks)]
+def _ranks_of_nodes(node_sizes: Sequence[int]) -> list[slice]:
+    """The ranks of each node, as a slice of all."""
+    stops = accumulate(node_sizes)
+    return [slice(stop - size, stop) for size, stop in zip(node_sizes, stops, strict=True)]
+
+
+def _rows_read_by_node(readers: Partition, node_sizes: Sequence[int]) -> list[Rows]:
+    """For each node the smallest interval with all rows that its ranks read."""
+    return [hull(readers.parts[ranks]) for ranks in _ranks_of_nodes(node_sizes)]
+
+
+def _held_rows(owners: Partition, readers: Partition, node_sizes: Sequence[int]) -> list[Rows]:
+    """The rows I_nl ∩ H_n of the note that each rank holds for its node between the steps."""
+    most, held = max(node_sizes), list[Rows]()
+    local_ranks = [local for size in node_sizes for local in range(size)]
+    by_place = [
+        hull(part for part, local in zip(owners.parts, local_ranks, strict=True) if local == place)
+        for place in range(most)
+    ]
+    needed_by_node = _rows_read_by_node(readers, node_sizes)
+    for ranks, needed in zip(_ranks_of_nodes(node_sizes), needed_by_node, strict=True):
+        size = ranks.stop - ranks.start
+        if size == most:
+            held += [rows.meet(needed) for rows in by_place]
+        else:
+            held += _cut_evenly(needed, owners.parts[ranks], size)
+    return held
+
+
+def _cut_evenly(needed: Rows, stored: Sequence[Rows], count: int) -> list[Rows]:
+    """The rows ``needed`` cut into ``count`` intervals with equally many rows that are not among
+    those ``stored`` here, one after the other."""
+    inside = sorted(filter(len, (part.meet(needed) for part in stored)), key=lambda x: x.start)
+    starts = np.array([needed.start, *(part.stop for part in inside)])  # of what is not stored here
+    stops = np.array([*(part.start for part in inside), needed.stop])
+    before = np.append(0, (stops - starts).cumsum())
+    if not before[-1]:
+        starts, before = starts[:1], np.array([0, len(needed)])  # all is here: cut it all evenly
+    borders = [needed.start]
+    for at in range(1, count):
+        wanted = int(before[-1]) * at // count  # rows not stored here before this border
+        gap = min(int(np.searchsorted(before, wanted, side="right")) - 1, len(starts) - 1)
+        borders.append(int(starts[gap]) + wanted - int(before[gap]))
+    borders.append(needed.stop)
+    return [Rows(start, stop) for start, stop in pairwise(borders)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Steps:
     """The two steps of one rank for all weights with the same partitions; see [Note: two steps].
 
-    ``across`` and ``inside`` are the (owner, reader) partitions of each step over the ranks of its
-    group, with rows counted from the first that the group has. ``held`` is the number of rows that
-    this rank holds between the steps.
+    ``across`` and ``inside`` are the (owner, reader) partitions of each step: over all ranks, and
+    over those of the node, with rows counted from the first that the node reads. ``held`` is the
+    number of rows that this rank holds between the steps.
     """
 
     held: int
@@ -160,22 +207,17 @@ class _Steps:
     inside: tuple[Partition, Partition]
 
     @classmethod
-    def of(cls, owners: Partition, readers: Partition, rank: int, node_ranks: int) -> _Steps:
-        """The two steps of ``rank``, for nodes of ``node_ranks`` ranks."""
-        node, local = divmod(rank, node_ranks)
-        read_by_node = _rows_read_by_node(readers, node_ranks)
-        # In the names of the note: I_l, H_n, and I_l' ∩ H_n of every rank l' of this node.
-        stored_across = owners.parts[local::node_ranks]
-        stored, needed = hull(stored_across), read_by_node[node]
-        held = [hull(owners.parts[at::node_ranks]).meet(needed) for at in range(node_ranks)]
-        read_inside = readers.parts[node * node_ranks : (node + 1) * node_ranks]
+    def of(
+        cls, owners: Partition, readers: Partition, rank: int, node_sizes: Sequence[int]
+    ) -> _Steps:
+        """The two steps of ``rank``."""
+        held = _held_rows(owners, readers, node_sizes)
+        here = next(ranks for ranks in _ranks_of_nodes(node_sizes) if rank < ranks.stop)
+        needed = hull(readers.parts[here])
         return cls(
-            held=len(held[local]),
-            across=(
-                _within(stored, stored_across),
-                _within(stored, [stored.meet(read) for read in read_by_node]),
-            ),
-            inside=(_within(needed, held), _within(needed, read_inside)),
+            held=len(held[rank]),
+            across=(owners, Partition(rows=owners.rows, parts=tuple(held))),
+            inside=(_within(needed, held[here]), _within(needed, readers.parts[here])),
         )
 
 
@@ -195,8 +237,7 @@ def _two_step_links(
     owners: Mapping[str, Partition],
     readers: Mapping[str, Partition],
 ) -> list[WeightLink]:
-    """The link of each bucket in two steps: across nodes, among the ranks with the same index in
-    their nodes, and inside of a node."""
+    """The link of each bucket in two steps: across nodes, and inside of a node."""
     # by the ids of the two partitions, which many weights share
     known: dict[tuple[int, int], _Steps] = {}
     steps: dict[str, _Steps] = {}
@@ -204,9 +245,8 @@ def _two_step_links(
         owner, reader = owners[weight.name], readers[weight.name]
         kind = id(owner), id(reader)
         if kind not in known:
-            known[kind] = _Steps.of(owner, reader, groups.rank, nodes.ranks)
+            known[kind] = _Steps.of(owner, reader, groups.rank, nodes.sizes)
         steps[weight.name] = known[kind]
-    node, local = divmod(groups.rank, nodes.ranks)
 
     def links(
         partitions: dict[str, tuple[Partition, Partition]], rank: int, group: dist.ProcessGroup
@@ -217,7 +257,8 @@ def _two_step_links(
         step_readers = {name: reader for name, (_, reader) in partitions.items()}
         return bucket_links(buckets, step_owners, step_readers, rank, group)
 
-    across = links({name: step.across for name, step in steps.items()}, node, nodes.across)
+    local = dist.get_rank(nodes.inside)
+    across = links({name: step.across for name, step in steps.items()}, groups.rank, groups.world)
     inside = links({name: step.inside for name, step in steps.items()}, local, nodes.inside)
     made: list[WeightLink] = []
     for bucket, across_link, inside_link in zip(buckets, across, inside, strict=True):

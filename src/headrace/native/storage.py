@@ -189,7 +189,7 @@ class Storage:
         self.dtype, self.working_dtype = dtype, working_dtype or dtype
         self._groups = groups
         self.table = weight_table(architecture)
-        self.partitions = storage_partitions(self.table, groups.ranks, groups.node_ranks)
+        self.partitions = storage_partitions(self.table, groups.ranks, groups.node_sizes)
         self.masters: dict[str, torch.Tensor] = {
             w.name: initial_rows(
                 w, self.partitions[w.name].parts[groups.rank], architecture, seed, dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,14 +68,14 @@ def working_bytes(a: Architecture, ranks: int, p: int, dtype: torch.dtype) -> di
     return {"replicated": replicated, "sharded": min(replicated, shards + gathered)}
 
 
-def sharded_share(a: Architecture, ranks: int, node_ranks: int | None) -> float:
+def sharded_share(a: Architecture, ranks: int, node_sizes: Sequence[int] | None) -> float:
     """What a rank receives in a pull, or sends in a push, where one group of all ``ranks`` shards
-    weights, as a share of what it would where they are replicated. ``node_ranks`` is the number of
-    ranks on each node, None where all are on one."""
+    weights, as a share of what it would where they are replicated. ``node_sizes`` are the ranks of
+    each node, None where all are on one."""
     if ranks == 1:
         return 1.0
     table = list(weight_table(a))
-    stored = storage_partitions(table, ranks, node_ranks)
+    stored = storage_partitions(table, ranks, node_sizes)
     most_rows: dict[tuple[int, int | None], int] = {}  # that a rank receives, by kind of weight
     received = elements = 0
     for weight in table:

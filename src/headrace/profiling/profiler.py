@@ -101,7 +101,7 @@ class Profiler:
             links={p: constants.link(p) for p in self._options.sizes if p > 1},
             element_bytes=self._dtype.itemsize,
             sharded_share=sharded_share(
-                self._storage.architecture, self._groups.ranks, self._groups.node_ranks
+                self._storage.architecture, self._groups.ranks, self._groups.node_sizes
             ),
             feed_forwards={m.name: m.owner for m in FACTS.values() if m.owner != m.name},
             measured_in_s=slowest(self._groups, [time.perf_counter() - started])[0],

@@ -105,7 +105,7 @@ class Rehearsal:
             gather_s=gathers,
             links={p: self._link(p) for p in self.sizes if p > 1},
             element_bytes=self.dtype.itemsize,
-            sharded_share=sharded_share(a, self.ranks, self.hardware.node_ranks(self.ranks)),
+            sharded_share=sharded_share(a, self.ranks, self.hardware.node_sizes(self.ranks)),
             feed_forwards={m.name: m.owner for m in FACTS.values() if m.owner != m.name},
             measured_in_s=time.perf_counter() - started,
         )

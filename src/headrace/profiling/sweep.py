@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
 
 from headrace.comm.collectives import gather_floats
@@ -110,7 +111,8 @@ def slowest(groups: Groups, values: list[float]) -> list[float]:
 def first_of_each_node_first(groups: Groups, work: Callable[[], None]) -> None:
     """Run ``work``, which may not communicate, on the first rank of each node, and when all of
     these are done on the other ranks. Collective."""
-    is_first = groups.rank % (groups.node_ranks or groups.ranks) == 0
+    firsts = accumulate(groups.node_sizes or (groups.ranks,), initial=0)
+    is_first = groups.rank in firsts
     if is_first:
         work()
     slowest(groups, [0.0])  # nobody passes before all have come

@@ -24,7 +24,15 @@ __all__ = [
     "MEASURED",
     "USUAL",
     "Usual",
+    "filled_nodes",
 ]
+
+
+def filled_nodes(ranks: int, each: int) -> tuple[int, ...]:
+    """The ranks of each node where nodes take ``each`` one after the other, the last one what is
+    left."""
+    rest = ranks % each
+    return (each,) * (ranks // each) + ((rest,) if rest else ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,24 +438,21 @@ class Hardware:
     def gather_s(self, ranks: int, total_bytes: float) -> float:
         """Seconds of an all-gather over the first ``ranks``, after which each has ``total_bytes``.
 
-        Between full nodes a rank receives one shard from each other node and the rest inside its
-        node; where a node is not full it receives every shard of another node across.
+        What other nodes have crosses to a node once, a part of it to each of its ranks, and is
+        passed on inside; those of the smallest node, the last, receive the most.
         """
         if ranks == 1:
             return 0.0
-        shard_bytes, full = total_bytes / ranks, ranks % self.devices_per_node == 0
-        nodes = -(-ranks // self.devices_per_node)
-        crossing = nodes - 1  # shards that a rank receives across: one from each other node
-        if crossing and not full:
-            crossing = ranks - self.devices_per_node  # all shards of the other nodes
+        fewest = min(filled_nodes(ranks, self.devices_per_node))
+        shard_bytes = total_bytes / ranks
+        crossing = (ranks - fewest) / fewest  # shards that a rank receives across
         inside_s = self.inside.seconds(shard_bytes * (ranks - 1 - crossing))
         return inside_s + (self.across.seconds(shard_bytes * crossing) if crossing else 0.0)
 
-    def node_ranks(self, ranks: int) -> int | None:
-        """The number of ranks on each node where the first ``ranks`` fill several nodes, else
-        None."""
-        each = self.devices_per_node
-        return each if ranks > each and ranks % each == 0 else None
+    def node_sizes(self, ranks: int) -> tuple[int, ...] | None:
+        """The ranks of each node where the first ``ranks`` are on several, else None."""
+        sizes = filled_nodes(ranks, self.devices_per_node)
+        return sizes if len(sizes) > 1 else None
 
     @classmethod
     def parse(cls, text: str) -> Hardware:

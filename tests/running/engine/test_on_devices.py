@@ -58,7 +58,7 @@ def test_groups_of_devices_are_of_nccl_alone(
         raise Stop
 
     monkeypatch.setattr(rank_module, "Groups", groups)
-    monkeypatch.setattr(rank_module, "_node_ranks", lambda world, wanted: None)
+    monkeypatch.setattr(rank_module, "_node_sizes", lambda world, wanted: None)
     with pytest.raises(Stop):
         open_rank(world(device), _config())
     assert (asked["backend"], asked["device"]) == (backend, device)

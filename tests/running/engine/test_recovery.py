@@ -110,14 +110,14 @@ def _train(
     world: World,
     faults: dict[int, tuple[int, str]],
     always: bool = False,
-    node_ranks: int | None = None,
+    node_sizes: tuple[int, ...] | None = None,
     backend: str = "gloo",
     checked: bool = False,
 ) -> Any:
     """Steps 0, 1, ...; in step n the rank ``faults[n][0]`` runs out of memory once, where its
     action has ``faults[n][1]`` in it."""
     rerendezvous = world.rerendezvous if backend == "gloo" else _met_over(backend, world)
-    groups = Groups(connections=rerendezvous.connections, node_ranks=node_ranks)
+    groups = Groups(connections=rerendezvous.connections, node_sizes=node_sizes)
     options = AdamW(clip=0.5)
     storage = Storage(LLAMA, groups, seed=3, dtype=torch.float64, options=options)
     steps = len(faults)
@@ -192,14 +192,14 @@ def _main(
     folder: Path,
     faults: dict[int, tuple[int, str]],
     always: bool = False,
-    node_ranks: int | None = None,
+    node_sizes: tuple[int, ...] | None = None,
     backend: str = "gloo",
     planted: Callable[[World], None] = lambda world: None,
     checked: bool = False,
 ) -> Callable[[World], int]:
     def main(world: World) -> int:
         planted(world)
-        found = _train(world, faults, always, node_ranks, backend, checked)
+        found = _train(world, faults, always, node_sizes, backend, checked)
         (folder / f"rank{world.rank}").write_text(json.dumps(found))
         return 0
 
@@ -211,11 +211,11 @@ def _found(folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("node_ranks", "backend"),
-    [whole(None, "gloo"), (2, "gloo"), whole(None, "kernels"), whole(2, "kernels")],
+    ("node_sizes", "backend"),
+    [whole(None, "gloo"), ((2, 2), "gloo"), whole(None, "kernels"), whole((3, 1), "kernels")],
 )
 def test_a_step_is_taken_again_wherever_memory_runs_out(
-    run_job: RunJob, tmp_path: Path, node_ranks: int | None, backend: str
+    run_job: RunJob, tmp_path: Path, node_sizes: tuple[int, ...] | None, backend: str
 ) -> None:
     """Would catch ranks left waiting in a collective or a message of the step that failed, or for
     a device that does; a rank that plans by itself, gradients of the failed try that stay in the
@@ -223,11 +223,11 @@ def test_a_step_is_taken_again_wherever_memory_runs_out(
     faults = dict(enumerate(PLANTED.values()))
     (tmp_path / "with").mkdir()
     (tmp_path / "without").mkdir()
-    main = _main(tmp_path / "with", faults, node_ranks=node_ranks, backend=backend)
+    main = _main(tmp_path / "with", faults, node_sizes=node_sizes, backend=backend)
     job = run_job(lambda job: start(main, ranks=4, timeout_s=30))
     assert job.wait(60) == 0, job.err
     none = dict.fromkeys(faults, (0, ""))
-    main = _main(tmp_path / "without", none, node_ranks=node_ranks)
+    main = _main(tmp_path / "without", none, node_sizes=node_sizes)
     job = run_job(lambda job: start(main, ranks=4, timeout_s=30))
     assert job.wait(60) == 0, job.err
     got, wanted = _found(tmp_path / "with"), _found(tmp_path / "without")

@@ -24,7 +24,7 @@ Runs = list[list[Event]]
 
 
 def _steps(
-    ranks: int, seed: int, steps: int, in_flight_bytes: float, node_ranks: int | None
+    ranks: int, seed: int, steps: int, in_flight_bytes: float, node_sizes: tuple[int, ...] | None
 ) -> list[Event]:
     """What one rank posts in some steps of random plans, groups made where they are needed."""
     rng = np.random.default_rng((seed, ranks))
@@ -32,7 +32,7 @@ def _steps(
         width: [name for name, m in FACTS.items() if m.supports(MODEL, width) is None]
         for width in range(1, ranks + 1)
     }
-    groups = Groups(node_ranks=node_ranks)
+    groups = Groups(node_sizes=node_sizes)
     executor = None
     with Posted() as posted:
         for step in range(steps):
@@ -66,25 +66,26 @@ def _at_will(seed: int, share: float) -> Callable[[int, int], bool]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "node_ranks"),
+    ("ranks", "node_sizes"),
     [
         (2, None),
         (3, None),
         whole(4, None),
         whole(6, None),
         whole(8, None),
-        (4, 2),
-        whole(6, 3),
-        whole(8, 2),
+        (4, (2, 2)),
+        whole(6, (3, 3)),
+        whole(8, (2, 2, 2, 2)),
+        whole(7, (3, 1, 3)),
     ],
 )
 @pytest.mark.parametrize("seed", [0, whole(1), whole(2), whole(3)])
-def test_runs_do_not_hang(ranks: int, node_ranks: int | None, seed: int) -> None:
+def test_runs_do_not_hang(ranks: int, node_sizes: tuple[int, ...] | None, seed: int) -> None:
     """Catches communicators that are opened in the middle of a step, posts whose order differs
     between ranks, hosts that meet while others wait for them in kernels, and transfers that wait
     for room until others end theirs."""
     few = float("inf") if seed % 2 else 0.0
-    runs = run_ranks(ranks, _steps, ranks, seed, 3, few, node_ranks, timeout_s=120)
+    runs = run_ranks(ranks, _steps, ranks, seed, 3, few, node_sizes, timeout_s=120)
     assert all(any(e.kind == "post" for e in events) for events in runs)
     assert all(any(e.kind == "sync" for e in events) for events in runs)
     assert sum(e.name == "send" for events in runs for e in events) == sum(

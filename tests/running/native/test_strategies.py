@@ -44,6 +44,8 @@ BERT = Architecture(
     mask_id=60,
 )
 LENGTHS = (37, 3, 20, 11, 1, 29, 8, 2, 17)
+Nodes = tuple[int, ...]
+"""Ranks of each node."""
 
 
 def _documents(a: Architecture, lengths: tuple[int, ...]) -> tuple[np.ndarray, ...]:
@@ -59,9 +61,12 @@ def _gradients(storage: Storage) -> dict[str, np.ndarray]:
 
 
 def _one_step_each(
-    a: Architecture, plans: list[Plan], dtype: torch.dtype, node_ranks: int | None = None
+    a: Architecture,
+    plans: list[Plan],
+    dtype: torch.dtype,
+    node_sizes: Nodes | None = None,
 ) -> list[Any]:
-    groups = Groups(node_ranks=node_ranks)
+    groups = Groups(node_sizes=node_sizes)
     storage = Storage(a, groups, seed=3, dtype=dtype, options=AdamW(clip=0.0))
     executor = Executor(storage, groups, seed=3)
     out = []
@@ -72,10 +77,13 @@ def _one_step_each(
 
 
 def _whole(
-    results: list[dict[str, np.ndarray]], name: str, a: Architecture, node_ranks: int | None = None
+    results: list[dict[str, np.ndarray]],
+    name: str,
+    a: Architecture,
+    node_sizes: Nodes | None = None,
 ) -> np.ndarray:
     weight = {w.name: w for w in weight_table(a)}[name]
-    rows = storage_partition(weight, len(results), node_ranks).parts
+    rows = storage_partition(weight, len(results), node_sizes).parts
     assert [len(r[name]) for r in results] == [len(part) for part in rows]
     found = np.full(weight.shape, np.nan, results[0][name].dtype)
     for part, result in zip(rows, results, strict=True):
@@ -88,7 +96,7 @@ def _compare(
     a: Architecture,
     plans: list[Plan],
     tolerance: float,
-    node_ranks: int | None = None,
+    node_sizes: Nodes | None = None,
 ) -> None:
     """``results[rank][number]`` of (loss, gradient rows) against one process."""
     weights = full_weights(a, 3, torch.float64)
@@ -98,7 +106,7 @@ def _compare(
         for rank in results:
             assert rank[number][0] == pytest.approx(loss, rel=tolerance)
         for name, wanted in grads.items():
-            got = _whole([rank[number][1] for rank in results], name, a, node_ranks)
+            got = _whole([rank[number][1] for rank in results], name, a, node_sizes)
             scale = max(float(wanted.abs().max()), 1e-3)
             np.testing.assert_allclose(
                 got,
@@ -141,17 +149,19 @@ def test_each_micro_batch_recomputes_in_its_own_way_on_every_stage(ranks: int, t
     _compare(run_ranks(ranks, _one_step_each, LLAMA, plans, torch.float64), LLAMA, plans, 1e-10)
 
 
-@pytest.mark.parametrize(("ranks", "node_ranks"), [(4, 2), whole(6, 2), whole(6, 3), whole(8, 4)])
-def test_strategies_on_nodes_equal_one_process(ranks: int, node_ranks: int) -> None:
+@pytest.mark.parametrize(
+    "node_sizes", [(2, 2), (3, 1), whole((2, 2, 2)), whole((3, 3)), whole((4, 4)), whole((3, 1, 4))]
+)
+def test_strategies_on_nodes_equal_one_process(node_sizes: Nodes) -> None:
     """Would catch a pull whose second step goes on before the first, a stage of another node that
     is left out of a sum, and rows of the storage layout of nodes that are taken for others'."""
-    held = ("replicated", "sharded")
+    ranks, held = sum(node_sizes), ("replicated", "sharded")
     texts = (*NAMED[ranks], f"{ranks}*cp1", f"1*cp{ranks}")
     plans = [
         laid_out(text, LLAMA, LENGTHS, ranks, working=held[i % 2]) for i, text in enumerate(texts)
     ]
-    results = run_ranks(ranks, _one_step_each, LLAMA, plans, torch.float64, node_ranks)
-    _compare(results, LLAMA, plans, 1e-10, node_ranks)
+    results = run_ranks(ranks, _one_step_each, LLAMA, plans, torch.float64, node_sizes)
+    _compare(results, LLAMA, plans, 1e-10, node_sizes)
 
 
 @pytest.mark.parametrize("a", [UNTIED, GPT, BERT], ids=["untied", "gpt", "bert"])
@@ -195,9 +205,9 @@ def _drawn(a: Architecture, ranks: int, seed: int, steps: int) -> list[tuple[Pla
 
 
 def _ten_steps(
-    a: Architecture, seed: int, steps: int, lr: float, node_ranks: int | None = None
+    a: Architecture, seed: int, steps: int, lr: float, node_sizes: Nodes | None = None
 ) -> Any:
-    groups = Groups(node_ranks=node_ranks)
+    groups = Groups(node_sizes=node_sizes)
     options = AdamW(eps=1e-3, decay=0.1, clip=0.5)
     storage = Storage(a, groups, seed=seed, dtype=torch.float64, options=options)
     executor = Executor(storage, groups, seed=seed)
@@ -234,14 +244,14 @@ def _steps_of_one(a: Architecture, ranks: int, seed: int, steps: int, lr: float)
 
 
 def _check_steps(
-    a: Architecture, ranks: int, seed: int, steps: int, node_ranks: int | None = None
+    a: Architecture, ranks: int, seed: int, steps: int, node_sizes: Nodes | None = None
 ) -> None:
-    results = run_ranks(ranks, _ten_steps, a, seed, steps, 0.01, node_ranks)
+    results = run_ranks(ranks, _ten_steps, a, seed, steps, 0.01, node_sizes)
     losses, reference = _steps_of_one(a, ranks, seed, steps, 0.01)
     for got, _ in results:
         assert got == pytest.approx(losses, rel=1e-8)
     for name, wanted in reference.items():
-        got = _whole([weights for _, weights in results], name, a, node_ranks)
+        got = _whole([weights for _, weights in results], name, a, node_sizes)
         np.testing.assert_allclose(got, wanted.detach().numpy(), rtol=1e-8, atol=1e-8)
 
 
@@ -252,11 +262,12 @@ def test_ten_steps_of_ten_strategies_equal_one_process(ranks: int) -> None:
     _check_steps(LLAMA, ranks, seed=ranks, steps=10)
 
 
-@pytest.mark.parametrize(("ranks", "node_ranks"), [(4, 2), whole(6, 3), whole(8, 2)])
-def test_ten_steps_on_nodes_equal_one_process(ranks: int, node_ranks: int) -> None:
+@pytest.mark.parametrize("node_sizes", [(2, 2), (1, 2), whole((3, 3)), whole((2, 2, 2, 2))])
+def test_ten_steps_on_nodes_equal_one_process(node_sizes: Nodes) -> None:
     """Would catch rows of optimizer state that belong to other rows of the weights, and changes
     between layouts in one step and layouts in two."""
-    _check_steps(UNTIED, ranks, seed=ranks, steps=10, node_ranks=node_ranks)
+    ranks = sum(node_sizes)
+    _check_steps(UNTIED, ranks, seed=ranks, steps=10, node_sizes=node_sizes)
 
 
 @pytest.mark.parametrize("examples", [3, whole(8)])
@@ -272,8 +283,8 @@ def test_any_strategies_equal_one_process(examples: int) -> None:
     check()
 
 
-def _bits(plan: Plan, node_ranks: int | None) -> Any:
-    groups = Groups(node_ranks=node_ranks)
+def _bits(plan: Plan, node_sizes: Nodes | None) -> Any:
+    groups = Groups(node_sizes=node_sizes)
     storage = Storage(LLAMA, groups, seed=3, dtype=torch.float32)
     executor = Executor(storage, groups, seed=3)
     documents, found = _documents(LLAMA, plan.lengths.tokens), []
@@ -283,11 +294,11 @@ def _bits(plan: Plan, node_ranks: int | None) -> Any:
     return found
 
 
-@pytest.mark.parametrize("node_ranks", [None, 2])
-def test_the_same_plan_gives_the_same_bits(node_ranks: int | None) -> None:
+@pytest.mark.parametrize("node_sizes", [None, (2, 2), (1, 3)])
+def test_the_same_plan_gives_the_same_bits(node_sizes: Nodes | None) -> None:
     """Would catch a sum whose order is that of arrival."""
     plan = laid_out("1*pp2 + 2*cp1", LLAMA, LENGTHS, 4)
-    for first, second in run_ranks(4, _bits, plan, node_ranks):
+    for first, second in run_ranks(4, _bits, plan, node_sizes):
         assert first == second
 
 
@@ -331,8 +342,8 @@ def test_without_overlap_it_is_the_same() -> None:
     assert all(apart for _, apart in results)
 
 
-def _mixed(plan: Plan, node_ranks: int | None) -> Any:
-    groups = Groups(node_ranks=node_ranks)
+def _mixed(plan: Plan, node_sizes: Nodes | None) -> Any:
+    groups = Groups(node_sizes=node_sizes)
     storage = Storage(
         LLAMA,
         groups,
@@ -354,15 +365,15 @@ def _mixed(plan: Plan, node_ranks: int | None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("text", "node_ranks"),
-    [("1*cp1", None), ("1*tp2-pp2", None), ("1*pp2 + 1*cp2", None), ("4*cp1", 2)],
+    ("text", "node_sizes"),
+    [("1*cp1", None), ("1*tp2-pp2", None), ("1*pp2 + 1*cp2", None), ("4*cp1", (2, 2))],
 )
-def test_mixed_precision_is_near_one_process(text: str, node_ranks: int | None) -> None:
+def test_mixed_precision_is_near_one_process(text: str, node_sizes: Nodes | None) -> None:
     """Would catch masters kept in bf16 (a step of 1e-5 would change nothing), gradients summed in
     it over micro-batches, and transfers that still carry fp32."""
     ranks = 1 if text == "1*cp1" else 4
     plan = laid_out(text, LLAMA, LENGTHS, ranks)
-    results = run_ranks(ranks, _mixed, plan, node_ranks)
+    results = run_ranks(ranks, _mixed, plan, node_sizes)
     weights = full_weights(LLAMA, 3, torch.float64)
     wanted_loss, grads = reference_step(
         list(_documents(LLAMA, LENGTHS)), weights, LLAMA, seed=3, step=0
@@ -373,6 +384,6 @@ def test_mixed_precision_is_near_one_process(text: str, node_ranks: int | None) 
         assert masters == {torch.float32}
         assert moved
     for name, wanted in grads.items():
-        got = _whole([r[1] for r in results], name, LLAMA, node_ranks)
+        got = _whole([r[1] for r in results], name, LLAMA, node_sizes)
         error = np.linalg.norm(got - wanted.numpy()) / max(float(wanted.norm()), 1e-6)
         assert error < 0.03, name

@@ -90,7 +90,7 @@ def _in_turns() -> tuple[float, float]:
         time.sleep(0.05)
         spans.append(time.monotonic())
 
-    first_of_each_node_first(Groups(node_ranks=2), work)
+    first_of_each_node_first(Groups(node_sizes=(2, 2)), work)
     begin, end = spans
     return begin, end
 

@@ -37,6 +37,7 @@ from headrace.costs.quadratic import Linear, Quadratic
 from headrace.errors import CostError, did_you_mean
 from headrace.spec.architecture import Architecture, parameter_count, weight_table
 from headrace.spec.cluster import Cluster
+from headrace.spec.hardware import filled_nodes
 from headrace.spec.known_methods import DEFAULT, FACTS, SINGLE_RANK
 from headrace.spec.layer_plan import RECOMPUTE, LayerOption, Recompute
 from headrace.spec.method_facts import BranchUse, MethodFacts, TrafficPattern
@@ -558,12 +559,15 @@ def _gather_s(a: Architecture, s: Speeds, p: int) -> tuple[float, float]:
 
 
 def _exchange(a: Architecture, s: Speeds, devices: int) -> ExchangeCost:
-    """Seconds of pull, push and update of a step over all devices; a single one moves nothing. The
-    pull is a gather where nodes are full, else each row crosses once for each device elsewhere."""
-    node, weights = s.devices_per_node or devices, parameter_count(a)
-    pattern: TrafficPattern = "gather" if devices <= node or devices % node == 0 else "exchange"
-    byte_s, _ = s.sending(devices, pattern) if devices > 1 else (0.0, 0.0)
-    moved_s = weights * s.element_bytes * (devices - 1) / devices * byte_s
+    """Seconds of pull, push and update of a step over all devices; a single one moves nothing. Each
+    row crosses to a node once, and ranks of the smallest node, the last, receive the most."""
+    fewest, weights = min(filled_nodes(devices, s.devices_per_node or devices)), parameter_count(a)
+    # Of all weights: what a rank receives from other nodes, and inside of its own.
+    crossing = (devices - fewest) / (devices * fewest)
+    inside = (devices - 1) / devices - crossing
+    moved_s = weights * s.element_bytes * inside / s.link_bytes_per_s
+    if crossing and s.across_bytes_per_s is not None:
+        moved_s += weights * s.element_bytes * crossing / s.across_bytes_per_s
     return ExchangeCost(
         pull_s=moved_s,
         push_s=moved_s,
@@ -595,10 +599,10 @@ def _sharded_share(a: Architecture, s: Speeds, devices: int) -> float:
 
 def _in_order(s: Speeds, devices: int) -> bool:
     """Whether the shards that ranks store follow each other in the order of the ranks, so that one
-    group of all ranks works with them in place. Over several full nodes they do not: stored rows
-    are ordered by the rank's place in its node first."""
+    group of all ranks works with them in place. Over several nodes of several ranks they do not:
+    stored rows are ordered by the rank's place in its node first."""
     node = s.devices_per_node or devices
-    return devices <= node or devices % node != 0
+    return devices <= node or node == 1
 
 
 def _ends(a: Architecture, s: Speeds, p: int, memory_bytes: int) -> OptionCost:
