@@ -28,7 +28,7 @@ from headrace.adopt.axis_stages import AxisStage, modules_of
 from headrace.adopt.call_arguments import plain_arguments
 from headrace.adopt.joint_attention import JointAttention
 from headrace.adopt.operators import ModelSlot
-from headrace.adopt.own_hooks import hook_after, hook_before
+from headrace.adopt.own_hooks import hook_after, hook_before, in_checkpoint, tensors_among
 from headrace.adopt.replaced_calls import compiled_within
 from headrace.errors import DataError, ModelError, SpecError
 from headrace.ops.traced_switch import GroupSlot, traced_switch
@@ -323,6 +323,7 @@ class HookManager:
         self._axes_before = list[str]()
         self._called = list[torch.nn.Module]()
         self._recomputing_now = False
+        self._has_checkpoints = False  # whether its author has stages computed again
         # Of the backward at work: (``spread``, ``shards``) from before it, None while there is
         # none; and, for the shards of each forward that it goes back to, the axis at that
         # forward's end.
@@ -359,10 +360,6 @@ class HookManager:
             entering = partial(self._enter, number, stage)
             self._hooks.callback(hook_before(module, entering, named=True))
             self._hooks.callback(hook_after(module, partial(self._leave, number, stage)))
-        compiled_ids = {id(x) for part in compiled_within(model) for x in part.modules()}
-        for module in model.modules():
-            if id(module) not in compiled_ids:
-                self._hooks.callback(hook_after(module, self._spread_in_backward))
 
     @property
     def mode(self) -> HookMode:
@@ -592,6 +589,8 @@ class HookManager:
         if mode is HookMode.TRACED:
             return self.routes[number].arguments(args, named)
         if mode is HookMode.SWITCHING:
+            if not self._has_checkpoints and in_checkpoint((*args, *named.values())):
+                self._hook_backwards()
             return self._enter_stage(stage, module, args, named)
         return None
 
@@ -653,16 +652,25 @@ class HookManager:
         if entries:
             shards.axis, shards.position = entries[-1]
 
-    def _spread_in_backward(self, module: Any, args: Any, out: Any) -> None:
-        """The hook after each module that is not compiled: while the model is spread, have the
-        backward of its result :meth:`resume`, too, as a loss may be made of states that the user's
-        own hooks kept."""
-        if torch.compiler.is_compiling() or not self.spread or self.shards is None:
-            return
-        begin = partial(self.resume, self.shards)
-        for value in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                value.grad_fn.register_prehook(begin)
+    def _hook_backwards(self) -> None:
+        """Have the backward of the results of all modules :meth:`resume`, as some are computed
+        again by the model's author: a loss may be made of states that a user's hook kept, and not
+        of the model's results."""
+        self._has_checkpoints = True
+        compiled_ids = {id(x) for part in compiled_within(self.model) for x in part.modules()}
+
+        def after(_: Any, args: Any, out: Any) -> None:
+            """The hook after each module."""
+            if torch.compiler.is_compiling() or not self.spread or self.shards is None:
+                return
+            begin = partial(self.resume, self.shards)
+            for value in tensors_among(out):
+                if value.grad_fn is not None:
+                    value.grad_fn.register_prehook(begin)
+
+        for module in self.model.modules():
+            if id(module) not in compiled_ids:
+                self._hooks.callback(hook_after(module, after))
 
     def resume(self, shards: AxisShards, _: Any) -> None:
         """The hook before a node of autograd: spread the model again on the ``shards`` of an
@@ -838,10 +846,11 @@ class HookManager:
         self, shards: AxisShards, axis: str, function: Callable[..., Any], *args: Any
     ) -> Any:
         """Run ``function`` on ``shards`` with ``axis`` sharded, and restore what was before. So a
-        recompute runs as its forward did, though the model may work on other shards by now."""
-        shards_before, axis_before = self.shards, shards.axis
-        self.shards, shards.axis = shards, axis
+        recompute runs as its forward did, though the model may work on other shards by now, or be
+        plain."""
+        before = self.spread, self.shards, shards.axis
+        self.spread, self.shards, shards.axis = True, shards, axis
         try:
             return function(*args)
         finally:
-            self.shards, shards.axis = shards_before, axis_before
+            self.spread, self.shards, shards.axis = before

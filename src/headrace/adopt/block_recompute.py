@@ -26,7 +26,14 @@ import headrace.adopt.operators  # noqa: F401  registers attend
 from headrace.errors import ModelError
 from headrace.spec.layer_plan import Recompute
 
-__all__ = ["BlockLevels", "Kept", "WrappedLevels", "recompute_blocks", "recomputed"]
+__all__ = [
+    "BlockLevels",
+    "Kept",
+    "WrappedLevels",
+    "recompute_blocks",
+    "recomputed",
+    "users_checkpoints",
+]
 
 Kept = Literal["attention", "full"]
 """Recompute level of a block: ``attention`` keeps attention and recomputes all else, ``full``
@@ -53,20 +60,65 @@ def recomputed(function: Callable[..., Any], *inputs: Any, level: Kept = "attent
     return checkpoint(function, *inputs, use_reentrant=False, context_fn=_contexts)
 
 
-def recompute_blocks(model: Any, level: Kept) -> Callable[[bool], None]:
+Keep = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes of a function one that runs in the recompute of a checkpoint as it does now."""
+
+
+def recompute_blocks(model: Any, level: Kept, keep: Keep) -> Callable[[bool], None]:
     """Make the switch that turns activation checkpoints of all blocks of a transformers model on
     and off. Raises ModelError for models that do not support them."""
     _require_blocks(model)
     modules = [m for m in model.modules() if hasattr(m, _FLAG)]
     contexts = {} if level == "full" else {"context_fn": _contexts}
-    return _Checkpoints(modules, partial(checkpoint, use_reentrant=False, **contexts))
+    run = partial(checkpoint, use_reentrant=False, **contexts)
+    return _Checkpoints(modules, _KeptCheckpoint(run, keep))
+
+
+def users_checkpoints(model: torch.nn.Module, keep: Keep) -> Callable[[bool], None]:
+    """Make the switch that, while it is on, has the user's own checkpoints of blocks of a
+    transformers model recompute as they ran."""
+    changed = list[tuple[torch.nn.Module, Callable[..., Any]]]()
+
+    def switch(on: bool) -> None:
+        """Wrap the functions that run these checkpoints when ``on``, else restore them."""
+        for module, users in changed:
+            vars(module)[_FUNCTION] = users
+        changed.clear()
+        for module in model.modules() if on else ():
+            users = vars(module).get(_FUNCTION)
+            if users is not None and vars(module).get(_FLAG):
+                changed.append((module, users))
+                vars(module)[_FUNCTION] = _KeptCheckpoint(users, keep)
+
+    return switch
+
+
+class _KeptCheckpoint:
+    """Runs functions in the checkpoint ``run`` so that they are computed again as they ran. Its
+    deep copies and pickles are ``run`` itself."""
+
+    def __init__(self, run: Callable[..., Any], keep: Keep) -> None:
+        """``keep`` makes of a function the one that is run and computed again."""
+        self._run, self._keep = run, keep
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """The results of ``function(*args)``, in the checkpoint."""
+        return self._run(self._keep(function), *args, **named)
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Callable[..., Any]]]:
+        return _itself, (self._run,)
+
+
+def _itself(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function: what a :class:`_KeptCheckpoint` is in a copy."""
+    return run
 
 
 class BlockLevels:
     """Chooses before each forward which recompute level each of the ``blocks`` of a transformers
     model uses while ``switch`` is on."""
 
-    def __init__(self, model: Any, blocks: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, model: Any, blocks: Sequence[torch.nn.Module], keep: Keep) -> None:
         """Start with the level ``none`` for each of ``blocks`` and with ``switch`` off. Raises
         ModelError for a model or blocks that do not support checkpoints."""
         _require_blocks(model)
@@ -80,7 +132,7 @@ class BlockLevels:
         # are called; each call takes one off.
         self._coming: deque[Recompute] = deque()
         run = partial(checkpoint, use_reentrant=False, context_fn=self._next_contexts)
-        self.switch = _Checkpoints(blocks, run)
+        self.switch = _Checkpoints(blocks, _KeptCheckpoint(run, keep))
         self.choose([])
 
     def __reduce__(self) -> tuple[type[_FullRecompute], tuple[()]]:
@@ -162,10 +214,12 @@ class WrappedLevels:
     """Chooses before each forward which recompute level each of any model's ``blocks`` uses: their
     forwards run under checkpoints until :meth:`remove`."""
 
-    def __init__(self, blocks: Sequence[torch.nn.Module], around: Callable[..., Any]) -> None:
+    def __init__(
+        self, blocks: Sequence[torch.nn.Module], around: Callable[..., Any], keep: Keep
+    ) -> None:
         """Wrap the forward of every block. ``around(forward, *args, **named)`` is what a checkpoint
         runs in the place of ``forward(*args, **named)``, also when it recomputes."""
-        self._around = around
+        self._around, self._keep = around, keep
         self._levels: list[Recompute] = ["none"] * len(blocks)
         self._hooks = ExitStack()
         for index, block in enumerate(blocks):
@@ -198,7 +252,8 @@ class WrappedLevels:
         if level == "none" or not torch.is_grad_enabled():
             return forward(*args, **named)
         # Keyword arguments are bound here, as checkpoint has some of its own.
-        return recomputed(partial(self._around, forward, **named), *args, level=level)
+        function = self._keep(partial(self._around, forward, **named))
+        return recomputed(function, *args, level=level)
 
 
 class _NoRecompute(WrappedLevels):

@@ -21,7 +21,13 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from headrace.adopt.attention_registry import asks_registry, registered
-from headrace.adopt.block_recompute import BlockLevels, Kept, WrappedLevels, recompute_blocks
+from headrace.adopt.block_recompute import (
+    BlockLevels,
+    Kept,
+    WrappedLevels,
+    recompute_blocks,
+    users_checkpoints,
+)
 from headrace.adopt.call_arguments import plain_arguments
 from headrace.adopt.gradients import is_wrapped
 from headrace.adopt.graph_pass import Compiler
@@ -108,17 +114,19 @@ def _registry(
     """The entry point through transformers' registry of attention functions, compiled where a
     ``backend`` is given."""
     switch = registered(inner, slot)
-    slot.switches.append(switch)
-    if recompute is not None:
-        slot.switches.append(recompute_blocks(inner, recompute))
     compiler = None if backend is None else Compiler(backend)
+    # A compiler would trace what keeps the placement into its graphs.
+    keep = slot.kept if compiler is None else _as_it_is
+    slot.switches += [switch, users_checkpoints(inner, keep)]
+    if recompute is not None:
+        slot.switches.append(recompute_blocks(inner, recompute, keep))
 
     def levels(blocks: Sequence[torch.nn.Module]) -> ChosenLevels | None:
         """The object that sets the recompute level of each of ``blocks`` while the model is spread;
         None for a model without gradient checkpointing."""
         if not getattr(inner, "supports_gradient_checkpointing", False):
             return None
-        chosen = BlockLevels(inner, blocks)
+        chosen = BlockLevels(inner, blocks, keep)
         slot.switches.append(chosen.switch)
         return chosen
 
@@ -142,7 +150,7 @@ def _calls(model: torch.nn.Module, inner: torch.nn.Module, slot: ModelSlot) -> E
         """The object that sets the recompute level of each of ``blocks``, whose forwards it wraps
         until the entry point is removed."""
         # In the recompute, too, the block's torch calls must be replaced.
-        wrapped = WrappedLevels(blocks, replaced.run)
+        wrapped = WrappedLevels(blocks, replaced.run, slot.kept)
         to_undo.callback(wrapped.remove)
         return wrapped
 
@@ -194,7 +202,7 @@ def _graph(
         until the entry point is removed."""
         # Dynamo traces checkpoints into tags of a graph's nodes, by which the compiler's
         # partitioner chooses what to recompute.
-        wrapped = WrappedLevels(blocks, _run_forward)
+        wrapped = WrappedLevels(blocks, _run_forward, _as_it_is)
         to_undo.callback(wrapped.remove)
         return wrapped
 
@@ -212,6 +220,11 @@ def _graph(
 def _undo_nothing() -> None:
     """Do nothing: there is nothing to undo, as the entry point was active before it was
     installed."""
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function."""
+    return function
 
 
 def _run_forward(forward: Callable[..., Any], /, *args: Any, **named: Any) -> Any:

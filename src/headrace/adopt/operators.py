@@ -23,8 +23,9 @@ A graph that serves several ranks has to join them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
@@ -136,6 +137,9 @@ class ModelSlot:
         self.switches: list[Callable[[bool], None]] = []
         self._now: Placement | StandIn | None = None
         self._recent: deque[Placement] = deque(maxlen=_RECENT)
+        # Whether a backward runs that began while the model was plain. It spreads the model, and
+        # must make it plain again at its end.
+        self._in_plain_backward = False
         _slots[self.handle] = self
 
     @property
@@ -163,9 +167,54 @@ class ModelSlot:
             _placements[now.serial] = now
         if isinstance(now, Placement):
             self._recent.append(now)
-        if changes:
-            for switch in self.switches:
+        if changes:  # turned off in reverse order, as one may have changed what another set
+            for switch in self.switches if now is not None else reversed(self.switches):
                 switch(now is not None)
+
+    def kept(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` as a checkpoint is to run it: on the placement of now, when it is computed
+        again, too, whatever is in the slot then."""
+        held = self._now
+
+        def run(*args: Any, **named: Any) -> Any:
+            before = self._now
+            if before is held:
+                return function(*args, **named)
+            self.take(held)
+            try:
+                return function(*args, **named)
+            finally:
+                self.take(before)
+
+        return run
+
+    def hook_backward(
+        self, values: Iterable[Tensor], placement: Placement | StandIn | None
+    ) -> None:
+        """Have the backward of ``values``, results of a forward on this placement, put it in the
+        slot when it reaches them, until it ends; so checkpoints recompute on the right batch,
+        whatever was run since."""
+        begin = partial(self._begin_backward, placement)
+        for value in values:
+            if value.grad_fn is not None:
+                value.grad_fn.register_prehook(begin)
+
+    def _begin_backward(self, placement: Placement | StandIn | None, _: Any) -> None:
+        """Put the placement in the slot; where the model was plain, it is so again after the
+        backward."""
+        if not self._in_plain_backward and self._now is None:
+            self._in_plain_backward = True
+            # Autograd calls this once the whole backward has ended.
+            queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+            queue(self.end_backward)
+        if self._now is not placement:
+            self.take(placement)
+
+    def end_backward(self) -> None:
+        """Make the model plain again, after a backward that began while it was plain, or failed."""
+        if self._in_plain_backward:
+            self._in_plain_backward = False
+            self.take(None)
 
     def __deepcopy__(self, memo: Any) -> ModelSlot:
         """The same slot: hooks in copies of a model leave the copies alone."""

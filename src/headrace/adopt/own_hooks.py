@@ -6,12 +6,12 @@ user's plain model, so its hooks do nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["hook_after", "hook_before"]
+__all__ = ["hook_after", "hook_before", "in_checkpoint", "tensors_among"]
 
 
 class OwnHook:
@@ -72,3 +72,19 @@ def hook_after(
     """
     hook = OwnHook(module, function)
     return module.register_forward_hook(hook, always_call=always).remove
+
+
+def in_checkpoint(args: Sequence[Any]) -> bool:
+    """Whether a module that is called with ``args`` runs in an activation checkpoint of its author:
+    within one torch keeps no tensors for the backward (hooks take their places), or records
+    nothing of inputs that need gradients."""
+    if torch.is_grad_enabled():
+        return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # noqa: SLF001
+    return any(x.requires_grad for x in tensors_among(args))
+
+
+def tensors_among(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among a module's arguments or results, which are one or several."""
+    for value in values if isinstance(values, (tuple, list)) else (values,):
+        if isinstance(value, torch.Tensor):
+            yield value

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from headrace.adopt.attention_registry import attention
 from headrace.adopt.operators import ModelSlot, StandIn, positions, targets
-from headrace.adopt.own_hooks import hook_after, hook_before
+from headrace.adopt.own_hooks import hook_after, hook_before, in_checkpoint, tensors_among
 from headrace.errors import ModelError
 from headrace.ops.loss import IGNORED
 
@@ -296,6 +296,7 @@ class ReplacedCalls(TorchFunctionMode):
         self._table_ids: set[int] | None = None
         self._thread_state = threading.local()
         self._module_ids = set(map(id, model.modules()))
+        self._has_checkpoints = False  # whether its author has parts of it computed again
         self._hooks = ExitStack()
         compiled_ids = {id(x) for part in compiled_within(model) for x in part.modules()}
         for module in model.modules():
@@ -323,17 +324,35 @@ class ReplacedCalls(TorchFunctionMode):
         finally:
             self._leave()
 
-    def _enter(self, *_: Any) -> None:
+    def _enter(self, *given: Any) -> None:
         """The hook before a module: activates the mode where the model is spread and the mode is
         not active yet."""
         # Torch's stack is asked, not the list of this class: a recompute in a backward runs modules
         # without the modes of their forward.
         spread = self._slot.held is not None
+        if spread and not self._has_checkpoints and given and in_checkpoint(given[-1]):
+            self._hook_backwards()
         enters = spread and self not in _get_current_function_mode_stack()
         self._activations().append(enters)
         if enters:
             self._table_ids = None
             self.__enter__()
+
+    def _hook_backwards(self) -> None:
+        """Hook the backward of the results of all modules, as some are computed again by the
+        model's author: a loss may be made of states that a user's hook kept, and not of the model's
+        results."""
+        self._has_checkpoints = True
+        compiled_ids = {id(x) for part in compiled_within(self._model) for x in part.modules()}
+
+        def after(_: Any, args: Any, out: Any) -> None:
+            """The hook after each module."""
+            if self._slot.held is not None and not torch.compiler.is_compiling():
+                self._slot.hook_backward(tensors_among(out), self._slot.held)
+
+        for module in self._model.modules():
+            if id(module) not in compiled_ids:
+                self._hooks.callback(hook_after(module, after))
 
     def _leave(self, *_: Any) -> None:
         """The hook after a module, also one that raised: deactivates the mode where the hook before

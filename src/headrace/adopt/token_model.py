@@ -274,18 +274,10 @@ class TokenModel:
         self._hooks_seen = dict[int, Any]()  # hooks on gradients that were looked at, by id
         self._summed = SummedGradients()
         self._fsdp_sums = False  # whether FSDP2 was told to sum gradients
-        # Whether a backward runs that began while the model was plain. It spreads the model, and
-        # must make it plain again at its end.
-        self._in_plain_backward = False
         self._reader: TokenReader | None = None  # made for the first item that is read
         self.label_place: LabelPlace | None = None
         self._hooks = ExitStack()  # removes the hooks on the user's modules
         self._hooks.callback(hook_before(inner, self._refuse_sharded, named=True))
-        if self._entry.compiler is None:
-            compiled_ids = {id(x) for part in compiled_within(model) for x in part.modules()}
-            for module in inner.modules():
-                if id(module) not in compiled_ids:
-                    self._hooks.callback(hook_after(module, self._spread_in_backward))
         # Watches for lost ranks, unless a training loop does so itself.
         self._watch, self._watches = CallWatch(), True
         # Whether all ranks were given the same weights; a training loop sees to that itself.
@@ -583,8 +575,7 @@ class TokenModel:
             together = placement.tokens.ranks == self._world
             self._probe_again(inputs, lengths, together=together)
         self._look_at_loss(inputs, training=self.inner.training)
-        if self._in_plain_backward:  # an earlier backward failed before its end
-            self._end_backward()
+        self._slot.end_backward()  # of an earlier backward that failed
         before = self._slot.held
         self._slot.take(placement)
         try:
@@ -1113,47 +1104,12 @@ class TokenModel:
         return self._entry.levels(blocks)
 
     def _with_backward_hooks(self, outputs: Any, placement: Placement | StandIn | None) -> Any:
-        """Hook the backward of ``outputs``, the results of a forward, to put the placement of this
-        forward in the slot, so that checkpoints recompute on the right batch, whatever was run
-        since; note the placement as that of the last call. Returns ``outputs``."""
+        """Hook the backward of ``outputs``, the results of a forward on this placement, and note
+        the placement as that of the last call. Returns ``outputs``."""
         if isinstance(placement, Placement):
             self._last_called = placement
-        self._hook_backward(result_tensors(outputs), placement)
+        self._slot.hook_backward(result_tensors(outputs), placement)
         return outputs
-
-    def _spread_in_backward(self, module: Any, args: Any, out: Any) -> None:
-        """The hook after each module that is not compiled: while the model is spread, hook the
-        backward of its result, too, as a loss may be made of states that the user's own hooks
-        kept."""
-        placement = self._slot.held
-        if isinstance(placement, Placement) and not torch.compiler.is_compiling():
-            parts = out if isinstance(out, (tuple, list)) else (out,)
-            self._hook_backward((x for x in parts if isinstance(x, torch.Tensor)), placement)
-
-    def _hook_backward(
-        self, values: Iterable[torch.Tensor], placement: Placement | StandIn | None
-    ) -> None:
-        """Have the backward of ``values`` put the placement in the slot when it reaches them."""
-        begin = partial(self._begin_backward, placement)
-        for value in values:
-            if value.grad_fn is not None:
-                value.grad_fn.register_prehook(begin)
-
-    def _begin_backward(self, placement: Placement | StandIn | None, _: Any) -> None:
-        """Put the placement in the slot; where the model was plain, it is so again after the
-        backward."""
-        if not self._in_plain_backward and self._slot.held is None:
-            self._in_plain_backward = True
-            # Autograd calls this once the whole backward has ended.
-            queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
-            queue(self._end_backward)
-        if self._slot.held is not placement:
-            self._slot.take(placement)
-
-    def _end_backward(self) -> None:
-        """Make the model plain again, after a backward that began while it was plain."""
-        self._in_plain_backward = False
-        self._slot.take(None)
 
     def _prepare_loss(self, labels: torch.Tensor | None) -> None:
         """Before a forward with ``labels`` [b, s_r] or None: raise ModelError where their loss

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -165,3 +167,51 @@ def axial_gradient(model: Any, call: Any, inputs: Any, where: str, backward: Any
 def test_a_loss_of_states_of_an_axial_model(where: str, returns: bool) -> None:
     """Catches stages that are computed again without the switches of their forward."""
     assert max(run_ranks(2, axial_error, where, returns)) < 1e-10
+
+
+def latte_error() -> float:
+    """The same of Latte, whose blocks diffusers computes again."""
+    from headrace.adopt.axis_examples import latte
+
+    made = latte(frames=4, checkpoints=True)
+    plain = copy.deepcopy(made.model)
+    run = hr.adapt(made.model)
+    kept: list[torch.Tensor] = []
+
+    def of(model: Any, call: Any, inputs: Any, backward: Any) -> None:
+        place = model.temporal_transformer_blocks[-1]
+        hook = place.register_forward_hook(lambda _, __, out: kept.append(out))
+        call(**inputs)
+        hook.remove()
+        backward(kept[-1].square().sum())
+
+    of(made.model, run, run.shard(made.inputs), run.backward)
+    run.add_up(torch.zeros((), dtype=torch.float64))
+    of(plain, plain, made.inputs, lambda loss: loss.backward())
+    return float((flat(made.model) - flat(plain)).abs().max() / flat(plain).abs().max())
+
+
+def test_a_loss_of_states_of_latte() -> None:
+    """Catches functions of diffusers that compute blocks again as those of the plain model."""
+    pytest.importorskip("diffusers")
+    assert max(run_ranks(2, latte_error)) < 1e-10
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_copies_have_the_users_checkpoints(recompute: Any) -> None:
+    """Catches copies and pickles, made while the model is spread, whose checkpoints change it."""
+    model = llama()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    block = model.model.layers[0]
+    users = block._gradient_checkpointing_func
+    run = hr.compile(model, recompute=recompute)
+    run.take(run.shard({"input_ids": drawn(1, 9)["ids"] % 97}))
+    assert block._gradient_checkpointing_func is not users
+    copied = copy.deepcopy(model).model.layers[0]._gradient_checkpointing_func
+    copies = [copied, pickle.loads(pickle.dumps(block._gradient_checkpointing_func))]
+    run.release()
+    assert block._gradient_checkpointing_func is users
+    for found in copies:
+        assert found.func is users.func
+        assert found.keywords["use_reentrant"] is False
+    run.detach()
