@@ -43,11 +43,11 @@ from headrace.adopt.axis_stages import AxisStage
 from headrace.adopt.call_arguments import of_part, plain_arguments
 from headrace.adopt.first_step import FirstStep, compare_first_step, ranks_that_add_up
 from headrace.adopt.gradients import (
+    SummedBackward,
     SummedGradients,
     add_plainly,
     add_up,
     is_wrapped,
-    summed_loss,
 )
 from headrace.adopt.held_weights import HeldWeights, require_linear_hooks, share_weights
 from headrace.adopt.labels import logits_of, result_tensors
@@ -161,7 +161,7 @@ class AxisModel:
         self._main_input = next(iter((*taken, *inputs_with_axis)), None)
         self._watch = CallWatch()
         self._hooks_seen = dict[int, Any]()  # hooks on gradients that were looked at, by id
-        self._summed = SummedGradients()
+        self._summed, self._summed_backward = SummedGradients(), SummedBackward(model)
         self._weights_are_alike = False  # whether all ranks were given the same weights
         self._author_compiles = bool(compiled_within(model))  # inputs of graphs are plain tensors
         weakref.finalize(self, self._watch.close)
@@ -749,6 +749,7 @@ class AxisModel:
                 out = self._run(inputs)
         finally:
             self._manager.spread = spread_before
+        self._summed_backward.require(result_tensors(out))
         return self._spread_in_backward(out, self._manager.at_work)
 
     def _run(self, inputs: Mapping[str, Any]) -> Any:
@@ -840,7 +841,7 @@ class AxisModel:
             with self._watch.during("backward"):
                 with guards.noting() if is_due else nullcontext():
                     whole = loss / len(shards.members) if alike else loss
-                    summed_loss(self.model, whole).backward()
+                    self._summed_backward.run(whole)
                 if is_due:
                     counts_often = guards.counts_for_every_rank(_sharers(shards))
         finally:

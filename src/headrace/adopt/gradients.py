@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,13 @@ from headrace.comm.waiting import Transfer
 from headrace.errors import ModelError
 
 __all__ = [
+    "SummedBackward",
     "SummedGradients",
     "add_plainly",
     "add_up",
     "gradient_error",
     "is_wrapped",
     "require_known_wrapper",
-    "summed_loss",
 ]
 
 _BUCKET_BYTES = 32 << 20
@@ -66,11 +66,37 @@ def require_known_wrapper(model: torch.nn.Module) -> None:
     )
 
 
-def summed_loss(model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
-    """The loss to run the backward of, so that gradients are sums over ranks: under DDP ``loss``
-    times the number of ranks, as DDP divides its sums by that; else ``loss`` itself."""
-    averaged = isinstance(model, DistributedDataParallel)
-    return loss * dist.get_world_size() if averaged else loss
+class SummedBackward:
+    """Runs backwards of a ``model`` so that gradients are sums over ranks. DDP divides its sums by
+    the number of ranks, so losses are multiplied by it, and backwards that are begun otherwise are
+    refused."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Nothing runs yet."""
+        self._averaged, self._runs = isinstance(model, DistributedDataParallel), False
+
+    def run(self, loss: torch.Tensor) -> None:
+        """Run the backward of a loss."""
+        self._runs = True
+        try:
+            (loss * dist.get_world_size() if self._averaged else loss).backward()
+        finally:
+            self._runs = False
+
+    def require(self, results: Iterable[torch.Tensor]) -> None:
+        """Have any other backward of the model's ``results`` raise ModelError, under DDP."""
+        for result in results if self._averaged else ():
+            if result.grad_fn is not None:
+                result.grad_fn.register_prehook(self._refuse)
+
+    def _refuse(self, _: Sequence[torch.Tensor]) -> None:
+        """The hook before the backward of a result."""
+        if not self._runs:
+            raise ModelError(
+                "loss.backward() of a model under DDP",
+                got="gradients that DDP divides by the number of ranks",
+                wanted="run.backward(loss), which undoes it",
+            )
 
 
 def add_plainly(model: torch.nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 
-from headrace.errors import ModelError
+from headrace.errors import DataError, ModelError
 from headrace.ops.fused import widened
 from headrace.ops.loss import IGNORED, head_loss
 from headrace.spec.model_shape import HEAD_CHUNK_TOKENS
@@ -34,6 +34,7 @@ __all__ = [
     "loss_of",
     "own_loss_error",
     "predicted",
+    "require_labels",
     "result_tensors",
 ]
 
@@ -116,6 +117,25 @@ def logits_of(outputs: Any) -> torch.Tensor:
         wanted="logits of its tokens",
         hint="a tensor, a tuple that has one, or an attribute 'logits' or 'last_hidden_state'",
     )
+
+
+def require_labels(batch: Mapping[str, torch.Tensor], kind: Labels) -> None:
+    """Raise DataError for labels, not shifted yet, that the plain model predicts from padding:
+    what it makes of padding, which sees other tokens, differs from what a spread model makes."""
+    labels, mask = batch.get("labels"), batch.get("attention_mask")
+    if labels is None or mask is None or labels.shape != mask.shape:
+        return
+    from_padding = (labels != IGNORED) & (mask == 0)
+    if kind == "next":
+        from_padding = (labels[:, 1:] != IGNORED) & (mask[:, :-1] == 0)
+    if bool(from_padding.any()):
+        raise DataError(
+            "labels",
+            got=f"{int(from_padding.sum())} that are predicted from padding",
+            wanted=f"{IGNORED} there",
+            hint="labels.masked_fill(attention_mask == 0, -100)"
+            + (", and -100 for a row's first token behind padding" if kind == "next" else ""),
+        )
 
 
 def result_tensors(outputs: Any) -> Iterator[torch.Tensor]:

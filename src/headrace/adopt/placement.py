@@ -306,6 +306,8 @@ def require_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> None:
     if tokens not in batch or batch[tokens].dim() != 2:
         raise SpecError("batch", got=", ".join(batch) or "nothing", wanted=f"{tokens} [b, S]")
     rows, width = batch[tokens].shape
+    if not rows or not width:
+        raise DataError(f"input {tokens}", got=f"[{rows}, {width}]", wanted="a token or more")
     for name, value in batch.items():
         shared = name == "position_ids" and tuple(value.shape) == (1, width)  # by all rows
         if tuple(value.shape[:2]) != (rows, width) and not shared:

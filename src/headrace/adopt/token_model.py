@@ -45,12 +45,12 @@ from headrace.adopt.call_arguments import (
 from headrace.adopt.entry_points import ChosenLevels, EntryPointName, entry_point_of
 from headrace.adopt.first_step import FirstStep, compare_first_step, ranks_that_add_up
 from headrace.adopt.gradients import (
+    SummedBackward,
     SummedGradients,
     add_plainly,
     add_up,
     is_wrapped,
     require_known_wrapper,
-    summed_loss,
 )
 from headrace.adopt.held_weights import HeldWeights, require_linear_hooks, share_weights
 from headrace.adopt.labels import (
@@ -63,6 +63,7 @@ from headrace.adopt.labels import (
     logits_of,
     loss_of,
     predicted,
+    require_labels,
     result_tensors,
 )
 from headrace.adopt.model_layers import Layers, find_layers
@@ -272,7 +273,7 @@ class TokenModel:
         self._last_called: Placement | None = None  # of the last batch that a forward was run on
         self._part: BatchPart | None = None  # the part given to take(), until release()
         self._hooks_seen = dict[int, Any]()  # hooks on gradients that were looked at, by id
-        self._summed = SummedGradients()
+        self._summed, self._summed_backward = SummedGradients(), SummedBackward(model)
         self._fsdp_sums = False  # whether FSDP2 was told to sum gradients
         self._reader: TokenReader | None = None  # made for the first item that is read
         self.label_place: LabelPlace | None = None
@@ -394,6 +395,7 @@ class TokenModel:
         batch = named_labels(tensors_of(self._without_embedded(batch)), self._label_name)
         require_tokens(batch, self.tokens)
         require_documents(batch)
+        require_labels(batch, self.labels)
         world = dist.get_world_size() if self._groups is not None else 1
         blocks = replica_blocks(world, replicas)
         members = blocks[0] if ranks is None else tuple(ranks)  # one block has all ranks
@@ -588,6 +590,7 @@ class TokenModel:
                     outputs = self._with_loss(self._call_with(self._entry.call, **inputs), labels)
         finally:
             self._slot.take(before)
+        self._summed_backward.require(result_tensors(outputs))
         return self._with_backward_hooks(outputs, placement)
 
     def install(self) -> Callable[[], None]:
@@ -762,7 +765,7 @@ class TokenModel:
         """
         self._summed.require_dropped(self.model)
         with self._watch.during("backward"):
-            summed_loss(self.model, loss).backward()
+            self._summed_backward.run(loss)
 
     def checked_backward(self, loss: torch.Tensor) -> None:
         """Run the backward of a loss in a loop. No tensor of the model is known to be alike on

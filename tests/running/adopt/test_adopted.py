@@ -481,7 +481,7 @@ class Levelled(torch.nn.Module):
 def test_names_that_checkpoints_have() -> None:
     """Catches arguments of a block that are taken for those of its checkpoint."""
     block, x = Levelled(), torch.randn(2, 4, requires_grad=True)
-    levels = WrappedLevels([block], lambda forward, *args, **named: forward(*args, **named))
+    levels = WrappedLevels([block], lambda f, *args, **named: f(*args, **named), lambda f: f)
     levels.choose(["full"])
     found = block(x, level=3, debug=True)
     (grad,) = torch.autograd.grad(found.sum(), x)

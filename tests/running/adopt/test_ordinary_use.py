@@ -24,7 +24,8 @@ from headrace.cli.foreign_models import foreign_model
 from headrace.errors import DataError, ModelError, SpecError
 from headrace.ops.loss import IGNORED
 from ranks import run_ranks
-from running.adopt.foreign import Gpt, drawn, gpt
+from running.adopt.axial import DIMS, stages, table
+from running.adopt.foreign import Gpt, drawn, gpt, llama
 from spread import whole
 
 transformers = pytest.importorskip("transformers")
@@ -1101,3 +1102,66 @@ def adapted() -> float:
 def test_an_adapter_takes_what_its_model_takes() -> None:
     """Catches arguments that are taken for the only ones of a forward."""
     assert max(run_ranks(2, adapted)) < 1e-6  # norms of transformers are single precision
+
+
+def of_padding(side: str, loose: bool) -> Any:
+    """The error of a batch with padding, or what is said of labels that padding predicts."""
+    model, plain = llama(), llama()
+    batch, mask = tokens(2, 21), torch.ones(2, 21, dtype=torch.long)
+    padded = slice(0, 7) if side == "left" else slice(15, 21)
+    mask[0, padded] = 0
+    batch["labels"] = batch["input_ids"].masked_fill(mask == 0, IGNORED)
+    if side == "left" and not loose:
+        batch["labels"][0, 7] = IGNORED
+    elif side == "right" and loose:
+        batch["labels"] = batch["input_ids"]
+    run = hr.compile(model)
+    batch["attention_mask"] = mask
+    try:
+        part = run.shard(batch)
+    except DataError as error:
+        return str(error)
+    loss = run(**part.inputs).loss
+    run.backward(loss)
+    plain(**batch).loss.backward()
+    run.add_up(loss)
+    return float((model.lm_head.weight.grad - plain.lm_head.weight.grad).abs().max())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_labels_that_padding_predicts_are_refused(side: str) -> None:
+    """Catches labels of padding, and of the first token behind it, that count in a plain model,
+    whose padding sees the tokens before it."""
+    assert max(run_ranks(2, of_padding, side, False)) < 1e-6
+    for said in run_ranks(2, of_padding, side, True):
+        assert said.startswith(f"labels: got {1 if side == 'left' else 5} that are predicted from")
+
+
+def test_rows_without_tokens_are_named() -> None:
+    """Catches a traceback from the depths."""
+    with pytest.raises(DataError, match=r"input ids: got \[2, 0\], wanted a token or more"):
+        hr.compile(gpt()).shard({"ids": torch.zeros(2, 0, dtype=torch.long)})
+
+
+def backward_of_ddp(how: str) -> str:
+    """What is said of a backward that the spread model does not run itself."""
+    model: Any = DistributedDataParallel(gpt() if how == "tokens" else table())
+    if how == "tokens":
+        run: Any = hr.compile(model)
+        loss = run(**run.shard(drawn(2, 21)).inputs)[1]
+    else:
+        x = torch.ones(2, 5, 4, 6, 8, dtype=torch.float64)
+        run = hr.adapt(model, stages=stages(returns=False), inputs={"x": DIMS}, axis="i", batch="b")
+        loss = run(**run.shard({"x": x})).sum()
+    with pytest.raises(ModelError) as error:
+        loss.backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("how", ["tokens", "axes"])
+def test_means_of_ddp_are_refused(how: str) -> None:
+    """Catches gradients that DDP has divided by the ranks: half of what they are on two."""
+    for said in run_ranks(2, backward_of_ddp, how):
+        assert (
+            "gradients that DDP divides by the number of ranks, wanted run.backward(loss)" in said
+        )

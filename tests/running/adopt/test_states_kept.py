@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import headrace as hr
 from ranks import run_ranks
 from running.adopt.axial import DIMS, stages, table
-from running.adopt.foreign import Gpt, drawn, gpt
+from running.adopt.foreign import Gpt, drawn, gpt, llama
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -29,20 +29,6 @@ class Sliced(Gpt):
         for block in self.blocks:
             x = checkpoint(lambda y, b=block: b(y) * 1.5, x, use_reentrant=False)
         return (self.norm(x) @ self.token.weight.t(),)
-
-
-def llama() -> Any:
-    """A small Llama in fp64, alike on all ranks."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return transformers.LlamaForCausalLM(config).double()
 
 
 def sliced() -> Gpt:
