@@ -51,6 +51,7 @@ from headrace.adopt.gradients import (
 )
 from headrace.adopt.held_weights import HeldWeights, require_linear_hooks, share_weights
 from headrace.adopt.labels import logits_of, result_tensors
+from headrace.adopt.own_losses import OwnLosses, Parted
 from headrace.adopt.placement import fingerprint, replica_blocks
 from headrace.adopt.replaced_calls import compiled_within
 from headrace.adopt.samples import numbers_of
@@ -161,6 +162,10 @@ class AxisModel:
         self._main_input = next(iter((*taken, *inputs_with_axis)), None)
         self._watch = CallWatch()
         self._hooks_seen = dict[int, Any]()  # hooks on gradients that were looked at, by id
+        self._own_losses = OwnLosses(
+            "error.square().sum() / target.numel() of the whole target; a mean over as many places "
+            "on every rank, or over a rank's samples, counts loss * run.share"
+        )
         self._summed, self._summed_backward = SummedGradients(), SummedBackward(model)
         self._weights_are_alike = False  # whether all ranks were given the same weights
         self._author_compiles = bool(compiled_within(model))  # inputs of graphs are plain tensors
@@ -781,7 +786,32 @@ class AxisModel:
             is_own_loss = not value.dim() and (was_probed or shards.across is not None)
             if alike and (is_own_loss or shards.group is not None):
                 self._guarded(value, own=is_own_loss, known=was_probed or is_own_loss)
+        if self.ranks > 1:
+            parts = (
+                self._part_of(x, shards, alike) for x, alike in zip(values, flags, strict=True)
+            )
+            self._own_losses.note(zip(values, parts, strict=True))
         return out
+
+    def _part_of(self, x: torch.Tensor, shards: AxisShards, alike: bool) -> Parted | None:
+        """What part of the whole result a result ``x`` of a forward on ``shards`` is, as its shape
+        tells; None where ranks have it ``alike``, or it is no tensor of samples."""
+        _, own_samples, _ = shards.samples
+        if not x.dim() or x.shape[0] != own_samples:
+            return None
+        if shards.group is None or alike:
+            apart = shards.across is not None
+            shape = tuple(x.shape)
+            return Parted(shape=shape, dims=(0,), word="samples", weighed=True) if apart else None
+        sizes = shards.sizes(shards.axis)
+        dims = tuple(d for d in range(1, x.dim()) if x.shape[d] == sizes[shards.rank])
+        return Parted(
+            shape=tuple(x.shape),
+            dims=dims,
+            word="places",
+            known=len(dims) == 1,
+            weighed=len(set(sizes)) == 1,
+        )
 
     def _guarded(self, x: torch.Tensor, *, own: bool = False, known: bool = True) -> torch.Tensor:
         """Guard a tensor ``x`` that ranks have alike, or of which that is not ``known``
@@ -830,6 +860,8 @@ class AxisModel:
         shards, guards = self._manager.at_work, self._guards
         axis = shards.axis
         self._alike_of_backwards.add(alike)
+        if self.ranks > 1 and not alike:
+            self._own_losses.require_sum(loss, _sharers(shards), weighed=guards.divides)
         if guards.made and not guards.divides:
             _, own_samples, all_samples = shards.samples
             parts = all_samples / max(1, own_samples)

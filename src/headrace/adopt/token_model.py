@@ -69,6 +69,7 @@ from headrace.adopt.labels import (
 from headrace.adopt.model_layers import Layers, find_layers
 from headrace.adopt.operators import ModelSlot, StandIn
 from headrace.adopt.own_hooks import hook_after, hook_before
+from headrace.adopt.own_losses import OwnLosses, Parted
 from headrace.adopt.placement import (
     EXCHANGES,
     Exchange,
@@ -270,9 +271,15 @@ class TokenModel:
         # The whole batch, inputs [b, S, ...] by name, behind each local tensor of token ids.
         batches: MutableMapping[torch.Tensor, dict[str, torch.Tensor]] = WeakIdKeyDictionary()
         self._batch_by_tokens = batches
+        # This rank's labels [b, s_r], in the places that predict them, for its token ids.
+        self._labels_by_tokens: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
         self._last_called: Placement | None = None  # of the last batch that a forward was run on
         self._part: BatchPart | None = None  # the part given to take(), until release()
         self._hooks_seen = dict[int, Any]()  # hooks on gradients that were looked at, by id
+        self._own_losses = OwnLosses(
+            "run.loss(logits, part.labels), or reduction='sum' and / part.targets; "
+            "part.labels are in the places that predict them, run.mean(values) is over all tokens"
+        )
         self._summed, self._summed_backward = SummedGradients(), SummedBackward(model)
         self._fsdp_sums = False  # whether FSDP2 was told to sum gradients
         self._reader: TokenReader | None = None  # made for the first item that is read
@@ -395,7 +402,6 @@ class TokenModel:
         batch = named_labels(tensors_of(self._without_embedded(batch)), self._label_name)
         require_tokens(batch, self.tokens)
         require_documents(batch)
-        require_labels(batch, self.labels)
         world = dist.get_world_size() if self._groups is not None else 1
         blocks = replica_blocks(world, replicas)
         members = blocks[0] if ranks is None else tuple(ranks)  # one block has all ranks
@@ -417,6 +423,7 @@ class TokenModel:
             self.prepare(blocks)
         self._watch.count()
         documents = documents_of(batch, self.tokens)
+        require_labels(batch, self.labels)
         with self._watch.during("sharding"):
             agree(
                 f"batch of ranks {members}",
@@ -493,6 +500,8 @@ class TokenModel:
         inputs = {name: self._of_part(to_device(x, device)) for name, x in inputs.items()}
         labels = None if labels is None else to_device(labels, device)
         self._placement_by_tokens[inputs[self.tokens]] = placement
+        if labels is not None:
+            self._labels_by_tokens[inputs[self.tokens]] = labels
         rest = {name: plain(inputs.pop(name)) for name in [*inputs] if not self._takes_field(name)}
         if labels is not None and (self._from_transformers or self._takes_labels):
             inputs[self._label_name] = labels
@@ -558,8 +567,8 @@ class TokenModel:
                 got=f"{type(args[0]).__name__} without a name",
                 wanted="run(**part.inputs)",
             )
+        labelled = inputs.get(self._label_name) is not None
         if self._from_transformers:
-            labelled = inputs.get(self._label_name) is not None
             refuse_arguments(inputs, self.tokens, labelled=labelled)
         placement = None
         if isinstance(inputs.get(self.tokens), torch.Tensor):
@@ -572,6 +581,7 @@ class TokenModel:
                 hint="give a shard's inputs as they are; move a batch before it is sharded",
             )
         self._require_position_ids(inputs)
+        self._require_labels(inputs, placement)
         if self.inner.training not in self._probed_modes:  # train() or eval() since shard()
             lengths = [placement.tokens.lengths]
             together = placement.tokens.ranks == self._world
@@ -591,6 +601,17 @@ class TokenModel:
         finally:
             self._slot.take(before)
         self._summed_backward.require(result_tensors(outputs))
+        if self._world > 1:
+            results = [*result_tensors(outputs)]
+            size = placement.rows, placement.width
+            apart = placement.tokens.ranks > 1 and placement.width > 1
+            is_part = [apart and tuple(x.shape[:2]) == size for x in results]
+            self._own_losses.note(
+                (x, Parted(shape=tuple(x.shape), dims=(1,)) if part else None)
+                for x, part in zip(results, is_part, strict=True)
+            )
+            own = None if labelled else self._labels_by_tokens.get(inputs[self.tokens])
+            self._own_losses.note_labels(results, own)
         return self._with_backward_hooks(outputs, placement)
 
     def install(self) -> Callable[[], None]:
@@ -764,6 +785,9 @@ class TokenModel:
             ModelError: Where the gradients of the step before are still there, summed over ranks.
         """
         self._summed.require_dropped(self.model)
+        now = self._last_called
+        if self._world > 1 and now is not None:
+            self._own_losses.require_sum(loss, now.group, targets=now.targets or 0)
         with self._watch.during("backward"):
             self._summed_backward.run(loss)
 
@@ -1089,6 +1113,25 @@ class TokenModel:
                 f"(micro.inputs[{self.tokens!r}].masked_fill_(...))",
             )
         self._require_position_ids(given)
+
+    def _require_labels(self, inputs: Mapping[str, Any], placement: Placement) -> None:
+        """Raise ModelError for labels that are not those of the part: token ids would be labels of
+        their own places, and the targets of the step others. Collective where they are other
+        tensors."""
+        given = inputs.get(self._label_name)
+        wanted = self._labels_by_tokens.get(inputs[self.tokens])
+        if not isinstance(given, torch.Tensor) or given is wanted:
+            return
+        differ = wanted is None or not _is_same_tensor(plain(given), plain(wanted))
+        if not any(row[0] for row in gather_floats([differ], placement.group)):
+            return
+        raise ModelError(
+            f"{self._label_name} of a part",
+            got="others than shard() gave" if wanted is not None else "some, and none in its batch",
+            wanted="those of the part",
+            hint="give shard() the labels of the batch: it moves them to the places that predict "
+            "them, over borders of ranks, and counts the targets of the step",
+        )
 
     def _require_position_ids(self, arguments: Mapping[str, Any]) -> None:
         """Raise ModelError for inputs of a part without ``position_ids``: the model would count

@@ -304,8 +304,9 @@ def test_checkpoints_repeat_no_traffic() -> None:
     """Catches switches within what is computed again."""
     pytest.importorskip("diffusers")
     plain, plain_back, forward, back = run_ranks(2, recomputed_bytes)[0]
-    assert back == forward > 0
-    assert plain_back == plain
+    told = 8  # of a first backward ranks tell each other whether they refuse the loss
+    assert back - told == forward > 0
+    assert plain_back - told == plain
 
 
 def compiled(how: str) -> list[float]:
@@ -670,3 +671,57 @@ def test_ranks_that_have_not_met_are_told(make: Any, monkeypatch: pytest.MonkeyP
         make(table())
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert make(table()) is not None
+
+
+MADE: dict[str, Any] = {
+    "mean": lambda out: out.square().mean(),
+    "mean squares": lambda out: torch.nn.functional.mse_loss(out, torch.zeros_like(out)),
+    "means of samples": lambda out: out.square().mean(dim=(1, 2, 3, 4)).sum(),
+    "half of the features": lambda out: out.chunk(2, dim=-1)[0].square().mean(),
+    "first": lambda out: out[:, 0].sum(),
+    "shifted": lambda out: (out[:, 1:] - out[:, :-1]).square().sum(),
+    "sum": lambda out: out.square().sum(),
+    "over features": lambda out: out.square().mean(-1).sum(),
+    "mean of samples": lambda out: out.square().sum(dim=(1, 2, 3, 4)).mean(),
+}
+"""Losses of a result, [b, i, j, k, c], of which every rank has some places of i."""
+
+
+def said_of_loss(how: str, places: int, shares: bool, samples: int) -> str:
+    """What is said of a loss of some places, which is weighed by this rank's share or not."""
+    run = adapted(table(), returns=True)
+    out = run(**run.shard({"x": drawn(1, samples, places, 4, 6)}))
+    loss = MADE[how](out) * (run.share if shares else 1)
+    try:
+        run.backward(loss)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "places", "shares", "samples", "says"),
+    [
+        ("mean", 5, False, 1, "a mean over places"),
+        ("mean squares", 6, False, 1, "a mean over places"),
+        ("means of samples", 5, False, 1, "a mean over places"),
+        ("half of the features", 5, False, 1, "a mean over places"),
+        ("mean", 5, True, 1, "a mean over places"),  # of 3 and 2
+        ("mean", 1, False, 2, "a mean over samples"),
+        ("first", 5, False, 1, "one of the places"),
+        ("shifted", 5, False, 1, "some of the places"),
+        ("mean", 8, True, 1, ""),
+        ("mean", 1, True, 2, ""),
+        ("sum", 5, False, 1, ""),
+        ("over features", 5, False, 1, ""),
+        ("mean of samples", 5, False, 1, ""),
+        ("mean of samples", 5, False, 2, "a mean over samples"),  # each rank has one
+    ],
+)
+def test_losses_that_are_wrong_of_places_are_refused(
+    how: str, places: int, shares: bool, samples: int, says: str
+) -> None:
+    """Catches losses of one rank's places that are none of all places when they are added up, and
+    right ones that are refused."""
+    for said in run_ranks(2, said_of_loss, how, places, shares, samples):
+        assert said.startswith(f"loss of a part: got {says}") if says else not said

@@ -1165,3 +1165,95 @@ def test_means_of_ddp_are_refused(how: str) -> None:
         assert (
             "gradients that DDP divides by the number of ranks, wanted run.backward(loss)" in said
         )
+
+
+def own_loss(run: Any, part: Any, how: str) -> torch.Tensor:
+    """A loss that is right in one process, made of a part's results; three are right of a part."""
+    inputs = {k: v for k, v in part.inputs.items() if k != "labels"}
+    logits, labels = run(**inputs).logits, part.labels
+    flat, kept = logits.flatten(0, 1), labels.flatten() != IGNORED
+    each = f.cross_entropy(flat, labels.flatten(), reduction="none")
+    losses = {
+        "mean": lambda: f.cross_entropy(flat, labels.flatten()) + 1e-3 * logits.square().sum(),
+        "mean in two dims": lambda: f.cross_entropy(logits.transpose(1, 2), labels),
+        "divided by hand": lambda: each.sum() / kept.sum(),
+        "mean of those with a label": each[kept].mean,
+        "squares": lambda: f.mse_loss(logits, torch.zeros_like(logits)),
+        "pooled": lambda: logits.mean(1).square().sum(),
+        "last": lambda: logits[:, -1].square().sum(),
+        "shifted": lambda: (logits[:, 1:] - logits[:, :-1]).square().sum(),
+        "largest": lambda: logits.amax(1).sum(),
+        "of sums": lambda: -f.logsigmoid(each.view_as(labels).sum(1)).sum(),
+        "quotient": lambda: each.sum() / logits.square().sum(),
+        "in two calls": lambda: logits.square().mean() + run(**inputs).logits.square().sum(),
+        "sum": lambda: each.sum() / part.targets,
+        "balance": lambda: run.share * run.mean(logits).square().sum().sqrt(),
+        "over features": lambda: logits.square().mean(-1).sum() + logits[..., 1:].sum(),
+        "rows": lambda: (each.view_as(labels).sum(1) * torch.ones(2)).mean() / part.targets,
+    }
+    return losses[how]()
+
+
+def said_of_own_loss(how: str) -> str:
+    """What is said of a loss before its backward."""
+    run = hr.compile(llama())
+    loss = own_loss(run, run.shard(tokens(2, 22)), how)
+    try:
+        run.backward(loss)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+WRONG = {
+    "mean": "a mean over tokens",
+    "mean in two dims": "the mean cross entropy",
+    "divided by hand": "the mean cross entropy",
+    "mean of those with a label": "the mean cross entropy",
+    "squares": "a mean over tokens",
+    "pooled": "a mean over tokens",
+    "last": "one of the tokens",
+    "shifted": "some of the tokens",
+    "largest": "a maximum over tokens",
+    "of sums": "LogSigmoid of sums over tokens",
+    "quotient": "Div of sums over tokens",
+    "in two calls": "a mean over tokens",
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_losses_that_are_wrong_of_parts_are_refused(how: str) -> None:
+    """Catches losses of one rank's tokens that are none of all tokens when they are added up."""
+    for said in run_ranks(2, said_of_own_loss, how):
+        assert said.startswith(f"loss of a part: got {WRONG[how]}")
+
+
+@pytest.mark.parametrize("how", ["sum", "over features", "rows", "balance"])
+def test_losses_that_are_right_of_parts_are_taken(how: str) -> None:
+    """Catches what is refused because it looks like a mean over tokens."""
+    assert run_ranks(2, said_of_own_loss, how) == ["", ""]
+
+
+def labels_of_ones_own(how: str) -> str:
+    """What is said of labels that are not those of the part."""
+    run, batch = hr.compile(llama()), tokens(2, 21)
+    part = run.shard({k: v for k, v in batch.items() if k != "labels" or how != "none sharded"})
+    inputs = dict(part.inputs)
+    changed = {
+        "token ids": inputs["input_ids"].clone,
+        "fewer": lambda: inputs["labels"].masked_fill(inputs["labels"] % 5 == 0, IGNORED),
+        "none sharded": lambda: inputs["input_ids"],
+        "the same": inputs["labels"].clone if "labels" in inputs else list,
+    }
+    try:
+        run(**{**inputs, "labels": changed[how]()})
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["token ids", "fewer", "none sharded", "the same"])
+def test_labels_that_are_not_the_parts(how: str) -> None:
+    """Catches labels in places that do not predict them, and others than the targets counted."""
+    for said in run_ranks(2, labels_of_ones_own, how):
+        assert said.startswith("labels of a part: got") == (how != "the same")
