@@ -49,7 +49,7 @@ from headrace.adopt.gradients import (
     add_up,
     is_wrapped,
 )
-from headrace.adopt.held_weights import HeldWeights, require_linear_hooks, share_weights
+from headrace.adopt.held_weights import AlikeWeights, require_linear_hooks
 from headrace.adopt.labels import logits_of, result_tensors
 from headrace.adopt.own_losses import OwnLosses, Parted
 from headrace.adopt.placement import fingerprint, replica_blocks
@@ -167,7 +167,7 @@ class AxisModel:
             "on every rank, or over a rank's samples, counts loss * run.share"
         )
         self._summed, self._summed_backward = SummedGradients(), SummedBackward(model)
-        self._weights_are_alike = False  # whether all ranks were given the same weights
+        self._alike_weights = AlikeWeights(model)
         self._author_compiles = bool(compiled_within(model))  # inputs of graphs are plain tensors
         weakref.finalize(self, self._watch.close)
 
@@ -327,10 +327,7 @@ class AxisModel:
         with self._watch.during("sharding"):
             if groups is not None:
                 self._watch.begin(groups)
-                if not self._weights_are_alike:
-                    held = HeldWeights.of(self.model, groups.ranks)
-                    share_weights(held, groups, warnings.warn)
-                    self._weights_are_alike = True
+                self._alike_weights.require(groups, warnings.warn)
                 # Replicas may split their samples differently, and all ranks make the same groups.
                 any_needed = [some for block in blocks for some in self.groups_of(block)]
                 groups.prepare(needed if replicas == 1 else any_needed)

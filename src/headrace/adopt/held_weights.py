@@ -30,7 +30,19 @@ from headrace.comm.mesh import Groups
 from headrace.errors import ModelError
 from headrace.spec.plan import Semantics
 
-__all__ = ["HeldWeights", "bytes_now", "require_linear_hooks", "share_weights", "state_bytes"]
+__all__ = [
+    "AlikeWeights",
+    "HeldWeights",
+    "bytes_now",
+    "require_linear_hooks",
+    "share_weights",
+    "state_bytes",
+]
+
+_OFTEN = 8
+"""Batches before which weights are compared each time."""
+_FEW, _ELEMENTS = 8, 4_096
+"""About so many parameters are compared, and of each so many elements at most."""
 
 _STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Adam": 2, "AdamW": 2, "RAdam": 2, "Adamax": 2}
 """How many tensors of a parameter's size optimizers keep for it, by the names of their classes."""
@@ -210,6 +222,44 @@ def _require_alike_embeddings(model: torch.nn.Module) -> None:
             continue
         got, wanted, hint = what
         raise ModelError(f"embedding {name}", got=got, wanted=wanted, hint=hint)
+
+
+class AlikeWeights:
+    """Sees to it that all ranks have the weights of rank 0 before the first batch of a ``model``,
+    and compares some of them before later ones: they differ where gradients were not summed."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """No batch was there yet."""
+        self._model, self._batches = model, 0
+
+    def require(self, groups: Groups, say: Callable[[str], object]) -> None:
+        """Before a batch: give ranks the weights of rank 0 at first, by :func:`share_weights`;
+        raise ModelError on all ranks where they differ later. The first batches are looked at, and
+        later those whose number is a power of two. Collective."""
+        number, self._batches = self._batches, self._batches + 1
+        if not number:
+            share_weights(HeldWeights.of(self._model, groups.ranks), groups, say)
+        elif groups.ranks > 1 and (number <= _OFTEN or not number & (number - 1)):
+            checksums = json.dumps([_checksum(x) for x in self._few()]).encode()
+            by_rank = gather_bytes(checksums, groups.world)
+            if any(of_rank != by_rank[0] for of_rank in by_rank):
+                raise ModelError(
+                    "weights of the model",
+                    got="others than on rank 0",
+                    wanted="the same on all ranks",
+                    hint="run.add_up(loss) sums the gradients of all ranks: call it after the last "
+                    "backward of a step, before the optimizer's step",
+                )
+
+    def _few(self) -> list[torch.Tensor]:
+        """The first elements of some parameters that are trained and that every rank has whole."""
+        whole = [
+            p.detach()
+            for p in self._model.parameters()
+            if p.requires_grad and not isinstance(p, (DTensor, FakeTensor))
+        ]
+        every = max(1, len(whole) // _FEW)
+        return [x.reshape(-1)[:_ELEMENTS] for x in whole[::every]]
 
 
 def share_weights(held: HeldWeights, groups: Groups, say: Callable[[str], object]) -> None:

@@ -52,7 +52,7 @@ from headrace.adopt.gradients import (
     is_wrapped,
     require_known_wrapper,
 )
-from headrace.adopt.held_weights import HeldWeights, require_linear_hooks, share_weights
+from headrace.adopt.held_weights import AlikeWeights, require_linear_hooks
 from headrace.adopt.labels import (
     Labels,
     LossHead,
@@ -288,8 +288,7 @@ class TokenModel:
         self._hooks.callback(hook_before(inner, self._refuse_sharded, named=True))
         # Watches for lost ranks, unless a training loop does so itself.
         self._watch, self._watches = CallWatch(), True
-        # Whether all ranks were given the same weights; a training loop sees to that itself.
-        self._weights_are_alike = False
+        self._alike_weights = AlikeWeights(model)  # a training loop sees to them itself
         weakref.finalize(self, self._watch.close)
 
     @property
@@ -353,15 +352,9 @@ class TokenModel:
         if self._groups is not None:
             if self._watches:
                 self._watch.begin(self._groups)
-                self._share_weights(self._groups)
+                self._alike_weights.require(self._groups, warnings.warn)
             parts_of_groups = [part for ranks in groups for part in group_parts(ranks)]
             self._groups.prepare(parts_of_groups)
-
-    def _share_weights(self, groups: Groups) -> None:
-        """Before the first batch give all ranks the weights of rank 0. Collective."""
-        if not self._weights_are_alike:
-            share_weights(HeldWeights.of(self.model, groups.ranks), groups, warnings.warn)
-        self._weights_are_alike = True
 
     def shard(
         self,

@@ -1257,3 +1257,40 @@ def test_labels_that_are_not_the_parts(how: str) -> None:
     """Catches labels in places that do not predict them, and others than the targets counted."""
     for said in run_ranks(2, labels_of_ones_own, how):
         assert said.startswith("labels of a part: got") == (how != "the same")
+
+
+def trained_apart(how: str, adds_up: bool) -> list[str]:
+    """What is said of batches of a loop that sums gradients over ranks, or forgets to."""
+    said: list[str] = []
+    if how == "tokens":
+        model: Any = gpt()
+        run: Any = hr.compile(model)
+        batch = drawn(2, 21)
+    else:
+        model = table()
+        run = hr.adapt(model, stages=stages(returns=True), inputs={"x": DIMS}, axis="i", batch="b")
+        batch = {"x": torch.arange(1.0 * 5 * 4 * 6 * 8).sin().double().view(1, 5, 4, 6, 8)}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for _ in range(3):
+        try:
+            part = run.shard(batch)
+        except ModelError as error:
+            said.append(str(error))
+            continue
+        out = run(**part.inputs)
+        loss = out[1] if how == "tokens" else out.square().sum()
+        run.backward(loss)
+        if adds_up:
+            run.add_up(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("how", ["tokens", "axes"])
+def test_gradients_that_were_not_summed_are_noticed(how: str) -> None:
+    """Catches a loop that trains another model on every rank, and a right one that is refused."""
+    assert run_ranks(2, trained_apart, how, True) == [[], []]
+    for said in run_ranks(2, trained_apart, how, False):
+        assert len(said) == 2
+        assert said[0].startswith("weights of the model: got others than on rank 0")
