@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -39,7 +40,6 @@ _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Relative differences that means in another order may have; 1 % in half types."""
 
 _REDUCED = {"Mean": "a mean", "Std": "a deviation", "Var": "a variance"}
-_PICKED = {"Select": "one", "Slice": "some", "Unbind": "one"}
 _JOINED = {
     "Softmax": "a softmax",
     "LogSoftmax": "a softmax",
@@ -192,6 +192,8 @@ def _found(loss: torch.Tensor, *, weighed: bool) -> str:
     """What the graph between a ``loss`` and the results of forwards has that is wrong for parts;
     nothing where there is nothing, or the graph is too large. Means may be ``weighed``."""
     made_of = dict[Any, Parted]()  # a result that a node depends on
+    # What is taken of a node's result along a dim: [start, stop) of so many, each time.
+    taken: dict[tuple[Any, int], list[tuple[int, int, int]]] = {}
     for node in _nodes_before_results(loss.grad_fn):
         if _MARK in node.metadata:
             parted = node.metadata[_MARK]
@@ -203,11 +205,45 @@ def _found(loss: torch.Tensor, *, weighed: bool) -> str:
             said = "" if parted is None else _said_of(node, parted, given, weighed=weighed)
             if said:
                 return said
+            picked = None if parted is None else _picked(node, parted)
+            if picked is not None:
+                dim, *places = picked
+                taken.setdefault((node.next_functions[0][0], dim), []).append(tuple(places))
             if parted is not None and not parted.summed and _is_sum(node, parted):
                 parted = replace(parted, summed=True)
         if parted is not None:
             made_of[node] = parted
-    return ""
+    if all(map(_covers, taken.values())):
+        return ""
+    return "some of the places of one rank, by their numbers in its part"
+
+
+def _picked(node: Any, parted: Parted) -> tuple[int, int, int, int] | None:
+    """(dim, first, end, of how many) of the places that a node takes of a part; None where it takes
+    all or none."""
+    kind, shape = _kind(node), _shape_of(node)
+    if kind not in ("Select", "Slice") or parted.summed or parted.word == "samples":
+        return None
+    along = [] if shape is None else parted.dims_in(shape)
+    dim = next(iter(_dims_of(node, len(shape or ()))))
+    if shape is None or dim not in along:
+        return None
+    size = shape[dim]
+    if kind == "Select":
+        at = _signed(node._saved_index) % size  # noqa: SLF001
+        return dim, at, at + 1, size
+    start, end = _signed(node._saved_start), _signed(node._saved_end)  # noqa: SLF001
+    start, end = (min(max(at + size if at < 0 else at, 0), size) for at in (start, end))
+    return dim, start, end if node._saved_step == 1 else start, size  # noqa: SLF001
+
+
+def _covers(taken: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether the places [start, stop) of so many that were taken are all, each taken once: a loss
+    in chunks, or slices of everything."""
+    size = taken[0][2]
+    parts = sorted((start, stop) for start, stop, _ in taken if (start, stop) != (0, size))
+    borders = [(0, 0), *parts, (size, size)] if parts else []
+    return all(one[1] == other[0] for one, other in pairwise(borders))
 
 
 def _nodes_before_results(last: Any) -> list[Any]:
@@ -264,10 +300,6 @@ def _said_of(node: Any, parted: Parted, given: Sequence[Parted | None], *, weigh
         return ""
     if parted.word == "samples" and not (is_mean or kind in _REDUCED):
         return ""
-    if kind == "Slice" and _is_whole(node, shape[along[0]]):
-        return ""
-    if kind in _PICKED:
-        return f"{_PICKED[kind]} of the {parted.word} of one rank, by their places in its part"
     made = "a mean" if is_mean else _REDUCED.get(kind) or _JOINED.get(kind)
     return f"{made} over {parted.word} of one rank" if made else ""
 
@@ -293,12 +325,6 @@ def _dims_of(node: Any, count: int) -> Iterator[int]:
     for dim in given if isinstance(given, tuple) else (given,):
         signed = _signed(dim)
         yield signed + count if signed < 0 else signed
-
-
-def _is_whole(node: Any, size: int) -> bool:
-    """Whether a slice of a dim of this size takes all of it, in steps of one."""
-    start, end = _signed(node._saved_start), _signed(node._saved_end)  # noqa: SLF001
-    return start == 0 and end >= size and node._saved_step == 1  # noqa: SLF001
 
 
 def _signed(number: int) -> int:

@@ -708,8 +708,8 @@ def said_of_loss(how: str, places: int, shares: bool, samples: int) -> str:
         ("half of the features", 5, False, 1, "a mean over places"),
         ("mean", 5, True, 1, "a mean over places"),  # of 3 and 2
         ("mean", 1, False, 2, "a mean over samples"),
-        ("first", 5, False, 1, "one of the places"),
-        ("shifted", 5, False, 1, "some of the places"),
+        ("first", 5, False, 1, "some of the places"),
+        ("shifted", 9, False, 1, "some of the places"),
         ("mean", 8, True, 1, ""),
         ("mean", 1, True, 2, ""),
         ("sum", 5, False, 1, ""),

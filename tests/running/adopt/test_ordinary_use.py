@@ -1188,6 +1188,8 @@ def own_loss(run: Any, part: Any, how: str) -> torch.Tensor:
         "in two calls": lambda: logits.square().mean() + run(**inputs).logits.square().sum(),
         "sum": lambda: each.sum() / part.targets,
         "balance": lambda: run.share * run.mean(logits).square().sum().sqrt(),
+        "chunks": lambda: logits[:, :4].sum() + logits[:, 4:].square().sum() + logits[:, :].sum(),
+        "places alone": lambda: sum(logits[:, at].sum() for at in range(logits.shape[1])),
         "over features": lambda: logits.square().mean(-1).sum() + logits[..., 1:].sum(),
         "rows": lambda: (each.view_as(labels).sum(1) * torch.ones(2)).mean() / part.targets,
     }
@@ -1212,8 +1214,8 @@ WRONG = {
     "mean of those with a label": "the mean cross entropy",
     "squares": "a mean over tokens",
     "pooled": "a mean over tokens",
-    "last": "one of the tokens",
-    "shifted": "some of the tokens",
+    "last": "some of the places",
+    "shifted": "some of the places",
     "largest": "a maximum over tokens",
     "of sums": "LogSigmoid of sums over tokens",
     "quotient": "Div of sums over tokens",
@@ -1228,7 +1230,9 @@ def test_losses_that_are_wrong_of_parts_are_refused(how: str) -> None:
         assert said.startswith(f"loss of a part: got {WRONG[how]}")
 
 
-@pytest.mark.parametrize("how", ["sum", "over features", "rows", "balance"])
+@pytest.mark.parametrize(
+    "how", ["sum", "over features", "rows", "balance", "chunks", "places alone"]
+)
 def test_losses_that_are_right_of_parts_are_taken(how: str) -> None:
     """Catches what is refused because it looks like a mean over tokens."""
     assert run_ranks(2, said_of_own_loss, how) == ["", ""]
