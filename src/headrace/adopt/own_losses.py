@@ -207,8 +207,9 @@ def _found(loss: torch.Tensor, *, weighed: bool) -> str:
                 return said
             picked = None if parted is None else _picked(node, parted)
             if picked is not None:
-                dim, *places = picked
-                taken.setdefault((node.next_functions[0][0], dim), []).append(tuple(places))
+                dim, start, stop, size = picked
+                places = taken.setdefault((node.next_functions[0][0], dim), [])
+                places.append((start, stop, size))
             if parted is not None and not parted.summed and _is_sum(node, parted):
                 parted = replace(parted, summed=True)
         if parted is not None:
@@ -224,9 +225,10 @@ def _picked(node: Any, parted: Parted) -> tuple[int, int, int, int] | None:
     kind, shape = _kind(node), _shape_of(node)
     if kind not in ("Select", "Slice") or parted.summed or parted.word == "samples":
         return None
-    along = [] if shape is None else parted.dims_in(shape)
-    dim = next(iter(_dims_of(node, len(shape or ()))))
-    if shape is None or dim not in along:
+    if shape is None:
+        return None
+    dim = next(_dims_of(node, len(shape)))
+    if dim not in parted.dims_in(shape):
         return None
     size = shape[dim]
     if kind == "Select":
