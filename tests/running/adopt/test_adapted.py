@@ -687,41 +687,43 @@ MADE: dict[str, Any] = {
 """Losses of a result, [b, i, j, k, c], of which every rank has some places of i."""
 
 
-def said_of_loss(how: str, places: int, shares: bool, samples: int) -> str:
-    """What is said of a loss of some places, which is weighed by this rank's share or not."""
-    run = adapted(table(), returns=True)
-    out = run(**run.shard({"x": drawn(1, samples, places, 4, 6)}))
-    loss = MADE[how](out) * (run.share if shares else 1)
-    try:
-        run.backward(loss)
-    except ModelError as error:
-        return str(error)
-    return ""
+PLACED = [
+    # Loss, places of i, whether it is weighed by this rank's share, samples, what is said.
+    ("mean", 5, False, 1, "a mean over places"),
+    ("mean squares", 6, False, 1, "a mean over places"),
+    ("means of samples", 5, False, 1, "a mean over places"),
+    ("half of the features", 5, False, 1, "a mean over places"),
+    ("mean", 5, True, 1, "a mean over places"),  # of 3 and 2
+    ("mean", 1, False, 2, "a mean over samples"),
+    ("mean of samples", 5, False, 2, "a mean over samples"),  # each rank has one
+    ("first", 5, False, 1, "some of the places"),
+    ("shifted", 9, False, 1, "some of the places"),
+    ("mean", 8, True, 1, ""),
+    ("mean", 1, True, 2, ""),
+    ("sum", 5, False, 1, ""),
+    ("over features", 5, False, 1, ""),
+    ("mean of samples", 5, False, 1, ""),
+]
 
 
-@pytest.mark.parametrize(
-    ("how", "places", "shares", "samples", "says"),
-    [
-        ("mean", 5, False, 1, "a mean over places"),
-        ("mean squares", 6, False, 1, "a mean over places"),
-        ("means of samples", 5, False, 1, "a mean over places"),
-        ("half of the features", 5, False, 1, "a mean over places"),
-        ("mean", 5, True, 1, "a mean over places"),  # of 3 and 2
-        ("mean", 1, False, 2, "a mean over samples"),
-        ("first", 5, False, 1, "some of the places"),
-        ("shifted", 9, False, 1, "some of the places"),
-        ("mean", 8, True, 1, ""),
-        ("mean", 1, True, 2, ""),
-        ("sum", 5, False, 1, ""),
-        ("over features", 5, False, 1, ""),
-        ("mean of samples", 5, False, 1, ""),
-        ("mean of samples", 5, False, 2, "a mean over samples"),  # each rank has one
-    ],
-)
-def test_losses_that_are_wrong_of_places_are_refused(
-    how: str, places: int, shares: bool, samples: int, says: str
-) -> None:
+def said_of_losses() -> list[str]:
+    """What is said of the losses of ``PLACED``."""
+    found = []
+    for how, places, shares, samples, _ in PLACED:
+        run, said = adapted(table(), returns=True), ""
+        out = run(**run.shard({"x": drawn(1, samples, places, 4, 6)}))
+        loss = MADE[how](out) * (run.share if shares else 1)
+        try:
+            run.backward(loss)
+        except ModelError as error:
+            said = str(error)
+        found.append(said)
+    return found
+
+
+def test_losses_that_are_wrong_of_places_are_refused() -> None:
     """Catches losses of one rank's places that are none of all places when they are added up, and
     right ones that are refused."""
-    for said in run_ranks(2, said_of_loss, how, places, shares, samples):
-        assert said.startswith(f"loss of a part: got {says}") if says else not said
+    for found in run_ranks(2, said_of_losses):
+        for said, (*case, says) in zip(found, PLACED, strict=True):
+            assert said.startswith(f"loss of a part: got {says}") if says else not said, case

@@ -1196,15 +1196,18 @@ def own_loss(run: Any, part: Any, how: str) -> torch.Tensor:
     return losses[how]()
 
 
-def said_of_own_loss(how: str) -> str:
-    """What is said of a loss before its backward."""
-    run = hr.compile(llama())
-    loss = own_loss(run, run.shard(tokens(2, 22)), how)
-    try:
-        run.backward(loss)
-    except ModelError as error:
-        return str(error)
-    return ""
+def said_of_own_losses(hows: list[str]) -> dict[str, str]:
+    """What is said of losses before their backwards, by their names."""
+    said = {}
+    for how in hows:
+        run = hr.compile(llama())
+        loss = own_loss(run, run.shard(tokens(2, 22)), how)
+        try:
+            run.backward(loss)
+        except ModelError as error:
+            said[how] = str(error)
+        run.detach()
+    return said
 
 
 WRONG = {
@@ -1223,44 +1226,40 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("how", WRONG)
-def test_losses_that_are_wrong_of_parts_are_refused(how: str) -> None:
+def test_losses_that_are_wrong_of_parts_are_refused() -> None:
     """Catches losses of one rank's tokens that are none of all tokens when they are added up."""
-    for said in run_ranks(2, said_of_own_loss, how):
-        assert said.startswith(f"loss of a part: got {WRONG[how]}")
+    for said in run_ranks(2, said_of_own_losses, list(WRONG)):
+        for how, wrong in WRONG.items():
+            assert said.get(how, "").startswith(f"loss of a part: got {wrong}"), how
 
 
-@pytest.mark.parametrize(
-    "how", ["sum", "over features", "rows", "balance", "chunks", "places alone"]
-)
-def test_losses_that_are_right_of_parts_are_taken(how: str) -> None:
+def test_losses_that_are_right_of_parts_are_taken() -> None:
     """Catches what is refused because it looks like a mean over tokens."""
-    assert run_ranks(2, said_of_own_loss, how) == ["", ""]
+    right = ["sum", "over features", "rows", "balance", "chunks", "places alone"]
+    assert run_ranks(2, said_of_own_losses, right) == [{}, {}]
 
 
-def labels_of_ones_own(how: str) -> str:
-    """What is said of labels that are not those of the part."""
-    run, batch = hr.compile(llama()), tokens(2, 21)
-    part = run.shard({k: v for k, v in batch.items() if k != "labels" or how != "none sharded"})
-    inputs = dict(part.inputs)
-    changed = {
-        "token ids": inputs["input_ids"].clone,
-        "fewer": lambda: inputs["labels"].masked_fill(inputs["labels"] % 5 == 0, IGNORED),
-        "none sharded": lambda: inputs["input_ids"],
-        "the same": inputs["labels"].clone if "labels" in inputs else list,
-    }
-    try:
-        run(**{**inputs, "labels": changed[how]()})
-    except ModelError as error:
-        return str(error)
-    return ""
+def labels_of_ones_own() -> list[str]:
+    """The labels that are refused, as they are not those of the part, and what they are called."""
+    run, batch, refused = hr.compile(llama()), tokens(2, 21), list[str]()
+    part, unlabelled = run.shard(batch), run.shard({"input_ids": batch["input_ids"]})
+    for how, inputs, labels in (
+        ("token ids", part.inputs, part.inputs["input_ids"].clone()),
+        ("fewer", part.inputs, part.inputs["labels"].masked_fill(part.labels % 5 == 0, IGNORED)),
+        ("none sharded", unlabelled.inputs, unlabelled.inputs["input_ids"]),
+        ("the same", part.inputs, part.inputs["labels"].clone()),
+    ):
+        try:
+            run(**{**inputs, "labels": labels})
+        except ModelError as error:
+            refused.append(f"{how}, {error.what}")
+    return refused
 
 
-@pytest.mark.parametrize("how", ["token ids", "fewer", "none sharded", "the same"])
-def test_labels_that_are_not_the_parts(how: str) -> None:
+def test_labels_that_are_not_the_parts() -> None:
     """Catches labels in places that do not predict them, and others than the targets counted."""
-    for said in run_ranks(2, labels_of_ones_own, how):
-        assert said.startswith("labels of a part: got") == (how != "the same")
+    refused = [f"{how}, labels of a part" for how in ("token ids", "fewer", "none sharded")]
+    assert run_ranks(2, labels_of_ones_own) == [refused] * 2
 
 
 def trained_apart(how: str, adds_up: bool) -> list[str]:
