@@ -807,6 +807,7 @@ class AxisModel:
             dims=dims,
             word="places",
             known=len(dims) == 1,
+            group=_sharers(shards),
             weighed=len(set(sizes)) == 1,
         )
 
@@ -858,7 +859,7 @@ class AxisModel:
         axis = shards.axis
         self._alike_of_backwards.add(alike)
         if self.ranks > 1 and not alike:
-            self._own_losses.require_sum(loss, _sharers(shards), weighed=guards.divides)
+            self._own_losses.require_sum(loss, weighed=guards.divides)
         if guards.made and not guards.divides:
             _, own_samples, all_samples = shards.samples
             parts = all_samples / max(1, own_samples)

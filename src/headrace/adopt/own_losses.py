@@ -74,6 +74,7 @@ class Parted:
         known: Whether ``dims`` are all of them; else only what works along all dims is looked at.
         weighed: Whether means over the part may be weighed by ``run.share``, exactly.
         summed: Whether it was summed over its part since, and so has no such dims any more.
+        group: The ranks that share the part; None for one alone.
     """
 
     shape: tuple[int, ...]
@@ -82,6 +83,7 @@ class Parted:
     known: bool = True
     weighed: bool = False
     summed: bool = False
+    group: dist.ProcessGroup | None = None
 
     def dims_in(self, shape: Sequence[int]) -> list[int]:
         """The dims of the part in a tensor of ``shape`` that was made of the result, with the same
@@ -129,27 +131,23 @@ class OwnLosses:
             if logits is not None and logits.requires_grad and count:
                 self._mean = _cross_entropy_sum(logits.detach(), labels) / count, count
 
-    def require_sum(
-        self,
-        loss: torch.Tensor,
-        group: dist.ProcessGroup | None,
-        *,
-        targets: int = 0,
-        weighed: bool = False,
-    ) -> None:
-        """Raise ModelError, on all ranks of the ``group`` that shares the part, where a loss is no
-        sum over it. Collective in the group, now and then.
+    def require_sum(self, loss: torch.Tensor, *, targets: int = 0, weighed: bool = False) -> None:
+        """Raise ModelError, on all ranks that share the part, where a loss is no sum over it.
+        Collective among these, now and then.
 
         Args:
             loss: The loss, [].
-            group: The ranks.
             targets: The labels of the whole step.
             weighed: Whether the user weighs means by this rank's share.
         """
         self._backwards += 1
         if not _is_due(self._backwards):
             return
-        found = _found(loss, weighed=weighed) or self._mean_by_hand(loss, targets)
+        nodes = _nodes_before_results(loss.grad_fn)
+        found = _found(nodes, weighed=weighed) or self._mean_by_hand(loss, targets)
+        # Ranks that share a part run the same code, and so make losses of the same results.
+        parts = filter(None, (node.metadata.get(_MARK) for node in nodes))
+        group = next((part.group for part in parts), None)
         others = group is not None and any(row[0] for row in gather_floats([bool(found)], group))
         if not found and not others:
             return
@@ -188,13 +186,13 @@ def _cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tens
     return torch.stack(sums).sum()
 
 
-def _found(loss: torch.Tensor, *, weighed: bool) -> str:
-    """What the graph between a ``loss`` and the results of forwards has that is wrong for parts;
-    nothing where there is nothing, or the graph is too large. Means may be ``weighed``."""
+def _found(nodes: Sequence[Any], *, weighed: bool) -> str:
+    """What the ``nodes`` between a loss and the results of forwards do that is wrong for parts;
+    nothing where there is nothing. Means may be ``weighed``."""
     made_of = dict[Any, Parted]()  # a result that a node depends on
     # What is taken of a node's result along a dim: [start, stop) of so many, each time.
     taken: dict[tuple[Any, int], list[tuple[int, int, int]]] = {}
-    for node in _nodes_before_results(loss.grad_fn):
+    for node in nodes:
         if _MARK in node.metadata:
             parted = node.metadata[_MARK]
         else:

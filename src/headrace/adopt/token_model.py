@@ -600,7 +600,12 @@ class TokenModel:
             apart = placement.tokens.ranks > 1 and placement.width > 1
             is_part = [apart and tuple(x.shape[:2]) == size for x in results]
             self._own_losses.note(
-                (x, Parted(shape=tuple(x.shape), dims=(1,)) if part else None)
+                (
+                    x,
+                    Parted(shape=tuple(x.shape), dims=(1,), group=placement.group)
+                    if part
+                    else None,
+                )
                 for x, part in zip(results, is_part, strict=True)
             )
             own = None if labelled else self._labels_by_tokens.get(inputs[self.tokens])
@@ -780,7 +785,7 @@ class TokenModel:
         self._summed.require_dropped(self.model)
         now = self._last_called
         if self._world > 1 and now is not None:
-            self._own_losses.require_sum(loss, now.group, targets=now.targets or 0)
+            self._own_losses.require_sum(loss, targets=now.targets or 0)
         with self._watch.during("backward"):
             self._summed_backward.run(loss)
 

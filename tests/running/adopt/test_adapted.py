@@ -306,7 +306,7 @@ def test_checkpoints_repeat_no_traffic() -> None:
     plain, plain_back, forward, back = run_ranks(2, recomputed_bytes)[0]
     told = 8  # of a first backward ranks tell each other whether they refuse the loss
     assert back - told == forward > 0
-    assert plain_back - told == plain
+    assert plain_back == plain  # results that all ranks have
 
 
 def compiled(how: str) -> list[float]:

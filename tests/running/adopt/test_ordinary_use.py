@@ -1297,3 +1297,24 @@ def test_gradients_that_were_not_summed_are_noticed(how: str) -> None:
     for said in run_ranks(2, trained_apart, how, False):
         assert len(said) == 2
         assert said[0].startswith("weights of the model: got others than on rank 0")
+
+
+def of_other_groups() -> float:
+    """A step of two batches, one of two ranks and one of all three: both forwards are run before
+    the first backward. Returns the loss of all."""
+    run, few, all_ranks = hr.compile(gpt()), drawn(1, 9), drawn(1, 12, seed=1)
+    run.prepare([(0, 1), (0, 1, 2)])
+    batches = [(few, (0, 1))] if dist.get_rank() < 2 else []
+    losses = []
+    for batch, ranks in (*batches, (all_ranks, (0, 1, 2))):
+        part = run.shard({"ids": batch["ids"]}, ranks=ranks)
+        losses.append(run(**part.inputs)[0].square().sum())
+    for loss in losses:
+        run.backward(loss)
+    return float(run.add_up(sum(losses)))
+
+
+def test_losses_of_several_groups_do_not_wait_for_each_other() -> None:
+    """Catches ranks that ask others about a loss which those do not have."""
+    found = run_ranks(3, of_other_groups)
+    assert len({*found}) == 1
