@@ -29,7 +29,7 @@ from headrace.adopt.call_arguments import plain_arguments
 from headrace.adopt.joint_attention import JointAttention
 from headrace.adopt.operators import ModelSlot
 from headrace.adopt.own_hooks import hook_after, hook_before, in_checkpoint, tensors_among
-from headrace.adopt.replaced_calls import compiled_within
+from headrace.adopt.replaced_calls import modules_run_as_written
 from headrace.errors import DataError, ModelError, SpecError
 from headrace.ops.traced_switch import GroupSlot, traced_switch
 from headrace.spec.axes import AxisChoice, MixingStage, plan_axes
@@ -657,7 +657,6 @@ class HookManager:
         again by the model's author: a loss may be made of states that a user's hook kept, and not
         of the model's results."""
         self._has_checkpoints = True
-        compiled_ids = {id(x) for part in compiled_within(self.model) for x in part.modules()}
 
         def after(_: Any, args: Any, out: Any) -> None:
             """The hook after each module."""
@@ -668,9 +667,8 @@ class HookManager:
                 if value.grad_fn is not None:
                     value.grad_fn.register_prehook(begin)
 
-        for module in self.model.modules():
-            if id(module) not in compiled_ids:
-                self._hooks.callback(hook_after(module, after))
+        for module in modules_run_as_written(self.model):
+            self._hooks.callback(hook_after(module, after))
 
     def resume(self, shards: AxisShards, _: Any) -> None:
         """The hook before a node of autograd: spread the model again on the ``shards`` of an

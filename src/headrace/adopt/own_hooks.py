@@ -75,9 +75,9 @@ def hook_after(
 
 
 def in_checkpoint(args: Sequence[Any]) -> bool:
-    """Whether a module that is called with ``args`` runs in an activation checkpoint of its author:
-    within one torch keeps no tensors for the backward (hooks take their places), or records
-    nothing of inputs that need gradients."""
+    """Whether a module that is called with ``args`` may run in an activation checkpoint of its
+    author: within one, hooks on saved tensors are set, or nothing is recorded of inputs that need
+    gradients. The former is so, too, where saved tensors are moved to the host."""
     if torch.is_grad_enabled():
         return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # noqa: SLF001
     return any(x.requires_grad for x in tensors_among(args))

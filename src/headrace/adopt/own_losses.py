@@ -79,7 +79,7 @@ class Parted:
 
     shape: tuple[int, ...]
     dims: tuple[int, ...]
-    word: str = "tokens"
+    word: str
     known: bool = True
     weighed: bool = False
     summed: bool = False
@@ -288,7 +288,8 @@ def _said_of(node: Any, parted: Parted, given: Sequence[Parted | None], *, weigh
         products = kind == "Mul" and all(of_sums) and len(of_sums) > 1
         products |= kind == "Div" and len(of_sums) > 1 and of_sums[1]
         wrong = products or kind in _NOT_LINEAR
-        return f"{kind} of sums over {parted.word} of one rank" if wrong else ""
+        said = f"a function of sums over {parted.word} of one rank that is not linear ({kind})"
+        return said if wrong else ""
     if shape is None:
         return ""
     is_mean = getattr(node, "_saved_reduction", None) == _MEAN

@@ -38,6 +38,7 @@ __all__ = [
     "compiled_within",
     "cross_entropy",
     "cuts_of",
+    "modules_run_as_written",
     "multi_head_attention",
     "rows_of",
     "scaled_dot_product_attention",
@@ -298,9 +299,8 @@ class ReplacedCalls(TorchFunctionMode):
         self._module_ids = set(map(id, model.modules()))
         self._has_checkpoints = False  # whether its author has parts of it computed again
         self._hooks = ExitStack()
-        compiled_ids = {id(x) for part in compiled_within(model) for x in part.modules()}
-        for module in model.modules():
-            if id(module) not in compiled_ids and _calls_functions(module):
+        for module in modules_run_as_written(model):
+            if _calls_functions(module):
                 self._hooks.callback(hook_before(module, self._enter, named=False, first=True))
                 self._hooks.callback(hook_after(module, self._leave, always=True))
 
@@ -343,16 +343,14 @@ class ReplacedCalls(TorchFunctionMode):
         model's author: a loss may be made of states that a user's hook kept, and not of the model's
         results."""
         self._has_checkpoints = True
-        compiled_ids = {id(x) for part in compiled_within(self._model) for x in part.modules()}
 
         def after(_: Any, args: Any, out: Any) -> None:
             """The hook after each module."""
             if self._slot.held is not None and not torch.compiler.is_compiling():
                 self._slot.hook_backward(tensors_among(out), self._slot.held)
 
-        for module in self._model.modules():
-            if id(module) not in compiled_ids:
-                self._hooks.callback(hook_after(module, after))
+        for module in modules_run_as_written(self._model):
+            self._hooks.callback(hook_after(module, after))
 
     def _leave(self, *_: Any) -> None:
         """The hook after a module, also one that raised: deactivates the mode where the hook before
@@ -455,6 +453,13 @@ def compiled_within(model: torch.nn.Module) -> list[torch.nn.Module]:
         if isinstance(module, torch._dynamo.OptimizedModule)  # noqa: SLF001
         or module._compiled_call_impl is not None  # noqa: SLF001
     ]
+
+
+def modules_run_as_written(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules of a model, itself among them, but those that its author compiled and what is
+    within these: hooks would break their graphs."""
+    compiled = {module for part in compiled_within(model) for module in part.modules()}
+    return [module for module in model.modules() if module not in compiled]
 
 
 _replacing: WeakKeyDictionary[torch.nn.Module, ReplacedCalls] = WeakKeyDictionary()

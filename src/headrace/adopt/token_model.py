@@ -593,21 +593,10 @@ class TokenModel:
                     outputs = self._with_loss(self._call_with(self._entry.call, **inputs), labels)
         finally:
             self._slot.take(before)
-        self._summed_backward.require(result_tensors(outputs))
+        results = [*result_tensors(outputs)]
+        self._summed_backward.require(results)
         if self._world > 1:
-            results = [*result_tensors(outputs)]
-            size = placement.rows, placement.width
-            apart = placement.tokens.ranks > 1 and placement.width > 1
-            is_part = [apart and tuple(x.shape[:2]) == size for x in results]
-            self._own_losses.note(
-                (
-                    x,
-                    Parted(shape=tuple(x.shape), dims=(1,), group=placement.group)
-                    if part
-                    else None,
-                )
-                for x, part in zip(results, is_part, strict=True)
-            )
+            self._own_losses.note((x, _part_of(x, placement)) for x in results)
             own = None if labelled else self._labels_by_tokens.get(inputs[self.tokens])
             self._own_losses.note_labels(results, own)
         return self._with_backward_hooks(outputs, placement)
@@ -1517,6 +1506,15 @@ def _passes_arguments_on(arguments: Mapping[str, inspect.Parameter]) -> bool:
     to another forward."""
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return any(p.kind in starred for p in arguments.values())
+
+
+def _part_of(x: torch.Tensor, placement: Placement) -> Parted | None:
+    """What part of the whole result a result ``x`` of a forward on a placement is: tokens of rows
+    that several ranks share. None for others, and for a single token of each row."""
+    tokens = placement.width if placement.tokens.ranks > 1 else 0
+    if tokens < 2 or tuple(x.shape[:2]) != (placement.rows, tokens):
+        return None
+    return Parted(shape=tuple(x.shape), dims=(1,), word="tokens", group=placement.group)
 
 
 def _is_same_tensor(x: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -182,22 +182,6 @@ def gpt(
     return Gpt(blocks, **options).double()  # type: ignore[arg-type]
 
 
-def llama() -> Any:
-    """A small Llama in fp64, alike on all ranks."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return transformers.LlamaForCausalLM(config).double()
-
-
 def drawn(rows: int, tokens: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """Tokens, and shifted labels of which half have no loss, with all of the first third."""
     draw = torch.Generator().manual_seed(seed)

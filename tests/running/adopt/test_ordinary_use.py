@@ -25,7 +25,7 @@ from headrace.errors import DataError, ModelError, SpecError
 from headrace.ops.loss import IGNORED
 from ranks import run_ranks
 from running.adopt.axial import DIMS, stages, table
-from running.adopt.foreign import Gpt, drawn, gpt, llama
+from running.adopt.foreign import Gpt, drawn, gpt
 from spread import whole
 
 transformers = pytest.importorskip("transformers")
@@ -1106,7 +1106,7 @@ def test_an_adapter_takes_what_its_model_takes() -> None:
 
 def of_padding(side: str, loose: bool) -> Any:
     """The error of a batch with padding, or what is said of labels that padding predicts."""
-    model, plain = llama(), llama()
+    model, plain = foreign_model("llama", 0), foreign_model("llama", 0)
     batch, mask = tokens(2, 21), torch.ones(2, 21, dtype=torch.long)
     padded = slice(0, 7) if side == "left" else slice(15, 21)
     mask[0, padded] = 0
@@ -1200,7 +1200,7 @@ def said_of_own_losses(hows: list[str]) -> dict[str, str]:
     """What is said of losses before their backwards, by their names."""
     said = {}
     for how in hows:
-        run = hr.compile(llama())
+        run = hr.compile(foreign_model("llama", 0))
         loss = own_loss(run, run.shard(tokens(2, 22)), how)
         try:
             run.backward(loss)
@@ -1220,8 +1220,8 @@ WRONG = {
     "last": "some of the places",
     "shifted": "some of the places",
     "largest": "a maximum over tokens",
-    "of sums": "LogSigmoid of sums over tokens",
-    "quotient": "Div of sums over tokens",
+    "of sums": "a function of sums over tokens",
+    "quotient": "a function of sums over tokens",
     "in two calls": "a mean over tokens",
 }
 
@@ -1241,7 +1241,7 @@ def test_losses_that_are_right_of_parts_are_taken() -> None:
 
 def labels_of_ones_own() -> list[str]:
     """The labels that are refused, as they are not those of the part, and what they are called."""
-    run, batch, refused = hr.compile(llama()), tokens(2, 21), list[str]()
+    run, batch, refused = hr.compile(foreign_model("llama", 0)), tokens(2, 21), list[str]()
     part, unlabelled = run.shard(batch), run.shard({"input_ids": batch["input_ids"]})
     for how, inputs, labels in (
         ("token ids", part.inputs, part.inputs["input_ids"].clone()),

@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import headrace as hr
+from headrace.cli.foreign_models import foreign_model
 from ranks import run_ranks
 from running.adopt.axial import DIMS, stages, table
-from running.adopt.foreign import Gpt, drawn, gpt, llama
+from running.adopt.foreign import Gpt, drawn, gpt
 
 pytest.importorskip("transformers")
 
@@ -42,7 +43,7 @@ def sliced() -> Gpt:
 def model_of(how: str) -> tuple[Any, dict[str, Any]]:
     """(model, options of ``compile``) of a way in which blocks are computed again."""
     if how.startswith("llama"):
-        model = llama()
+        model = foreign_model("llama", 0)
         if "own" in how:  # by the user's switch
             reentrant = "reentrant" in how
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -186,7 +187,7 @@ def test_a_loss_of_states_of_latte() -> None:
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_copies_have_the_users_checkpoints(recompute: Any) -> None:
     """Catches copies and pickles, made while the model is spread, whose checkpoints change it."""
-    model = llama()
+    model = foreign_model("llama", 0)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     block = model.model.layers[0]
     users = block._gradient_checkpointing_func
