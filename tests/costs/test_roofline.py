@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import headrace as hr
 from headrace.costs import FORMULA_METHODS, CostModel, Speeds, roofline_costs
 from headrace.costs.sources.roofline import KERNELS, speeds_of
 from headrace.errors import CostError, SpecError
@@ -131,6 +133,19 @@ def test_a_step_of_the_optimizer() -> None:
         received = weights * 2 * (devices - last) / devices / last
         assert exchange.pull_s == pytest.approx(received / 1e9, rel=1e-9)
     assert roofline_costs(H100, 1, LLAMA).exchange_s.pull_s == 0
+
+
+def test_the_pulls_of_the_guide_on_nodes_that_are_not_full() -> None:
+    """Catches other ratios than docs/concepts/strategies.md says."""
+    model = hr.Architecture.preset("llama-8b")
+    pull_s = {
+        devices: hr.costs.roofline(model, "h100", devices=devices).exchange_s.pull_s
+        for devices in (63, 64, 65)
+    }
+    page = Path(__file__).parents[2] / "docs" / "concepts" / "strategies.md"
+    said = " ".join(page.read_text(encoding="utf-8").split())
+    assert f"on 63 devices takes {pull_s[63] / pull_s[64]:.2f} times that on 64" in said
+    assert f"({pull_s[65] / pull_s[64]:.1f} times on 65)" in said
 
 
 @pytest.mark.parametrize("multiprocessors", [108, 132])
