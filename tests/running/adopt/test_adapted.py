@@ -673,7 +673,7 @@ def test_ranks_that_have_not_met_are_told(make: Any, monkeypatch: pytest.MonkeyP
     assert make(table()) is not None
 
 
-MADE: dict[str, Any] = {
+LOSSES: dict[str, Any] = {
     "mean": lambda out: out.square().mean(),
     "mean squares": lambda out: torch.nn.functional.mse_loss(out, torch.zeros_like(out)),
     "means of samples": lambda out: out.square().mean(dim=(1, 2, 3, 4)).sum(),
@@ -712,7 +712,7 @@ def said_of_losses() -> list[str]:
     for how, places, shares, samples, _ in PLACED:
         run, said = adapted(table(), returns=True), ""
         out = run(**run.shard({"x": drawn(1, samples, places, 4, 6)}))
-        loss = MADE[how](out) * (run.share if shares else 1)
+        loss = LOSSES[how](out) * (run.share if shares else 1)
         try:
             run.backward(loss)
         except ModelError as error:
