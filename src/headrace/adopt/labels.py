@@ -46,6 +46,7 @@ _CONVENTIONS: dict[str, Labels] = {
     "ForCausalLM": "next",
     "LMHeadModel": "next",
     "ForMaskedLM": "same",
+    "ForTokenClassification": "same",
 }
 """Which labels a transformers model predicts, by the ending of its class name."""
 

@@ -27,10 +27,16 @@ _TINY = {
     "emb_dim": 48,
     "encoder_attention_heads": 6,
     "encoder_ffn_dim": 80,
+    "encoder_hash_byte_group_vocab": 97,
     "encoder_layers": 2,
+    "entity_vocab_size": 97,
+    "expert_ffn_hidden_size": 32,
     "ffn_dim": 80,
+    "ffn_hidden_size": 80,
     "head_dim": 8,
+    "hidden_dim": 80,
     "hidden_size": 48,
+    "hidden_size_per_layer_input": 8,
     "intermediate_size": 80,
     "kv_lora_rank": 16,
     "local_attention": 8,
@@ -58,12 +64,16 @@ _TINY = {
     "topk_group": 1,
     "v_head_dim": 8,
     "vocab_size": 97,
+    "vocab_size_per_layer_input": 97,
     "word_embed_proj_dim": 48,
 }
 """Settings of a tiny model, of those that its type has."""
 
 _KV_HEADS = (3, 2, 6)
 """Numbers of heads of keys and values to try: 3 of 6 fit most types, some want a pair or all."""
+
+_MOST_PARAMETERS = 50_000_000
+"""Parameters of a model that stays large, as its type has sizes of its own, at most."""
 
 _NEEDED = {"head_dim", "num_key_value_heads", "vocab_size"}
 """Settings that a tiny model is given where its type has none."""
@@ -146,7 +156,10 @@ def _tiny(kind: str, transformers: Any, seed: int) -> torch.nn.Module:
             auto = next((a for a in autos if type(config) in a._model_mapping), None)  # noqa: SLF001
             if auto is None:  # whatever the heads: refused after the loop
                 break
+            _require_small(kind, auto, config)
             model: torch.nn.Module = auto.from_config(config, attn_implementation="eager", **_PLAIN)
+        except ConfigError:
+            raise
         except Exception as error:  # of a constructor of transformers: of any type
             failed = error
             continue
@@ -156,14 +169,32 @@ def _tiny(kind: str, transformers: Any, seed: int) -> torch.nn.Module:
     if first_made is not None:
         return first_made
     if failed is not None:  # none of the numbers of heads worked
-        raise ConfigError(
-            f"model type {kind}",
-            got=f"{type(failed).__name__}: {str(failed).strip()}",
-            wanted="a type of which a small model can be made",
-            hint="give a function that makes a small one: headrace verify MODULE:FUNCTION",
-        ) from failed
+        raise _not_small(kind, f"{type(failed).__name__}: {str(failed).strip()}") from failed
     raise ConfigError(
         f"model type {kind}", got="no model of tokens", wanted="one for causal or masked language"
+    )
+
+
+def _require_small(kind: str, auto: Any, config: Any) -> None:
+    """Raise ConfigError where a configuration is still one of a large model, which may take more
+    memory than there is. Models that cannot be made without memory are taken as they are."""
+    try:
+        with torch.device("meta"):
+            model = auto.from_config(config, attn_implementation="eager", **_PLAIN)
+    except Exception:  # of a constructor of transformers: of any type
+        return
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if count > _MOST_PARAMETERS:
+        raise _not_small(kind, f"{count:,} parameters of the smallest")
+
+
+def _not_small(kind: str, got: str) -> ConfigError:
+    """The error that no small model of a type can be made."""
+    return ConfigError(
+        f"model type {kind}",
+        got=got,
+        wanted="a type of which a small model can be made",
+        hint="give a function that makes a small one: headrace verify MODULE:FUNCTION",
     )
 
 

@@ -1104,6 +1104,42 @@ def test_an_adapter_takes_what_its_model_takes() -> None:
     assert max(run_ranks(2, adapted)) < 1e-6  # norms of transformers are single precision
 
 
+def of_token_classes(kind: str, how: str) -> float:
+    """The largest error of gradients of a model that gives each token one of 5 classes, by whose
+    loss ``how`` says."""
+    config = copy.copy(foreign_model(kind, 0).config)
+    config.num_labels = 5
+    torch.manual_seed(0)
+    model = transformers.AutoModelForTokenClassification.from_config(config).double().train()
+    for dropout in (m for m in model.modules() if isinstance(m, nn.Dropout)):
+        dropout.p = 0.0  # that of the head is none of the configuration's
+    plain, batch = copy.deepcopy(model), tokens(2, 21)
+    batch["labels"] = (batch["input_ids"] % 5).masked_fill(batch["labels"] == IGNORED, IGNORED)
+    run = hr.compile(model)
+    if how == "without labels":
+        del batch["labels"]
+    part = run.shard(batch)
+    out, wanted = run(**part.inputs), plain(**batch)
+    loss = out.loss if how == "the model's" else out.logits.square().sum()
+    run.backward(loss)
+    run.add_up(loss)
+    (wanted.loss if how == "the model's" else wanted.logits.square().sum()).backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(float((p.grad - q.grad).abs().max()) for p, q in pairs if q.grad is not None)
+
+
+def errors_of_token_classes() -> list[float]:
+    cases = [("llama", "the model's"), ("llama", "without labels"), ("bert", "the model's")]
+    return [of_token_classes(*case) for case in cases]
+
+
+def test_models_that_classify_tokens() -> None:
+    """Catches labels that a look at the loss makes of tokens, of which there are more than
+    classes."""
+    for errors in run_ranks(2, errors_of_token_classes):
+        assert max(errors) < 1e-6, errors  # norms of transformers are single precision
+
+
 def of_padding(side: str, loose: bool) -> Any:
     """The error of a batch with padding, or what is said of labels that padding predicts."""
     model, plain = foreign_model("llama", 0), foreign_model("llama", 0)
