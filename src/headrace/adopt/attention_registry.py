@@ -92,6 +92,7 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "de
 _HARMLESS = {
     "cache_position",
     "head_mask",
+    "labels",
     "logits_to_keep",
     "num_items_in_batch",
     "output_attentions",
@@ -132,15 +133,16 @@ def registered(model: Any, slot: ModelSlot) -> RegisteredAttention:
     """
     from transformers import AttentionInterface
 
-    config = model.config
-    types = set(getattr(config, "layer_types", None) or ())
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(
-            f"model type {config.model_type}",
+            f"model type {model.config.model_type}",
             got="an encoder and a decoder",
             wanted="one stack of layers",
             hint="cross attention is not spread over ranks",
         )
+    # That of the texts of a model of texts and images, else the model's own.
+    config = model.config.get_text_config()
+    types = set(getattr(config, "layer_types", None) or ())
     unknown_types = sorted(types - _KNOWN_LAYERS)
     if unknown_types:
         raise ModelError(
@@ -239,12 +241,22 @@ class RegisteredAttention:
 
     def _copy_of(self, plain: Any, mask: LayerMask | None) -> Any:
         """A copy of the user's configuration ``plain`` that names the attention function and holds
-        the ``mask`` of a layer: the copy made before, unless the configuration has changed
-        since."""
-        if (id(plain), mask) in self._copies:
-            original, attributes, earlier_copy = self._copies[id(plain), mask]
-            if original is plain and attributes == vars(plain):
-                return earlier_copy
+        the ``mask`` of a layer, and so do those within it, without a mask."""
+        made = self._known_copy(plain, mask) or self._new_copy(plain, mask)
+        # A model of texts and images makes the masks of its texts by the configuration of these.
+        for name in getattr(plain, "sub_configs", ()):
+            inner = vars(plain).get(name)
+            if hasattr(inner, "_attn_implementation"):
+                vars(made)[name] = self._copy_of(inner, None)
+        return made
+
+    def _known_copy(self, plain: Any, mask: LayerMask | None) -> Any:
+        """The copy made before; None where there is none or the configuration has changed since."""
+        original, attributes, made = self._copies.get((id(plain), mask), (None, {}, None))
+        return made if original is plain and attributes == vars(plain) else None
+
+    def _new_copy(self, plain: Any, mask: LayerMask | None) -> Any:
+        """A new copy, which is kept."""
         made = copy.copy(plain)
         # Where transformers keeps the name of the attention function.
         vars(made)["_attn_implementation_internal"] = self._name

@@ -50,16 +50,23 @@ _CONVENTIONS: dict[str, Labels] = {
 }
 """Which labels a transformers model predicts, by the ending of its class name."""
 
+_WITH_IMAGES = "ForConditionalGeneration"
+"""The ending of models that continue a text, of which some take images; encoders with decoders have
+it, too."""
+
 
 def convention_of(model: torch.nn.Module) -> Labels:
     """Whether a transformers model predicts the label of the next or of the same place, by the end
     of its class name, or of that of the model inside an adapter (peft). Raises ModelError for other
     names."""
     base = getattr(model, "get_base_model", None)
-    name = type(base() if callable(base) else model).__name__
+    plain: Any = base() if callable(base) else model
+    name = type(plain).__name__
     for end, kind in _CONVENTIONS.items():
         if name.endswith(end):
             return kind
+    if name.endswith(_WITH_IMAGES) and not plain.config.is_encoder_decoder:
+        return "next"
     raise ModelError(
         f"loss of {name}",
         got="unknown labels",

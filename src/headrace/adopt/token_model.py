@@ -412,9 +412,10 @@ class TokenModel:
                 hint="others work on other batches: their means would be added up as if each were "
                 "of all tokens; give shard(..., targets=the sum over all batches of the step)",
             )
-        if ranks is None:
-            self.prepare(blocks)
         self._watch.count()
+        if ranks is None:
+            with self._watch.during("sharding"):
+                self.prepare(blocks)
         documents = documents_of(batch, self.tokens)
         require_labels(batch, self.labels)
         with self._watch.during("sharding"):

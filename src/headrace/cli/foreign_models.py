@@ -69,6 +69,9 @@ _TINY = {
 }
 """Settings of a tiny model, of those that its type has."""
 
+_USES = ("CausalLM", "MaskedLM", "ImageTextToText")
+"""What models are for: of a type that has several the first is taken."""
+
 _KV_HEADS = (3, 2, 6)
 """Numbers of heads of keys and values to try: 3 of 6 fit most types, some want a pair or all."""
 
@@ -132,8 +135,8 @@ def made(name: str) -> Any:
 
 def _tiny(kind: str, transformers: Any, seed: int) -> torch.nn.Module:
     """A tiny model of a type of transformers with weights by ``seed``, for causal language
-    modelling, or where the type has no such model for masked language modelling: the first that
-    runs of those with other numbers of heads.
+    modelling, or where the type has no such model for masked language modelling or for texts and
+    images: the first that runs of those with other numbers of heads.
 
     Raises ConfigError for a type that is unknown, or of which no such model can be made.
     """
@@ -145,7 +148,7 @@ def _tiny(kind: str, transformers: Any, seed: int) -> torch.nn.Module:
             wanted="native, checkpoint, a folder, MODULE:FUNCTION or a type of transformers",
             hint=did_you_mean(kind, known),
         )
-    autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM)
+    autos = [getattr(transformers, f"AutoModelFor{use}") for use in _USES]
     failed: Exception | None = None
     first_made: torch.nn.Module | None = None  # returned where none runs
     for kv_heads in _KV_HEADS:
@@ -171,7 +174,9 @@ def _tiny(kind: str, transformers: Any, seed: int) -> torch.nn.Module:
     if failed is not None:  # none of the numbers of heads worked
         raise _not_small(kind, f"{type(failed).__name__}: {str(failed).strip()}") from failed
     raise ConfigError(
-        f"model type {kind}", got="no model of tokens", wanted="one for causal or masked language"
+        f"model type {kind}",
+        got="no model of tokens",
+        wanted="one for causal or masked language, or for texts and images",
     )
 
 

@@ -1052,9 +1052,9 @@ def test_rotary_embeddings_that_look_at_the_longest_place(kind: str) -> None:
     assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-6)
 
 
-def within_another() -> Any:
+def within_another(rope: str = "dynamic") -> Any:
     """A Llava whose language model is such a Llama."""
-    text = roped("dynamic").config.to_dict()
+    text = roped(rope).config.to_dict()
     vision = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16}
     vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
     config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=96)
@@ -1067,6 +1067,45 @@ def test_rotary_embeddings_of_a_language_model_within_another() -> None:
     assert run.longest == 32
     with pytest.raises(ModelError, match=r"rotary embeddings of Llava.*: got 40 places"):
         run.shard(tokens(1, 40))
+
+
+def of_texts_alone(kind: str) -> Any:
+    """The largest error of gradients of a model of texts and images that is given texts, one of
+    them padded; or what is said of types of tokens, which make a mask in Gemma 3."""
+    typed = kind == "gemma3, typed"
+    if kind == "llava":
+        model = within_another(rope="default")
+    else:
+        model = foreign_model("gemma3", 0)
+    plain, batch = copy.deepcopy(model), tokens(2, 21) | {"attention_mask": torch.ones(2, 21)}
+    batch["attention_mask"][0, 15:] = 0
+    batch["labels"][0, 15:] = IGNORED
+    run = hr.compile(model)
+    try:
+        types = {"token_type_ids": torch.zeros(2, 21, dtype=torch.long)} if typed else {}
+        loss = run(**run.shard(batch | types).inputs).loss
+    except ModelError as error:
+        return str(error)
+    run.backward(loss)
+    run.add_up(loss)
+    plain(**batch).loss.backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    errors = [
+        (p.grad - q.grad).abs().max() / q.grad.abs().max() for p, q in pairs if q.grad is not None
+    ]
+    return float(max(errors))
+
+
+def said_of_texts_alone() -> list[Any]:
+    return [of_texts_alone(kind) for kind in ("llava", "gemma3", "gemma3, typed")]
+
+
+def test_models_of_texts_and_images_on_texts() -> None:
+    """Catches masks that are made by a configuration within another, and labels that are unknown by
+    the name of such a model."""
+    for *errors, said in run_ranks(2, said_of_texts_alone):
+        assert max(errors) < 1e-5, errors  # norms of transformers are single precision
+        assert "leave out the input that makes it, such as token_type_ids" in said
 
 
 class Adapter(nn.Module):
