@@ -106,9 +106,10 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=300, help="seconds for each type (300)")
     parser.add_argument("--json", type=Path, help="file for the results")
     flags = parser.parse_args()
-    found = list(verdicts(flags.types or types(), flags.ranks, flags.limit_s))
-    for row in found:
-        print(f"{row['type']:<28}{row['verdict']:<11}{row['why'][:100]}")
+    found = list[dict[str, Any]]()
+    for row in verdicts(flags.types or types(), flags.ranks, flags.limit_s):
+        print(f"{row['type']:<28}{row['verdict']:<11}{row['why'][:100]}", flush=True)
+        found.append(row)
     print(dict(Counter(row["verdict"] for row in found)))
     if flags.json:
         facts = {

@@ -1,5 +1,5 @@
 """Names in the source: a method is named in its facts alone, a public class is defined once, and no
-module gives a name two values."""
+table of the tests has the name of another."""
 
 from __future__ import annotations
 
@@ -55,11 +55,10 @@ def _bound(tree: ast.Module) -> Iterator[str]:
 
 def test_a_name_of_a_module_has_one_value() -> None:
     """Would catch a second table of the same name, which functions above it find in place of
-    theirs: linters see it of functions alone."""
+    theirs: linters see it of functions alone, and types are checked in the source alone."""
     found = {
         (name, bound)
-        for folder in (SOURCE, TESTS)
-        for name, tree in _modules(folder)
+        for name, tree in _modules(TESTS)
         for bound, count in Counter(_bound(tree)).items()
         if count > 1
     }

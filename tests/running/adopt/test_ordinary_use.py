@@ -1177,6 +1177,9 @@ def test_models_that_classify_tokens() -> None:
     classes."""
     for errors in run_ranks(2, errors_of_token_classes):
         assert max(errors) < 1e-6, errors  # norms of transformers are single precision
+    config = foreign_model("llama", 0).config
+    with pytest.raises(ModelError, match="labels='next'"):  # it has a label for each row
+        hr.compile(transformers.LlamaForSequenceClassification(config))
 
 
 def of_padding(side: str, loose: bool) -> Any:
