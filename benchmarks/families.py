@@ -112,6 +112,7 @@ def main() -> int:
         found.append(row)
     print(dict(Counter(row["verdict"] for row in found)))
     if flags.json:
+        flags.json.parent.mkdir(parents=True, exist_ok=True)
         facts = {
             "machine": machine_facts("cpu"),
             "transformers": transformers.__version__,
