@@ -3,8 +3,9 @@
 docs/benchmarks.md is generated whole: every claim of the papers, and what headrace's own numbers
 are. In README.md the lines between the marks ``<!-- NAME -->`` and ``<!-- end of NAME -->`` are.
 
-docs/pictures/one-planner.svg is drawn from them, and docs/_generated/search_numbers.md says what
-each number of the search for plans gains.
+docs/pictures/one-planner.svg is drawn from them, docs/_generated/search_numbers.md says what each
+number of the search for plans gains, and docs/_generated/families.md which types of transformers
+are exact.
 
 python docs/make_benchmarks.py           write them
 python docs/make_benchmarks.py --check   exit 1 when they are not as written
@@ -28,6 +29,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
 PICTURE = ROOT / "docs" / "pictures" / "one-planner.svg"
 NUMBERS = ROOT / "docs" / "_generated" / "search_numbers.md"
+FAMILIES = ROOT / "docs" / "_generated" / "families.md"
 
 PAPERS = {
     "paradyse": "ParaDySe",
@@ -51,6 +53,9 @@ RESTRICTED = {
 """What a restricted planner chooses, by its name in the results."""
 
 BOUND = "the same over the bound"
+
+_WIDTH = 90
+"""Characters of what is said of a type of models."""
 
 _LUCK = 5e-4
 """Ratios that differ by less count as alike."""
@@ -508,6 +513,43 @@ def _spent(changed: dict[str, Any]) -> tuple[str, str]:
     return f"{100 * whole['gap']:+.3f}", f"{whole['cpu']:.2f}"
 
 
+def families() -> str:
+    """docs/_generated/families.md: which types of transformers are exact, and why others are
+    not."""
+    found = read("families")
+    types = found["types"]
+    exact = [row for row in types if row["verdict"] == "exact"]
+    others = [row for row in types if row["verdict"] != "exact"]
+    worst = max(row["worst"] for row in exact)
+    lines = [
+        f"Of the {len(types)} types of transformers {found['transformers']} for causal or masked"
+        f" language modelling, or for texts and images, tiny models of {len(exact)} are exact on"
+        f" {found['ranks']} ranks (to {worst:.0e}; norms and rotary embeddings of transformers are"
+        " single precision):",
+        "",
+        ", ".join(f"`{row['type']}`" for row in exact) + ".",
+        "",
+        "The others, with what is said:",
+        "",
+        "```text",
+        *(f"{row['type']:<26}{_said(row)}" for row in others),
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _said(row: dict[str, Any]) -> str:
+    """What is said of a type that is not exact, in a line."""
+    if row["verdict"] == "off":
+        return f"off by {row['worst']:.1e} of a gradient"
+    if row["verdict"] == "no answer":
+        return "no answer"
+    what, _, got = row["why"].partition(": got ")
+    got = got.partition(", wanted")[0]
+    return (got or what)[:_WIDTH]
+
+
 def readme() -> str:
     """README.md with its generated lines made anew."""
     text = README.read_text(encoding="utf-8")
@@ -524,7 +566,13 @@ def readme() -> str:
 def main() -> int:
     """Write or check all of them."""
     stale = list[str]()
-    written = {PAGE: page(), README: readme(), PICTURE: picture(), NUMBERS: search_numbers()}
+    written = {
+        PAGE: page(),
+        README: readme(),
+        PICTURE: picture(),
+        NUMBERS: search_numbers(),
+        FAMILIES: families(),
+    }
     for path, text in written.items():
         if "--check" not in sys.argv[1:]:
             path.write_text(text, encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ pytest.importorskip("transformers")
 import families
 
 from benchmarks.scripts import run
+
+RESULTS = Path(families.__file__).parent / "results" / "families.json"
 
 
 def test_what_is_refused_is_told_from_what_is_exact(tmp_path: Path) -> None:
@@ -30,3 +33,13 @@ def test_a_command_that_is_killed_is_no_answer(monkeypatch: pytest.MonkeyPatch) 
     """Catches a type that takes more memory than there is and stands for exact or refused."""
     monkeypatch.setattr(families, "headrace", lambda _: families.os.kill(families.os.getpid(), 9))
     assert families.verdict("gpt2", 2, 20)["verdict"] == "no answer"
+
+
+def test_the_results_are_of_all_types() -> None:
+    """Catches results of some types that are kept as whole, and types that get worse."""
+    found = json.loads(RESULTS.read_text())["types"]
+    assert len(found) > 200
+    for row in found:
+        assert (row["verdict"] == "exact") <= ((row["worst"] or 0) <= 1e-5)
+        assert (row["verdict"] == "refused") <= bool(row["why"])
+    assert sum(row["verdict"] == "exact" for row in found) >= 110

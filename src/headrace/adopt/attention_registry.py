@@ -244,7 +244,7 @@ class RegisteredAttention:
         the ``mask`` of a layer, and so do those within it, without a mask."""
         made = self._known_copy(plain, mask) or self._new_copy(plain, mask)
         # A model of texts and images makes the masks of its texts by the configuration of these.
-        for name in getattr(plain, "sub_configs", ()):
+        for name in plain.sub_configs if hasattr(plain, "vision_config") else ():
             inner = vars(plain).get(name)
             if hasattr(inner, "_attn_implementation"):
                 vars(made)[name] = self._copy_of(inner, None)
