@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
+from textwrap import shorten
 from typing import Any
 
 import benchmark_pictures as pictures
@@ -547,7 +548,7 @@ def _said(row: dict[str, Any]) -> str:
         return "no answer"
     what, _, got = row["why"].partition(": got ")
     got = got.partition(", wanted")[0]
-    return (got or what)[:_WIDTH]
+    return shorten(got or what, _WIDTH, placeholder=" ...")
 
 
 def readme() -> str:
