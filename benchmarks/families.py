@@ -8,7 +8,7 @@ given texts alone.
     exact     losses and gradients are those of one process, to 1e-5
     off       some are not; ``worst`` is the largest error
     refused   the type is refused by name, or no small model of it can be made; ``why`` is the error
-    no answer nothing was said within ``--limit-s`` seconds
+    no answer nothing was said within ``--limit-s`` seconds, or the process was killed
 
 examples:
     python benchmarks/families.py llama gemma3 mamba

@@ -242,9 +242,11 @@ class RegisteredAttention:
     def _copy_of(self, plain: Any, mask: LayerMask | None) -> Any:
         """A copy of the user's configuration ``plain`` that names the attention function and holds
         the ``mask`` of a layer, and so do those within it, without a mask."""
-        made = self._known_copy(plain, mask) or self._new_copy(plain, mask)
+        made = self._known_copy(plain, mask)
+        if made is None:
+            made = self._new_copy(plain, mask)
         # A model of texts and images makes the masks of its texts by the configuration of these.
-        for name in plain.sub_configs if hasattr(plain, "vision_config") else ():
+        for name in getattr(plain, "sub_configs", ()):
             inner = vars(plain).get(name)
             if hasattr(inner, "_attn_implementation"):
                 vars(made)[name] = self._copy_of(inner, None)

@@ -51,8 +51,8 @@ _CONVENTIONS: dict[str, Labels] = {
 """Which labels a transformers model predicts, by the ending of its class name."""
 
 _WITH_IMAGES = "ForConditionalGeneration"
-"""The ending of models that continue a text and take images, which have a configuration of vision;
-others have it, too."""
+"""The ending of models that continue a text and take images or sounds. Encoders with decoders have
+it, too."""
 
 
 def convention_of(model: torch.nn.Module) -> Labels:
@@ -65,8 +65,7 @@ def convention_of(model: torch.nn.Module) -> Labels:
     for end, kind in _CONVENTIONS.items():
         if name.endswith(end):
             return kind
-    # Of models of texts and sounds one was seen to be wrong on parts: they stay unknown.
-    if name.endswith(_WITH_IMAGES) and hasattr(plain.config, "vision_config"):
+    if name.endswith(_WITH_IMAGES) and not plain.config.is_encoder_decoder:
         return "next"
     raise ModelError(
         f"loss of {name}",

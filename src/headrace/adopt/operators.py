@@ -77,13 +77,14 @@ class StandIn:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Stand-in for attention: the values v [t, G, D] of each token, weighted by the similarity
-        of its own q [t, N, D] and k [t, G, D], so that errors in any of the three show. Returns
-        (out [t, N, D], nothing kept, no log-sum-exp, its serial number), as the operator
-        :func:`headrace.adopt.operators.attend` does."""
+        of its own q [t, N, D] and k [t, G, D] and by that of both to a fixed vector, so that errors
+        in any of the three show; the first alone is the same at all places, as rotary embeddings
+        turn q and k alike. Returns (out [t, N, D], nothing kept, no log-sum-exp, its serial
+        number), as the operator :func:`headrace.adopt.operators.attend` does."""
         self.calls += 1
         kv_heads = _kv_head_of_each(q, k)
-        similarity = torch.tanh((q * k[:, kv_heads]).sum(-1, keepdim=True))
-        out = v[:, kv_heads] * (1 + similarity)
+        similarity, direction = _weights(q, k[:, kv_heads])
+        out = v[:, kv_heads] * (1 + similarity + direction)
         return (
             out.contiguous(),
             q.new_empty(0),
@@ -98,12 +99,30 @@ class StandIn:
         [t, N, D] of its output; like it, of each token alone."""
         kv_heads = _kv_head_of_each(q, k)
         keys, values = k[:, kv_heads], v[:, kv_heads]
-        similarity = torch.tanh((q * keys).sum(-1, keepdim=True))
-        # By the sum under the tanh, [t, N, 1].
-        dsum = (grad * values).sum(-1, keepdim=True) * (1 - similarity.square())
-        dk = torch.zeros_like(k).index_add_(1, kv_heads, dsum * q)
-        dv = torch.zeros_like(v).index_add_(1, kv_heads, grad * (1 + similarity))
-        return dsum * keys, dk, dv
+        similarity, direction = _weights(q, keys)
+        dweight = (grad * values).sum(-1, keepdim=True)  # [t, N, 1]
+        # By the sums under both tanh, [t, N, 1].
+        dsimilar = dweight * (1 - similarity.square())
+        ddirection = dweight * (1 - direction.square()) * _fixed(q)
+        dq, dkeys = dsimilar * keys + ddirection, dsimilar * q + ddirection
+        dk = torch.zeros_like(k).index_add_(1, kv_heads, dkeys)
+        weight = 1 + similarity + direction
+        dv = torch.zeros_like(v).index_add_(1, kv_heads, grad * weight)
+        return dq, dk, dv
+
+
+def _weights(q: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two numbers within -1 and 1 for each token and head [t, N, 1] of q and ``keys`` [t, N, D]: by
+    their similarity, and by that of their sum to a fixed vector."""
+    similarity = torch.tanh((q * keys).sum(-1, keepdim=True))
+    return similarity, torch.tanh(((q + keys) * _fixed(q)).sum(-1, keepdim=True))
+
+
+def _fixed(q: torch.Tensor) -> torch.Tensor:
+    """A vector [D] that no rotation of q [t, N, D] leaves as it is, of length about 0.7."""
+    features = q.shape[-1]
+    turns = torch.arange(features, device=q.device, dtype=torch.float32).cos()
+    return (turns / features**0.5).to(q.dtype)
 
 
 def _kv_head_of_each(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -237,7 +237,9 @@ class TokenModel:
         self._takes_any_name = has_kwargs and not self._from_transformers
         # Given in every call: a cache of this rank's tokens would be of no use.
         config = getattr(inner, "config", None)
-        self._fixed_arguments = {"use_cache": False} if hasattr(config, "use_cache") else {}
+        takes_cache = has_kwargs or "use_cache" in arguments
+        caches = takes_cache and hasattr(config, "use_cache")
+        self._fixed_arguments = {"use_cache": False} if caches else {}
         # How the model counts position ids: candidates for that of a row's first token; whether it
         # skips masked tokens; the padding's token id, where it skips tokens with that id.
         self._first_positions = first_places(inner)

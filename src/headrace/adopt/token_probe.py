@@ -174,23 +174,19 @@ def own_loss(
     """Test whether the loss of a transformers model is the mean cross entropy of its logits.
     Returns the error that says that it is not, or None where it is or cannot be compared.
 
-    The model is run on a few tokens of ``batch`` with labels made of their ids, given under the
-    name ``label_name``; one of these is ignored where the batch has ignored labels, too. ``kind``
-    says whether the model's loss shifts labels.
+    The model is run on a few tokens of ``batch`` with labels made of their ids, modulo the classes
+    of its logits, given under the name ``label_name``; one of these is ignored where the batch has
+    ignored labels, too. ``kind`` says whether the model's loss shifts labels.
     """
     few = few_of({k: v for k, v in batch.items() if k != "labels"}, tokens)
-    given = batch.get("labels")
     with looked_at(model, slot, training=training), _add_noise(model):
         slot.take(StandIn(places=np.arange(_TOKENS), targets=_TOKENS))
-        # Classes of tokens may be fewer than token ids.
-        classes = 0 if given is None else 1 + max(0, int(given.max()))
-        if not classes:
-            logits = getattr(run(**few), "logits", None)
-            classes = few[tokens].max() + 1 if logits is None else logits.shape[-1]
-            slot.take(StandIn(places=np.arange(_TOKENS), targets=_TOKENS))
-        labels = few[tokens] % classes
-        if given is not None and bool((given < 0).any()):
+        unlabelled, labels = run(**few), few[tokens].clone()
+        if getattr(unlabelled, "logits", None) is not None or isinstance(unlabelled, tuple):
+            labels %= logits_of(unlabelled).shape[-1]  # classes may be fewer than token ids
+        if "labels" in batch and bool((batch["labels"] < 0).any()):
             labels[:, _TOKENS // 3] = IGNORED
+        slot.take(StandIn(places=np.arange(_TOKENS), targets=_TOKENS))
         shifted = predicted(labels, kind)
         outputs = run(**few, **{label_name: labels})
         own, logits = loss_of(outputs), getattr(outputs, "logits", None)
