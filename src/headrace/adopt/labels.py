@@ -260,7 +260,7 @@ class LossHead:
         if not isinstance(head, torch.nn.Linear):
             raise ModelError(
                 f"logits=False of {type(model).__name__}",
-                got=f"{type(head).__name__} as its head",
+                got="no head" if head is None else f"{type(head).__name__} as its head",
                 wanted="a linear one (get_output_embeddings of transformers)",
                 hint="leave logits=False out, or sum the losses of chunks in its forward",
             )
