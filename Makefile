@@ -13,11 +13,16 @@ DOCS   := $(VENV)/.headrace-docs
 # Files of tests side by side; a file stays in one process, as its tests share what they made.
 TESTS  := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
+# Each of many processes would compile all that it imports, torch and the tests' asserts too.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test slow long gpu benchmarks attack lint docs reference lock clean
+.PHONY: help installed demo picture test slow long gpu benchmarks attack lint docs reference lock clean
 
 help: ## list what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+installed: $(DOCS)
 
 demo: $(READY) ## train on the Python sources of this machine, then plan them for 64 devices
 	$(BIN)/headrace train $(CONFIG)

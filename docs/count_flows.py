@@ -84,7 +84,7 @@ def native_flow() -> set[str]:
 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as counting:
         for number in range(40):
-            Path(folder, f"{number}.txt").write_text("abcdefg " * (20 + 37 * number))
+            Path(folder, f"{number}.txt").write_text("abcdefg " * (20 + 18 * number))
         config = hr.Config.load(
             ROOT / "examples" / "python-sources.toml",
             f'data.paths=["{folder}"]',

@@ -6,6 +6,7 @@ import dataclasses
 import multiprocessing
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,9 @@ from headrace.spec.model_shape import ModelShape
 from headrace.spec.plan import MicroBatch, Pipeline, Plan
 from headrace.spec.step import Exhausted, Planned, Step
 from headrace.spec.strategy import Scheme
+
+with suppress(ModuleNotFoundError):  # ranks are forked from here: each would load it anew
+    pass
 
 VOCABULARY = 61
 LENGTHS = (5, 40, 17, 33, 70, 9, 12, 64, 2, 1, 50, 11)
