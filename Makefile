@@ -17,12 +17,16 @@ TESTS  := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help installed demo picture test slow long gpu benchmarks attack lint docs reference lock clean
+.PHONY: help demo picture test slow long gpu benchmarks attack lint docs reference lock clean
+.PHONY: installed compiled
 
 help: ## list what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 installed: $(DOCS)
+
+compiled: $(READY)
+	$(BIN)/python -m pytest --collect-only -q >/dev/null
 
 demo: $(READY) ## train on the Python sources of this machine, then plan them for 64 devices
 	$(BIN)/headrace train $(CONFIG)

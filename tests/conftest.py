@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 
 from apart import failure_of
+from choose_slow import ALWAYS
 
 # A shell may have them ignored (nohup, &); what tests of signals send must arrive.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -49,9 +50,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Of files that were collected whole: whether what is listed is there.
     whole = {name.partition("::")[0] for name in names}
     if not any("::" in argument for argument in config.args):
-        gone = sorted(name for name in listed - names.keys() if name.partition("::")[0] in whole)
+        wanted = listed | set(ALWAYS.split("\n")) - {""}
+        gone = sorted(name for name in wanted - names.keys() if name.partition("::")[0] in whole)
         if gone:
-            raise pytest.UsageError(f"tests/slow.txt names what is no test: {', '.join(gone)}")
+            raise pytest.UsageError(f"slow.txt or ALWAYS name what is no test: {', '.join(gone)}")
 
 
 @pytest.hookimpl(tryfirst=True)
