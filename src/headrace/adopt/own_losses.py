@@ -3,18 +3,21 @@
 A rank's part of a loss is a sum over its tokens (places, samples), divided by those of the whole
 step. Much that is right in one process is not of a part, and nothing but the numbers would show it:
 a mean over the tokens of one rank, its first or last token, its tokens shifted by one, a maximum
-over them, the logarithm of a sum over them. The graph that autograd keeps between a loss and the
-model's results shows these; a mean cross entropy that is divided by hand shows in its value.
+over them, the logarithm of a sum over them, products of tokens with others. The graph that autograd
+keeps between a loss and the model's results shows these; a mean cross entropy that is divided by
+hand shows in its value. What else is divided by counts of one rank shows in the factors of the
+graph: whatever is no part is alike on all ranks, and so is what a part is multiplied with.
 
 Shape legend: b rows of s tokens on this rank; V tokens in a vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -39,7 +42,20 @@ _CHUNK = 2_048
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Relative differences that means in another order may have; 1 % in half types."""
 
-_REDUCED = {"Mean": "a mean", "Std": "a deviation", "Var": "a variance"}
+_FACTORS = 16
+"""Factors of a loss that are compared between ranks, at most."""
+_MOST_NUMBERS = 4_096
+"""Numbers of a factor that is compared, at most; larger ones are parts, or weights."""
+_FEWEST = 16
+"""Tokens of a rank that a divisor is told from any other small number by."""
+
+_REDUCED = {
+    "Mean": "a mean",
+    "Std": "a deviation",
+    "StdMean": "a deviation",
+    "Var": "a variance",
+    "VarMean": "a variance",
+}
 _JOINED = {
     "Softmax": "a softmax",
     "LogSoftmax": "a softmax",
@@ -49,8 +65,36 @@ _JOINED = {
     "Amax": "a maximum",
     "Amin": "a minimum",
     "Cumsum": "running sums",
+    "Cumprod": "running products",
+    "Logcumsumexp": "running sums",
+    "Prod": "a product",
+    "Norm": "a norm",
+    "LinalgVectorNorm": "a norm",
+    "Median": "a median",
+    "Nanmedian": "a median",
+    "Kthvalue": "a median",
+    "Mode": "a mode",
+    "Sort": "an order",
+    "Topk": "the largest",
+    "Flip": "other places",
+    "Roll": "other places",
+    "Convolution": "a convolution",
+    "NativeLayerNorm": "a norm",
+    "NativeBatchNorm": "a norm",
+    "CudnnBatchNorm": "a norm",
 }
 """Beginnings of the names of nodes whose functions work along dims, and what those make."""
+_WINDOWS = ("AvgPool", "MaxPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "Upsample")
+"""Beginnings of the names of nodes whose functions work along the last dims, behind the second."""
+_PRODUCTS = {"Bmm": ("self", "mat2"), "Mm": ("self", "mat2"), "Cdist": ("x1", "x2")}
+"""Products of matrices, in which all rows of one meet all of the other, and the names of both."""
+_CARRYING = frozenset(
+    {
+        *("Alias", "Clone", "Neg", "ReshapeAlias", "Squeeze", "Sum", "ToCopy", "UnsafeView"),
+        *("Unsqueeze", "View"),
+    }
+)
+"""Linear functions of one tensor, before or behind which a single factor is the same."""
 _NOT_LINEAR = frozenset(
     {
         *("Abs", "BinaryCrossEntropyWithLogits", "Clamp", "ClampMax", "ClampMin", "Exp", "Expm1"),
@@ -144,13 +188,28 @@ class OwnLosses:
         if not _is_due(self._backwards):
             return
         nodes = _nodes_before_results(loss.grad_fn)
-        found = _found(nodes, weighed=weighed) or self._mean_by_hand(loss, targets)
+        made_of = _parts_made_of(nodes)
+        factors = _factors(nodes, made_of)
+        found = (
+            _found(nodes, made_of, weighed=weighed)
+            or self._mean_by_hand(loss, targets)
+            or _divided_by_tokens(nodes, factors, targets)
+        )
         # Ranks that share a part run the same code, and so make losses of the same results.
         parts = filter(None, (node.metadata.get(_MARK) for node in nodes))
         group = next((part.group for part in parts), None)
-        others = group is not None and any(row[0] for row in gather_floats([bool(found)], group))
-        if not found and not others:
+        if group is None and not found:
             return
+        indices = _indices(nodes, made_of)
+        told = [[float(len(own)), *_checksums(own)] for own in (factors, indices)]
+        rows = gather_floats([bool(found), *told[0], *told[1]], group)
+        others = group is not None and any(row[0] for row in rows)
+        if not found and not others:
+            middle = 1 + len(told[0])
+            found = _said_of_factors([row[1:middle] for row in rows])
+            found = found or _said_of_indices([row[middle:] for row in rows])
+            if not found:
+                return
         raise ModelError(
             "loss of a part",
             got=found or "what another rank refuses",
@@ -186,35 +245,235 @@ def _cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tens
     return torch.stack(sums).sum()
 
 
-def _found(nodes: Sequence[Any], *, weighed: bool) -> str:
-    """What the ``nodes`` between a loss and the results of forwards do that is wrong for parts;
-    nothing where there is nothing. Means may be ``weighed``."""
-    made_of = dict[Any, Parted]()  # a result that a node depends on
-    # What is taken of a node's result along a dim: [start, stop) of so many, each time.
-    taken: dict[tuple[Any, int], list[tuple[int, int, int]]] = {}
+def _parts_made_of(nodes: Sequence[Any]) -> dict[Any, Parted]:
+    """For each of the ``nodes`` that depends on a part, the part with the shape and dims that the
+    node's result has of it."""
+    made_of = dict[Any, Parted]()
     for node in nodes:
         if _MARK in node.metadata:
             parted = node.metadata[_MARK]
+        elif isinstance(node, BackwardCFunction):
+            parted = None  # what a function of Python makes is not known: it may be of all ranks
         else:
             given = [made_of.get(parent) for parent, _ in node.next_functions]
-            # What a function of Python makes is not known: it may be of all ranks.
-            opaque = isinstance(node, BackwardCFunction)
-            parted = None if opaque else next(filter(None, given), None)
-            said = "" if parted is None else _said_of(node, parted, given, weighed=weighed)
-            if said:
-                return said
-            picked = None if parted is None else _picked(node, parted)
-            if picked is not None:
-                dim, start, stop, size = picked
-                places = taken.setdefault((node.next_functions[0][0], dim), [])
-                places.append((start, stop, size))
-            if parted is not None and not parted.summed and _is_sum(node, parted):
-                parted = replace(parted, summed=True)
+            parted = next(filter(None, given), None)
+            if parted is not None and not parted.summed:
+                summed = _is_sum(node, parted)
+                parted = replace(parted, summed=True) if summed else _turned(node, parted)
         if parted is not None:
             made_of[node] = parted
+    return made_of
+
+
+def _turned(node: Any, parted: Parted) -> Parted:
+    """A part with the shape and dims that it has in the result of a node that transposes it, gives
+    it a dim or takes one, or picks some of its tokens; the same for any other node."""
+    kind, count = _kind(node), len(parted.shape)
+    if not parted.known:
+        return parted
+    if kind in ("Index", "MaskedSelect"):
+        return _picked_by_mask(node, parted)
+    dims = list(range(count))  # of the part, in the order of the result; -1 is a new one
+    if kind == "Transpose":
+        one, other = (_signed(at) % count for at in (node._saved_dim0, node._saved_dim1))  # noqa: SLF001
+        dims[one], dims[other] = dims[other], dims[one]
+    elif kind == "Unsqueeze":
+        dims.insert(_signed(node._saved_dim) % (count + 1), -1)  # noqa: SLF001
+    elif kind == "Squeeze" and isinstance(getattr(node, "_saved_dim", None), int):
+        squeezed = _signed(node._saved_dim) % count  # noqa: SLF001
+        dims = [dim for dim in dims if dim != squeezed or parted.shape[dim] != 1]
+    else:
+        return parted
+    shape = tuple(parted.shape[dim] if dim >= 0 else 1 for dim in dims)
+    kept = tuple(at for at, dim in enumerate(dims) if dim in parted.dims)
+    return replace(parted, shape=shape, dims=kept)
+
+
+def _picked_by_mask(node: Any, parted: Parted) -> Parted:
+    """A part of which a node picks tokens by a mask: so many tokens in the first dim."""
+    mask: torch.Tensor | None
+    rest: tuple[int, ...] = ()
+    if _kind(node) == "MaskedSelect":
+        mask = node._saved_mask  # noqa: SLF001
+    else:
+        mask, *others = node._saved_indices  # noqa: SLF001
+        if others or mask is None or mask.dtype != torch.bool:
+            return parted
+        rest = (_shape_of(node) or ())[mask.dim() :]
+    if mask is None or not parted.dims_in(mask.shape):
+        return parted
+    return replace(parted, shape=(int(mask.sum()), *rest), dims=(0,))
+
+
+def _found(nodes: Sequence[Any], made_of: Mapping[Any, Parted], *, weighed: bool) -> str:
+    """What the ``nodes`` between a loss and the results of forwards do that is wrong for parts;
+    nothing where there is nothing. Means may be ``weighed``."""
+    # What is taken of a node's result along a dim: [start, stop) of so many, each time.
+    taken: dict[tuple[Any, int], list[tuple[int, int, int]]] = {}
+    used = defaultdict[Any, set[int]](set)  # which of its several results are used, by node
+    for node in nodes:
+        for parent, number in node.next_functions:
+            used[parent].add(number)
+    for node in nodes:
+        if _MARK in node.metadata or node not in made_of:
+            continue
+        given = [made_of.get(parent) for parent, _ in node.next_functions]
+        parted = next(filter(None, given))
+        said = _said_of(node, parted, given, weighed=weighed)
+        if said:
+            return said
+        picked = _picked(node, parted)
+        if picked is not None:
+            dim, start, stop, size = picked
+            places = taken.setdefault((node.next_functions[0][0], dim), [])
+            places.append((start, stop, size))
+        if len(used[node]) < _pieces(node, parted):
+            return f"some of the {parted.word} of one rank, by their numbers in its part"
     if all(map(_covers, taken.values())):
         return ""
     return "some of the places of one rank, by their numbers in its part"
+
+
+def _pieces(node: Any, parted: Parted) -> int:
+    """Into how many pieces a node cuts a part along its dims; 0 where it does not."""
+    kind = _kind(node)
+    if kind not in ("Split", "Unbind") or parted.summed or parted.word == "samples":
+        return 0
+    dim = _signed(node._saved_dim) % len(parted.shape)  # noqa: SLF001
+    shape = parted.shape if kind == "Unbind" else _shape_of(node) or ()
+    if dim not in parted.dims_in(shape):
+        return 0
+    return shape[dim] if kind == "Unbind" else -(-shape[dim] // int(node._saved_split_size))  # noqa: SLF001
+
+
+def _factors(nodes: Sequence[Any], made_of: Mapping[Any, Parted]) -> list[torch.Tensor]:
+    """What parts, and sums over them, are multiplied with on the way to the loss and is no part
+    itself: products of neighbouring factors, so that a mean weighed by its count is as a sum."""
+    factor_of, found = dict[Any, torch.Tensor](), list[torch.Tensor]()
+    for node in nodes:
+        parted = made_of.get(node)
+        if parted is None or _MARK in node.metadata:
+            continue
+        kind, before = _kind(node), [factor_of.get(parent) for parent, _ in node.next_functions]
+        own = _own_factor(node, kind, parted)
+        carried = next((factor for factor in before if factor is not None), None)
+        of_one = sum(parent is not None for parent, _ in node.next_functions) == 1
+        fits = carried is None or carried.dim() == 0
+        fits = fits or (own is not None and own.shape in ((), carried.shape))
+        carries = own is not None or (kind in _CARRYING and carried is not None)
+        if carries and of_one and fits:
+            product = own if carried is None else carried if own is None else own * carried
+            assert product is not None, "a node that carries has a factor"
+            factor_of[node] = product
+            continue
+        found += [factor for factor in (*before, own) if factor is not None]
+    last = factor_of.get(nodes[-1]) if nodes else None
+    return (found if last is None else [*found, last])[-_FACTORS:]
+
+
+def _indices(nodes: Sequence[Any], made_of: Mapping[Any, Parted]) -> list[torch.Tensor]:
+    """The numbers by which places of parts are picked, where these are not all."""
+    found = list[torch.Tensor]()
+    for node in nodes:
+        kind = _kind(node)
+        if kind not in ("Gather", "Index", "IndexSelect"):
+            continue
+        parted = next(
+            filter(None, (made_of.get(parent) for parent, _ in node.next_functions)), None
+        )
+        shape = _shape_of(node)
+        if parted is None or parted.summed or shape is None or parted.word == "samples":
+            continue
+        dims = parted.dims_in(shape)
+        if kind == "Index":
+            picked = [x for dim, x in enumerate(node._saved_indices) if dim in dims]  # noqa: SLF001
+        else:
+            picked = [node._saved_index] if next(_dims_of(node, len(shape))) in dims else []  # noqa: SLF001
+        found += [
+            x.to(torch.float64)
+            for x in picked
+            if x is not None and x.dtype != torch.bool and len(x.unique()) < shape[dims[0]]
+        ]
+    return found[-_FACTORS:]
+
+
+def _own_factor(node: Any, kind: str, parted: Parted) -> torch.Tensor | None:
+    """What a node multiplies a part with, in fp64; None where that is nothing, a part too, or has
+    a gradient."""
+    if kind not in ("Mul", "Div"):
+        return None
+    one, other = (getattr(node, f"_saved_{name}", None) for name in ("self", "other"))
+    if kind == "Div":
+        factor = other if one is None else None
+    else:
+        factor = (other if one is None else one) if (one is None) != (other is None) else None
+    if not isinstance(factor, torch.Tensor) or factor.numel() > _MOST_NUMBERS:
+        return None
+    if parted.dims_in(factor.shape) and not parted.summed:
+        return None
+    wide = factor.detach().to(torch.float64).squeeze()
+    return wide.reciprocal() if kind == "Div" else wide
+
+
+def _add_up_to_one(node: Any) -> bool:
+    """Whether a node multiplies tokens with weights that are no mask and add up to 1."""
+    kept = [getattr(node, f"_saved_{name}", None) for name in ("self", "other", "tensor")]
+    tensors = [x for x in kept if isinstance(x, torch.Tensor)]
+    if len(tensors) != 1 or tensors[0].numel() < _FEWEST or tensors[0].requires_grad:
+        return False
+    weights = tensors[0].detach()
+    is_mask = bool(((weights == 0) | (weights == 1)).all())
+    return not is_mask and abs(float(weights.to(torch.float64).sum()) - 1) < 1e-6
+
+
+def _checksums(factors: Sequence[torch.Tensor]) -> list[float]:
+    """One number for each of so many factors, the same wherever they are; 0 for those that are
+    missing."""
+    sums = [
+        (factor.flatten() * torch.arange(1, factor.numel() + 1, device=factor.device)).sum()
+        for factor in factors
+    ]
+    numbers: list[float] = torch.stack(sums).tolist() if sums else []
+    return numbers + [0.0] * (_FACTORS - len(numbers))
+
+
+def _said_of_factors(rows: Sequence[Sequence[float]]) -> str:
+    """What is said of factors that differ between ranks, given for each rank their number and
+    checksums; nothing where they are alike. A rank without a label may count 0."""
+    if any(row[0] != rows[0][0] for row in rows):
+        return ""
+    for numbers in list(zip(*rows, strict=True))[1:]:
+        least, most = min(numbers), max(numbers)
+        known = all(map(isfinite, numbers)) and all(numbers)
+        if known and most - least > 1e-6 * max(abs(least), abs(most)):
+            return "what is divided by numbers that differ between ranks, such as their own counts"
+    return ""
+
+
+def _said_of_indices(rows: Sequence[Sequence[float]]) -> str:
+    """What is said of places that all ranks pick by the same numbers, given for each rank how often
+    places are picked, and checksums of the numbers; nothing where these differ."""
+    if any(row[0] != rows[0][0] for row in rows):
+        return ""
+    columns = list(zip(*rows, strict=True))[1 : 1 + int(rows[0][0])]
+    same = any(len(set(numbers)) == 1 for numbers in columns)
+    return "some of the places of one rank, by their numbers in its part" if same else ""
+
+
+def _divided_by_tokens(nodes: Sequence[Any], factors: Sequence[torch.Tensor], targets: int) -> str:
+    """What is said of a loss that is divided by the tokens of one rank; nothing of others."""
+    marks = [node.metadata[_MARK] for node in nodes if node.metadata.get(_MARK) is not None]
+    if not marks or not factors or factors[-1].dim() or not float(factors[-1]):
+        return ""
+    divisor, part = 1 / abs(float(factors[-1])), marks[0]
+    first = max(part.dims, default=0)
+    ends = {prod(part.shape[: end + 1]) for end in range(first, len(part.shape))}
+    # What the whole step has may be as many as this rank has of something else.
+    of_all = {count * dist.get_world_size(part.group) for count in ends} | {targets}
+    counts = ends | {prod(part.shape[dim] for dim in part.dims)}
+    same = [count for count in counts - of_all if abs(divisor - count) < 1e-6 * count]
+    found = any(count >= _FEWEST for count in same)
+    return f"what is divided by the {part.word} of one rank" if found else ""
 
 
 def _picked(node: Any, parted: Parted) -> tuple[int, int, int, int] | None:
@@ -290,6 +549,13 @@ def _said_of(node: Any, parted: Parted, given: Sequence[Parted | None], *, weigh
         wrong = products or kind in _NOT_LINEAR
         said = f"a function of sums over {parted.word} of one rank that is not linear ({kind})"
         return said if wrong else ""
+    if kind in ("Mul", "Dot") and _add_up_to_one(node):
+        return f"weights that add up to 1 over {parted.word} of one rank"
+    of_parts = all(one is not None and not one.summed for one in given)
+    if kind in _PRODUCTS and of_parts and not _is_of_each_token(node, kind, given):
+        return f"products of {parted.word} with others of one rank"
+    if shape is None and kind in ("Flip", "Roll"):
+        shape = parted.shape
     if shape is None:
         return ""
     is_mean = getattr(node, "_saved_reduction", None) == _MEAN
@@ -301,8 +567,20 @@ def _said_of(node: Any, parted: Parted, given: Sequence[Parted | None], *, weigh
         return ""
     if parted.word == "samples" and not (is_mean or kind in _REDUCED):
         return ""
-    made = "a mean" if is_mean else _REDUCED.get(kind) or _JOINED.get(kind)
+    window = "values of windows" if kind.startswith(_WINDOWS) else ""
+    made = "a mean" if is_mean else _REDUCED.get(kind) or _JOINED.get(kind) or window
     return f"{made} over {parted.word} of one rank" if made else ""
+
+
+def _is_of_each_token(node: Any, kind: str, given: Sequence[Parted | None]) -> bool:
+    """Whether each token of a part is a matrix of its own in a product of matrices of parts."""
+    if kind == "Mm":
+        return False
+    sides = [getattr(node, f"_saved_{name}", None) for name in _PRODUCTS[kind]]
+    return all(
+        one is not None and side is not None and one.dims_in(side.shape) == [0]
+        for one, side in zip(given, sides, strict=True)
+    )
 
 
 def _shape_of(node: Any) -> tuple[int, ...] | None:
@@ -310,7 +588,7 @@ def _shape_of(node: Any) -> tuple[int, ...] | None:
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     if sizes is not None:
         return tuple(map(int, sizes))
-    for name in ("_saved_self", "_saved_result"):
+    for name in ("_saved_self", "_saved_input", "_saved_result"):
         kept = getattr(node, name, None)
         if isinstance(kept, torch.Tensor):
             return tuple(kept.shape)
@@ -319,7 +597,17 @@ def _shape_of(node: Any) -> tuple[int, ...] | None:
 
 def _dims_of(node: Any, count: int) -> Iterator[int]:
     """The dims, of ``count``, along which the function of a node works; all where it names none."""
-    given = getattr(node, "_saved_dim", None)
+    kind = _kind(node)
+    if kind == "Convolution" or kind.startswith(_WINDOWS):
+        yield from range(2, count)
+        return
+    if kind in ("NativeBatchNorm", "CudnnBatchNorm"):
+        yield from (dim for dim in range(count) if dim != 1) if node._saved_training else ()  # noqa: SLF001
+        return
+    if kind == "NativeLayerNorm":
+        yield from range(count - len(node._saved_normalized_shape), count)  # noqa: SLF001
+        return
+    given = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
     if given is None or given == ():
         yield from range(count)
         return

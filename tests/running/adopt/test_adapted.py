@@ -304,7 +304,7 @@ def test_checkpoints_repeat_no_traffic() -> None:
     """Catches switches within what is computed again."""
     pytest.importorskip("diffusers")
     plain, plain_back, forward, back = run_ranks(2, recomputed_bytes)[0]
-    told = 8  # of a first backward ranks tell each other whether they refuse the loss
+    told = 280  # of a first backward ranks tell each other what they divide the loss by
     assert back - told == forward > 0
     assert plain_back == plain  # results that all ranks have
 
@@ -680,7 +680,10 @@ LOSSES: dict[str, Any] = {
     "half of the features": lambda out: out.chunk(2, dim=-1)[0].square().mean(),
     "first": lambda out: out[:, 0].sum(),
     "shifted": lambda out: (out[:, 1:] - out[:, :-1]).square().sum(),
+    "mean by hand": lambda out: out.square().sum() / out.numel(),
+    "by those above 0": lambda out: out.square().sum() / (out > 0).sum(),
     "sum": lambda out: out.square().sum(),
+    "by all places": lambda out: out.square().sum() / (out.numel() * 2),
     "over features": lambda out: out.square().mean(-1).sum(),
     "mean of samples": lambda out: out.square().sum(dim=(1, 2, 3, 4)).mean(),
 }
@@ -698,6 +701,13 @@ PLACED = [
     ("mean of samples", 5, False, 2, "a mean over samples"),  # each rank has one
     ("first", 5, False, 1, "some of the places"),
     ("shifted", 9, False, 1, "some of the places"),
+    ("mean by hand", 5, False, 1, "what is divided by the places"),
+    ("mean by hand", 6, False, 1, "what is divided by the places"),
+    ("mean by hand", 1, False, 2, "what is divided by the samples"),
+    ("by those above 0", 6, False, 1, "what is divided by numbers that differ between ranks"),
+    ("by all places", 6, False, 1, ""),
+    ("mean by hand", 8, True, 1, ""),
+    ("mean by hand", 1, True, 2, ""),
     ("mean", 8, True, 1, ""),
     ("mean", 1, True, 2, ""),
     ("sum", 5, False, 1, ""),

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional as f
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import headrace as hr
 from headrace.adopt.operators import StandIn
@@ -1288,11 +1289,12 @@ def test_means_of_ddp_are_refused(how: str) -> None:
 
 
 def own_loss(run: Any, part: Any, how: str) -> torch.Tensor:
-    """A loss that is right in one process, made of a part's results; three are right of a part."""
+    """A loss that is right in one process, made of a part's results; from ``sum`` on of a part."""
     inputs = {k: v for k, v in part.inputs.items() if k != "labels"}
     logits, labels = run(**inputs).logits, part.labels
     flat, kept = logits.flatten(0, 1), labels.flatten() != IGNORED
-    each = f.cross_entropy(flat, labels.flatten(), reduction="none")
+    each, few = f.cross_entropy(flat, labels.flatten(), reduction="none"), labels.flatten() % 5 == 0
+    turned = logits.transpose(1, 2)
     losses = {
         "mean": lambda: f.cross_entropy(flat, labels.flatten()) + 1e-3 * logits.square().sum(),
         "mean in two dims": lambda: f.cross_entropy(logits.transpose(1, 2), labels),
@@ -1306,7 +1308,43 @@ def own_loss(run: Any, part: Any, how: str) -> torch.Tensor:
         "of sums": lambda: -f.logsigmoid(each.view_as(labels).sum(1)).sum(),
         "quotient": lambda: each.sum() / logits.square().sum(),
         "in two calls": lambda: logits.square().mean() + run(**inputs).logits.square().sum(),
+        "masked": lambda: (each.square() * few).sum() / few.sum(),
+        "masked rows": (
+            (each.square() * few).view_as(labels).sum(1) / few.view_as(labels).sum(1)
+        ).sum,
+        "counted by Python": lambda: each.square().sum() / int(few.sum()),
+        "all tokens": lambda: each.square().sum() / each.numel(),
+        "picked": each[few].square().mean,
+        "norm": lambda: logits.norm(dim=1).sum(),
+        "largest few": each.topk(6).values.sum,
+        "neighbours": (logits * logits.roll(1, 1)).sum,
+        "pairs": lambda: (logits @ turned).square().sum(),
+        "windows": lambda: f.avg_pool1d(turned, 2).square().sum(),
+        "kernel": lambda: f.conv1d(turned, torch.ones(1, logits.shape[-1], 3).to(logits)).sum(),
+        "first chunk": logits.split(4, 1)[0].sum,
+        "by number": logits[:, [0, 2]].sum,
+        "weights": lambda: each.square() @ (each.detach() / each.detach().sum()),
         "sum": lambda: each.sum() / part.targets,
+        "masked sum": lambda: (each.square() * few).sum() / part.targets * 65_536.0,
+        "weighed back": lambda: (each * few).sum() / few.sum() * (few.sum() / part.targets),
+        "turned": lambda: f.cross_entropy(turned, labels, reduction="sum") / part.targets,
+        "all chunks": lambda: sum(x.square().sum() for x in logits.split(4, 1)),
+        "products of features": lambda: torch.bmm(flat[:, None], flat[:, :, None]).sum(),
+        "along features": lambda: (
+            logits.norm(dim=-1).sum()
+            + logits.topk(3).values.sum()
+            + f.layer_norm(logits, logits.shape[-1:]).square().sum()
+            + f.avg_pool1d(logits, 3).sum()
+        ),
+        "weights of rows": (each.view_as(labels).sum(1) * torch.tensor([1.0, 3.0])).sum,
+        "recomputed": lambda: checkpoint(
+            lambda x, y: 3.0 * (x * few[:, None] / 7.0).square().sum() / y,
+            flat,
+            part.targets,
+            use_reentrant=False,
+        ),
+        "none here": lambda: each.sum() / part.targets * float(dist.get_rank() > 0),
+        "with a label": lambda: flat.index_select(0, kept.nonzero()[:, 0]).square().sum(),
         "balance": lambda: run.share * run.mean(logits).square().sum().sqrt(),
         "chunks": lambda: logits[:, :4].sum() + logits[:, 4:].square().sum() + logits[:, :].sum(),
         "places alone": lambda: sum(logits[:, at].sum() for at in range(logits.shape[1])),
@@ -1334,7 +1372,7 @@ WRONG = {
     "mean": "a mean over tokens",
     "mean in two dims": "the mean cross entropy",
     "divided by hand": "the mean cross entropy",
-    "mean of those with a label": "the mean cross entropy",
+    "mean of those with a label": "a mean over tokens",
     "squares": "a mean over tokens",
     "pooled": "a mean over tokens",
     "last": "some of the places",
@@ -1343,6 +1381,20 @@ WRONG = {
     "of sums": "a function of sums over tokens",
     "quotient": "a function of sums over tokens",
     "in two calls": "a mean over tokens",
+    "masked": "what is divided by numbers that differ between ranks",
+    "masked rows": "what is divided by numbers that differ between ranks",
+    "counted by Python": "what is divided by numbers that differ between ranks",
+    "all tokens": "what is divided by the tokens of one rank",
+    "picked": "a mean over tokens",
+    "norm": "a norm over tokens",
+    "largest few": "the largest over tokens",
+    "neighbours": "other places over tokens",
+    "pairs": "products of tokens with others",
+    "windows": "values of windows over tokens",
+    "kernel": "a convolution over tokens",
+    "first chunk": "some of the tokens",
+    "by number": "some of the places",
+    "weights": "weights that add up to 1 over tokens",
 }
 
 
@@ -1356,6 +1408,8 @@ def test_losses_that_are_wrong_of_parts_are_refused() -> None:
 def test_losses_that_are_right_of_parts_are_taken() -> None:
     """Catches what is refused because it looks like a mean over tokens."""
     right = ["sum", "over features", "rows", "balance", "chunks", "places alone"]
+    right += ["masked sum", "weighed back", "turned", "all chunks", "products of features"]
+    right += ["along features", "weights of rows", "none here", "with a label", "recomputed"]
     assert run_ranks(2, said_of_own_losses, right) == [{}, {}]
 
 
