@@ -44,8 +44,8 @@ _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
 
 _FACTORS = 16
 """Factors of a loss that are compared between ranks, at most."""
-_MOST_NUMBERS = 4_096
-"""Numbers of a factor that is compared, at most; larger ones are parts, or weights."""
+_FEW = 8
+"""Places that a loss may pick by numbers of its own, at most; more are picked by what they hold."""
 _FEWEST = 16
 """Tokens of a rank that a divisor is told from any other small number by."""
 
@@ -272,7 +272,7 @@ def _turned(node: Any, parted: Parted) -> Parted:
     if not parted.known:
         return parted
     if kind in ("Index", "MaskedSelect"):
-        return _picked_by_mask(node, parted)
+        return _of_picked(node, parted)
     dims = list(range(count))  # of the part, in the order of the result; -1 is a new one
     if kind == "Transpose":
         one, other = (_signed(at) % count for at in (node._saved_dim0, node._saved_dim1))  # noqa: SLF001
@@ -289,20 +289,24 @@ def _turned(node: Any, parted: Parted) -> Parted:
     return replace(parted, shape=shape, dims=kept)
 
 
-def _picked_by_mask(node: Any, parted: Parted) -> Parted:
-    """A part of which a node picks tokens by a mask: so many tokens in the first dim."""
-    mask: torch.Tensor | None
-    rest: tuple[int, ...] = ()
+def _of_picked(node: Any, parted: Parted) -> Parted:
+    """A part of which a node picks tokens, by a mask or by their numbers: they lie along the first
+    dim then."""
+    shape = _shape_of(node) or ()
     if _kind(node) == "MaskedSelect":
         mask = node._saved_mask  # noqa: SLF001
-    else:
-        mask, *others = node._saved_indices  # noqa: SLF001
-        if others or mask is None or mask.dtype != torch.bool:
-            return parted
-        rest = (_shape_of(node) or ())[mask.dim() :]
-    if mask is None or not parted.dims_in(mask.shape):
+        is_of_tokens = bool(parted.dims_in(mask.shape))
+        return replace(parted, shape=(int(mask.sum()),), dims=(0,)) if is_of_tokens else parted
+    indices = list(node._saved_indices)  # noqa: SLF001
+    if not indices or any(x is None for x in indices):
         return parted
-    return replace(parted, shape=(int(mask.sum()), *rest), dims=(0,))
+    # A mask stands for as many dims as it has, numbers for one.
+    covered = sum(x.dim() if x.dtype == torch.bool else 1 for x in indices)
+    if not any(dim < covered for dim in parted.dims_in(shape)):
+        return parted
+    first = indices[0]
+    count = int(first.sum()) if first.dtype == torch.bool else first.numel()
+    return replace(parted, shape=(count, *shape[covered:]), dims=(0,))
 
 
 def _found(nodes: Sequence[Any], made_of: Mapping[Any, Parted], *, weighed: bool) -> str:
@@ -372,7 +376,7 @@ def _factors(nodes: Sequence[Any], made_of: Mapping[Any, Parted]) -> list[torch.
 
 
 def _indices(nodes: Sequence[Any], made_of: Mapping[Any, Parted]) -> list[torch.Tensor]:
-    """The numbers by which places of parts are picked, where these are not all."""
+    """The numbers by which a few places of parts are picked."""
     found = list[torch.Tensor]()
     for node in nodes:
         kind = _kind(node)
@@ -389,11 +393,11 @@ def _indices(nodes: Sequence[Any], made_of: Mapping[Any, Parted]) -> list[torch.
             picked = [x for dim, x in enumerate(node._saved_indices) if dim in dims]  # noqa: SLF001
         else:
             picked = [node._saved_index] if next(_dims_of(node, len(shape))) in dims else []  # noqa: SLF001
-        found += [
-            x.to(torch.float64)
-            for x in picked
-            if x is not None and x.dtype != torch.bool and len(x.unique()) < shape[dims[0]]
-        ]
+        most = min(_FEW * parted.shape[0], shape[dims[0]] // 4) if dims else 0
+        for x in picked:
+            if x is not None and x.dtype != torch.bool:
+                count = x.shape[dims[0]] if kind == "Gather" else x.numel()
+                found += [x.to(torch.float64)] if 0 < count <= most else []
     return found[-_FACTORS:]
 
 
@@ -407,11 +411,12 @@ def _own_factor(node: Any, kind: str, parted: Parted) -> torch.Tensor | None:
         factor = other if one is None else None
     else:
         factor = (other if one is None else one) if (one is None) != (other is None) else None
-    if not isinstance(factor, torch.Tensor) or factor.numel() > _MOST_NUMBERS:
-        return None
-    if parted.dims_in(factor.shape) and not parted.summed:
+    if not isinstance(factor, torch.Tensor) or (parted.dims_in(factor.shape) and not parted.summed):
         return None
     wide = factor.detach().to(torch.float64).squeeze()
+    # Others than single ones are of rows; what else there is may be of tokens in another shape.
+    if wide.dim() and (wide.shape != parted.shape[:1] or 0 in parted.dims):
+        return None
     return wide.reciprocal() if kind == "Div" else wide
 
 

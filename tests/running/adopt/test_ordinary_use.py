@@ -1337,6 +1337,10 @@ def own_loss(run: Any, part: Any, how: str) -> torch.Tensor:
             + f.avg_pool1d(logits, 3).sum()
         ),
         "weights of rows": (each.view_as(labels).sum(1) * torch.tensor([1.0, 3.0])).sum,
+        "weights of those": lambda: (
+            (flat[kept.nonzero()[:, 0]].square().sum(-1) * each.detach()[kept]).sum()
+            + (flat[kept].square().sum(-1) * each.detach()[kept]).sum() / part.targets
+        ),
         "recomputed": lambda: checkpoint(
             lambda x, y: 3.0 * (x * few[:, None] / 7.0).square().sum() / y,
             flat,
@@ -1410,6 +1414,7 @@ def test_losses_that_are_right_of_parts_are_taken() -> None:
     right = ["sum", "over features", "rows", "balance", "chunks", "places alone"]
     right += ["masked sum", "weighed back", "turned", "all chunks", "products of features"]
     right += ["along features", "weights of rows", "none here", "with a label", "recomputed"]
+    right += ["weights of those"]
     assert run_ranks(2, said_of_own_losses, right) == [{}, {}]
 
 
