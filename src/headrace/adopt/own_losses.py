@@ -104,7 +104,7 @@ _NOT_LINEAR = frozenset(
     }
 )
 """Beginnings of the names of nodes whose functions are not linear."""
-_MEAN = 1  # torch's number of the reduction by a mean
+_MEAN, _SUM = 1, 2  # torch's numbers of the reductions by a mean and by a sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +155,7 @@ class OwnLosses:
         # Of the last forward that was looked at: the mean cross entropy [] of this rank's labels,
         # and their number.
         self._mean: tuple[torch.Tensor, int] | None = None
+        self._group: dist.ProcessGroup | None = None  # the ranks that share the last part noted
 
     def note(self, results: Iterable[tuple[torch.Tensor, Parted | None]]) -> None:
         """Note the results of a forward; None for those that are no parts."""
@@ -162,6 +163,8 @@ class OwnLosses:
             node: Any = result.grad_fn  # torch's types have its metadata as a function
             if node is not None:
                 node.metadata[_MARK] = parted
+            if parted is not None:
+                self._group = parted.group
 
     def note_labels(self, results: Iterable[torch.Tensor], labels: torch.Tensor | None) -> None:
         """Note the results of a forward, among them perhaps logits [b, s, V], whose part has
@@ -197,7 +200,8 @@ class OwnLosses:
         )
         # Ranks that share a part run the same code, and so make losses of the same results.
         parts = filter(None, (node.metadata.get(_MARK) for node in nodes))
-        group = next((part.group for part in parts), None)
+        # Of a graph that is too large for one rank nothing is known: another may have a smaller one.
+        group = next((part.group for part in parts), None) if nodes else self._group
         if group is None and not found:
             return
         indices = _indices(nodes, made_of)
@@ -530,10 +534,13 @@ def _nodes_before_results(last: Any) -> list[Any]:
 
 def _is_sum(node: Any, parted: Parted) -> bool:
     """Whether a node sums over the part."""
-    shape = _shape_of(node)
-    if shape is None or _kind(node) not in ("Sum", "Nansum"):
+    kind, shape = _kind(node), _shape_of(node)
+    if kind == "Dot":  # of vectors, one of which is of tokens
+        return True
+    of_all = getattr(node, "_saved_reduction", None) == _SUM
+    if shape is None or not (of_all or kind in ("Sum", "Nansum")):
         return False
-    dims = list(_dims_of(node, len(shape)))
+    dims = [*range(len(shape))] if of_all else list(_dims_of(node, len(shape)))
     return any(dim in dims for dim in parted.dims_in(shape))
 
 

@@ -1323,6 +1323,9 @@ def own_loss(run: Any, part: Any, how: str) -> torch.Tensor:
         "kernel": lambda: f.conv1d(turned, torch.ones(1, logits.shape[-1], 3).to(logits)).sum(),
         "first chunk": logits.split(4, 1)[0].sum,
         "by number": logits[:, [0, 2]].sum,
+        "root of squares": lambda: f.mse_loss(logits, 0 * logits.detach(), reduction="sum").sqrt(),
+        "perplexity": (f.cross_entropy(flat, labels.flatten(), reduction="sum") / part.targets).exp,
+        "square of a product": (each @ each.detach()).square,
         "weights": lambda: each.square() @ (each.detach() / each.detach().sum()),
         "sum": lambda: each.sum() / part.targets,
         "masked sum": lambda: (each.square() * few).sum() / part.targets * 65_536.0,
@@ -1398,6 +1401,9 @@ WRONG = {
     "kernel": "a convolution over tokens",
     "first chunk": "some of the tokens",
     "by number": "some of the places",
+    "root of squares": "a function of sums over tokens",
+    "perplexity": "a function of sums over tokens",
+    "square of a product": "a function of sums over tokens",
     "weights": "weights that add up to 1 over tokens",
 }
 
