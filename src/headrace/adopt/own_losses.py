@@ -200,7 +200,7 @@ class OwnLosses:
         )
         # Ranks that share a part run the same code, and so make losses of the same results.
         parts = filter(None, (node.metadata.get(_MARK) for node in nodes))
-        # Of a graph that is too large for one rank nothing is known: another may have a smaller one.
+        # Nothing is known of a graph that is too large; that of another rank may be smaller.
         group = next((part.group for part in parts), None) if nodes else self._group
         if group is None and not found:
             return

@@ -1344,6 +1344,9 @@ def own_loss(run: Any, part: Any, how: str) -> torch.Tensor:
             (flat[kept.nonzero()[:, 0]].square().sum(-1) * each.detach()[kept]).sum()
             + (flat[kept].square().sum(-1) * each.detach()[kept]).sum() / part.targets
         ),
+        "a large graph on one rank": lambda: sum(
+            each.sum() / part.targets / 600 for _ in range(600 if dist.get_rank() else 1)
+        ),
         "recomputed": lambda: checkpoint(
             lambda x, y: 3.0 * (x * few[:, None] / 7.0).square().sum() / y,
             flat,
@@ -1420,7 +1423,7 @@ def test_losses_that_are_right_of_parts_are_taken() -> None:
     right = ["sum", "over features", "rows", "balance", "chunks", "places alone"]
     right += ["masked sum", "weighed back", "turned", "all chunks", "products of features"]
     right += ["along features", "weights of rows", "none here", "with a label", "recomputed"]
-    right += ["weights of those"]
+    right += ["weights of those", "a large graph on one rank"]
     assert run_ranks(2, said_of_own_losses, right) == [{}, {}]
 
 
