@@ -359,18 +359,18 @@ def peak_bytes(shape: Sequence[int], layers: int, tokens: int, way: str) -> int:
     where they do not grow with tokens."""
     ranks, exchange, recompute, logits = WAYS[way]
     ids = torch.zeros(1, tokens * ranks, dtype=torch.int64)
-    with fake_world(0, ranks), FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_world(0, ranks) as groups, FakeTensorMode(allow_non_fake_inputs=True):
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         model = llama(layers, *shape)
         torch.set_default_dtype(before)
         run = hr.compile(model, recompute=recompute, exchange=exchange, logits=logits)  # type: ignore[arg-type]
         run.probe({"input_ids": ids})
-        run.prepare([tuple(range(ranks))])
+        groups.prepare([tuple(range(ranks))])
         batch = {"input_ids": ids, "labels": ids}
-        shard = run.place(batch, tuple(range(ranks)), targets=ids.numel())
+        shard = run.place(batch, tuple(range(ranks)), targets=ids.numel(), groups=groups)
         with ByteCounter() as counter:
-            run.backward(run(**shard.inputs).loss)
+            run(**shard.inputs).loss.backward()
             return counter.look()[1]
 
 

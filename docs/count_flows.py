@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "_generated" / "flows.md"
 LIMITS = {
     "hr.plan": 25,
     "native step": 75,
-    "attached step": 60,
+    "attached step": 61,
     "hr.adapt forward": 12,
     "hr.attach loads": 220,
 }

@@ -35,7 +35,7 @@ report/test_page.py::test_a_browser_draws_every_figure[how1]
 running/adopt/test_adapted.py::test_a_wrong_stage_is_found
 running/adopt/test_adapted.py::test_losses_that_are_wrong_of_places_are_refused
 running/adopt/test_guide.py::test_the_loop_of_the_guide_runs
-running/adopt/test_ordinary_use.py::test_losses_that_are_right_of_parts_are_taken
+running/adopt/test_ordinary_use.py::test_losses_that_are_right_of_parts_are_exact
 running/adopt/test_ordinary_use.py::test_losses_that_are_wrong_of_parts_are_refused
 running/adopt/test_ordinary_use.py::test_models_of_texts_and_images_on_texts
 running/adopt/test_replicas.py::test_replicas_of_axes[4-2-True]
@@ -60,7 +60,9 @@ running/engine/test_given_refused.py::test_refused_on_all_ranks
 running/engine/test_iteration_order.py::test_an_epoch_trains_every_sample_once_as_one_process_would
 running/engine/test_loop_doors.py::test_a_loop_that_is_left_loses_no_batch
 running/engine/test_loop_doors.py::test_dropout_goes_on_with_the_same_numbers
+running/engine/test_loop_doors.py::test_a_loss_that_is_no_sum_is_refused_on_every_rank[2]
 running/engine/test_loop_doors.py::test_labels_are_never_replaced[values of others]
+running/engine/test_loop_doors.py::test_losses_of_tokens_are_exact[2]
 running/engine/test_loop_doors.py::test_ranks_begin_with_the_same_weights
 running/engine/test_own_loop_guide.py::test_other_loops_run[stoppable]
 running/engine/test_own_samples.py::test_memory_that_runs_out

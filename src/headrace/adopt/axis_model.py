@@ -55,7 +55,7 @@ from headrace.adopt.own_losses import OwnLosses, Parted
 from headrace.adopt.placement import fingerprint, replica_blocks
 from headrace.adopt.replaced_calls import compiled_within
 from headrace.adopt.samples import numbers_of
-from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
+from headrace.adopt.spread_model import BatchPart, Item, Levels, Look, Pack
 from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.loop_watch import CallWatch
 from headrace.comm.mesh import Groups, device_of, groups_here
@@ -166,6 +166,7 @@ class AxisModel:
             "error.square().sum() / target.numel() of the whole target; a mean over as many places "
             "on every rank, or over a rank's samples, counts loss * run.share"
         )
+        self._look: Look | None = None  # sees the results of forwards in a loop, while it is set
         self._summed, self._summed_backward = SummedGradients(), SummedBackward(model)
         self._alike_weights = AlikeWeights(model)
         self._author_compiles = bool(compiled_within(model))  # inputs of graphs are plain tensors
@@ -788,6 +789,8 @@ class AxisModel:
                 self._part_of(x, shards, alike) for x, alike in zip(values, flags, strict=True)
             )
             self._own_losses.note(zip(values, parts, strict=True))
+        if self._look is not None:
+            self._look(values)
         return out
 
     def _part_of(self, x: torch.Tensor, shards: AxisShards, alike: bool) -> Parted | None:
@@ -891,19 +894,33 @@ class AxisModel:
                 "loss + run.share * term, and divide what is a sum over its samples by run.mates",
             )
 
-    def checked_backward(self, loss: torch.Tensor) -> ModelError | None:
-        """Run the backward of a loss in a loop, and tell what is wrong where ranks that share the
-        samples add a term of what they have alike. Collective among these ranks.
+    def watch(self, look: Look | None) -> None:
+        """Have the results of spread forwards in a loop looked at.
+
+        Args:
+            look: Is given the tensors among the results of each forward; None ends it.
+        """
+        self._look = look
+
+    def checked_backward(self, loss: torch.Tensor, *, weighed: bool) -> ModelError | None:
+        """Run the backward of a loss in a loop, and tell what is wrong where its graph shows that
+        it is no sum over places, or ranks that share the samples add a term of what they have
+        alike. Collective among these ranks.
 
         Args:
             loss: This rank's part, a single number.
+            weighed: Whether terms are weighed by this rank's share of the step.
 
         Returns:
             The error; None where nothing is wrong.
         """
-        shards = self._manager.at_work
+        shards, error = self._manager.at_work, None
+        if self.ranks > 1:
+            error = self._own_losses.error(loss, weighed=weighed, alike=not weighed)
         with self._guards.noting(own=shards.group is not None):
             loss.backward()
+        if error is not None:
+            return error
         if not self._guards.counts_for_every_rank(_sharers(shards)):
             return None
         return ModelError(

@@ -44,6 +44,9 @@ EntryPointName = Literal["attention registry", "calls", "graph"]
 Look = Callable[[tuple[Any, ...], dict[str, Any]], None]
 """A function that checks the arguments of a forward, (positional, keyword), before it runs."""
 
+Noted = Callable[[Any], None]
+"""A function that notes the results of a forward after it has run."""
+
 
 class ChosenLevels(Protocol):
     """Sets the recompute level of each block for the next forward."""
@@ -61,9 +64,9 @@ class EntryPoint:
         name: Which entry point it is.
         call: Runs the spread model as ``call(**inputs)``.
         probing: Like ``call``, but without a slow compiler backend.
-        install: Takes a :data:`Look`. Has the model itself do what ``call`` does while it is
-            spread, with the arguments checked by that function where no hook can; returns a
-            function that undoes this.
+        install: Takes a :data:`Look` and a :data:`Noted`. Has the model itself do what ``call``
+            does while it is spread, with the arguments checked and the results noted by these
+            functions where no hook can; returns a function that undoes this.
         remove: Removes every hook and replaced function; the entry point is of no use afterwards.
         compiler: Counts compiled graphs; None where the model is not compiled.
         read_masks: Finds which tokens each attention layer sees, by a function that runs the plain
@@ -75,7 +78,7 @@ class EntryPoint:
     name: EntryPointName
     call: Callable[..., Any]
     probing: Callable[..., Any]
-    install: Callable[[Look], Callable[[], None]]
+    install: Callable[[Look, Noted], Callable[[], None]]
     remove: Callable[[], None] = lambda: None
     compiler: Compiler | None = None
     read_masks: Callable[[Callable[[], object]], None] = lambda run: None
@@ -133,7 +136,7 @@ def _registry(
     return EntryPoint(
         name="attention registry",
         probing=model,
-        install=lambda _: _undo_nothing,
+        install=lambda *_: _undo_nothing,
         call=model if compiler is None else _compiled(model, compiler, fullgraph=False),
         compiler=compiler,
         read_masks=switch.read_masks,
@@ -158,7 +161,7 @@ def _calls(model: torch.nn.Module, inner: torch.nn.Module, slot: ModelSlot) -> E
         name="calls",
         call=model,
         probing=model,
-        install=lambda _: _undo_nothing,
+        install=lambda *_: _undo_nothing,
         remove=to_undo.close,
         levels=levels,
     )
@@ -172,9 +175,9 @@ def _graph(
     compiler, to_undo = Compiler(backend, slot), ExitStack()
     fullgraph = not is_wrapped(model)  # hooks of DDP and FSDP2 break graphs
 
-    def install(look: Look) -> Callable[[], None]:
+    def install(look: Look, noted: Noted) -> Callable[[], None]:
         """Compile the model and call its graph while it is spread, after ``look`` has checked the
-        arguments; returns the function that undoes it."""
+        arguments and before ``noted`` has the results; returns the function that undoes it."""
         # torch keeps what a compiled module calls in this attribute. ``inner.compile`` is used to
         # make the compiled function alone, which the switch puts there while the model is spread.
         before = inner._compiled_call_impl  # noqa: SLF001
@@ -185,7 +188,9 @@ def _graph(
         def spread(*args: Any, **named: Any) -> Any:
             look(args, named)  # here, as a graph cannot hold the check
             args, named = plain_arguments(args, named)
-            return graph(*args, **named)
+            results = graph(*args, **named)
+            noted(results)
+            return results
 
         def switch(on: bool) -> None:
             """Have calls of the model run the graph when ``on``, else what they ran before."""

@@ -29,7 +29,7 @@ from headrace.comm.collectives import gather_floats
 from headrace.errors import ModelError
 from headrace.ops.loss import IGNORED
 
-__all__ = ["OwnLosses", "Parted"]
+__all__ = ["OwnLosses", "Parted", "functions_of", "note_whole"]
 
 _MARK = "headrace part"
 """The key under which a node of autograd has the :class:`Parted` results that it made."""
@@ -190,6 +190,26 @@ class OwnLosses:
         self._backwards += 1
         if not _is_due(self._backwards):
             return
+        error = self.error(loss, targets=targets, weighed=weighed)
+        if error is not None:
+            raise error
+
+    def error(
+        self, loss: torch.Tensor, *, targets: int = 0, weighed: bool = False, alike: bool = True
+    ) -> ModelError | None:
+        """What is wrong with a loss that is no sum over the part, on all ranks that share the part;
+        None where nothing is. Collective among these.
+
+        Args:
+            loss: The loss, [].
+            targets: The labels of the whole step.
+            weighed: Whether the user weighs means by this rank's share.
+            alike: Whether what parts are multiplied with must be alike on all ranks: not where
+                shares are, which differ.
+
+        Returns:
+            The error.
+        """
         nodes = _nodes_before_results(loss.grad_fn)
         made_of = _parts_made_of(nodes)
         factors = _factors(nodes, made_of)
@@ -203,18 +223,18 @@ class OwnLosses:
         # Nothing is known of a graph that is too large; that of another rank may be smaller.
         group = next((part.group for part in parts), None) if nodes else self._group
         if group is None and not found:
-            return
+            return None
         indices = _indices(nodes, made_of)
         told = [[float(len(own)), *_checksums(own)] for own in (factors, indices)]
         rows = gather_floats([bool(found), *told[0], *told[1]], group)
         others = group is not None and any(row[0] for row in rows)
         if not found and not others:
             middle = 1 + len(told[0])
-            found = _said_of_factors([row[1:middle] for row in rows])
+            found = _said_of_factors([row[1:middle] for row in rows]) if alike else ""
             found = found or _said_of_indices([row[middle:] for row in rows])
             if not found:
-                return
-        raise ModelError(
+                return None
+        return ModelError(
             "loss of a part",
             got=found or "what another rank refuses",
             wanted="a sum over this rank's part, divided by what the whole step has",
@@ -231,6 +251,25 @@ class OwnLosses:
         same = bool((loss.detach() - mean).abs() <= tolerance * mean.abs())
         wrong = same and count != targets
         return f"the mean cross entropy of the {count} labels of one rank" if wrong else ""
+
+
+def note_whole(x: torch.Tensor) -> None:
+    """Note that a tensor which was made of parts is none: ranks that share them have it alike."""
+    node: Any = x.grad_fn
+    if node is not None:
+        node.metadata[_MARK] = None
+
+
+def functions_of(loss: torch.Tensor) -> frozenset[str]:
+    """Name the functions that a loss is made by from the results of forwards that were noted.
+
+    Args:
+        loss: The loss, [].
+
+    Returns:
+        Beginnings of the names of autograd's nodes; none where there are too many nodes.
+    """
+    return frozenset(map(_kind, _nodes_before_results(loss.grad_fn)))
 
 
 def _is_due(number: int) -> bool:

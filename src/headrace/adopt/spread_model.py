@@ -23,10 +23,13 @@ from headrace.spec.layer_plan import Recompute
 from headrace.spec.method_facts import Members
 from headrace.spec.plan import TokenOrder
 
-__all__ = ["Item", "Levels", "Pack", "BatchPart", "SampleReader", "SpreadModel"]
+__all__ = ["Item", "Levels", "Pack", "BatchPart", "Look", "SampleReader", "SpreadModel"]
 
 Item = dict[str, torch.Tensor]
 """A sample: its fields as tensors."""
+
+Look = Callable[[Sequence[torch.Tensor]], None]
+"""Is given the tensors among the results of a forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -216,16 +219,27 @@ class SpreadModel(SampleReader, Protocol):
         """
         ...
 
-    def checked_backward(self, loss: torch.Tensor) -> ModelError | None:
-        """Run the backward of this rank's part of a loss in a loop that checks losses, and tell
-        what is wrong where ranks add a term of what they have alike, which counts for each of
-        them. Collective among the ranks of the part.
+    def watch(self, look: Look | None) -> None:
+        """Have the results of spread forwards in a loop looked at, from here on, and noted for
+        :meth:`checked_backward`.
 
         Args:
-            loss: This rank's part, a single number.
+            look: Is given the tensors among the results of each forward; None ends it.
+        """
+        ...
+
+    def checked_backward(self, loss: torch.Tensor, *, weighed: bool) -> ModelError | None:
+        """Run the backward of this rank's part of a loss in a loop that checks losses, and tell
+        what is wrong: that it is no sum over the part, as its graph shows, or that ranks add a term
+        of what they have alike, which counts for each of them. Collective among the ranks of the
+        part.
+
+        Args:
+            loss: This rank's part, a single number, of results that :meth:`watch` noted.
+            weighed: Whether terms are weighed by this rank's share of the step.
 
         Returns:
-            The error; None where nothing is wrong, or such terms cannot be.
+            The error; None where nothing is wrong.
         """
         ...
 

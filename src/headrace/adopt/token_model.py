@@ -19,7 +19,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import accumulate
 from typing import Any, NoReturn, cast
@@ -86,7 +86,7 @@ from headrace.adopt.placement import (
 )
 from headrace.adopt.replaced_calls import compiled_within
 from headrace.adopt.samples import LabelPlace, TokenReader, named_labels, packed
-from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
+from headrace.adopt.spread_model import BatchPart, Item, Levels, Look, Pack
 from headrace.adopt.token_probe import (
     Probed,
     counts_by_ids,
@@ -141,7 +141,8 @@ def compile(
             ``ring``, ``gather`` or ``2d``.
         labels: ``next`` where the loss compares a token's logits with the label of the next token
             (causal language models), ``same`` where with its own label; where it is None, known
-            for models of transformers by their class, else ``same``.
+            for models of transformers by their class, else ``same``. Labels that were shifted
+            before are ``same`` for any model.
         tokens: The name of the argument with token ids [b, S], the model's first where it is None.
         groups: The process groups of this rank; those of the world where it is None.
         recompute: Activation recompute in the backward: ``attention`` recomputes all of a block
@@ -249,6 +250,11 @@ class TokenModel:
         if not labels:
             labels = convention_of(inner) if self._from_transformers else "same"
         self.labels: Labels = labels
+        # The places of labels in the own loss of a transformers model, where its name says so.
+        self._own_kind: Labels | None = None
+        if self._from_transformers:
+            with suppress(ModelError):
+                self._own_kind = convention_of(inner)
         self._probed: Probed | None = None
         self._probed_modes = set[bool]()  # values of model.training in which the model was probed
         # By mode, the tokens of a row up to which the model is not probed again.
@@ -282,6 +288,11 @@ class TokenModel:
             "run.loss(logits, part.labels), or reduction='sum' and / part.targets; "
             "part.labels are in the places that predict them, run.mean(values) is over all tokens"
         )
+        self._loop_losses = OwnLosses(
+            "micro.loss(logits), or reduction='sum' and / micro.targets; micro.labels are in the "
+            "places that predict them, and are not shifted once more"
+        )
+        self._look: Look | None = None  # sees the results of forwards in a loop, while it is set
         self._summed, self._summed_backward = SummedGradients(), SummedBackward(model)
         self._fsdp_sums = False  # whether FSDP2 was told to sum gradients
         self._reader: TokenReader | None = None  # made for the first item that is read
@@ -610,7 +621,7 @@ class TokenModel:
         :meth:`loss`; others are compiled in place where there is a backend. Returns a function that
         undoes this."""
         hooks = ExitStack()
-        hooks.callback(self._entry.install(self._require_own))
+        hooks.callback(self._entry.install(self._require_own, self._look_at_results))
         if self.entry_point == "graph":
             return hooks.close
         # Labels [b, s_r] of forwards that run now, from the hook before to the hook after them.
@@ -637,7 +648,9 @@ class TokenModel:
             if self._slot.held is None:
                 return None
             with_loss = self._with_loss(outputs, labels_of_forwards.pop())
-            return self._with_backward_hooks(with_loss, self._slot.held)
+            found = self._with_backward_hooks(with_loss, self._slot.held)
+            self._look_at_results(found)
+            return found
 
         hooks.callback(hook_before(self.inner, before, named=True))
         hooks.callback(hook_after(self.inner, after))
@@ -781,14 +794,40 @@ class TokenModel:
         with self._watch.during("backward"):
             self._summed_backward.run(loss)
 
-    def checked_backward(self, loss: torch.Tensor) -> None:
-        """Run the backward of a loss in a loop. No tensor of the model is known to be alike on
-        ranks, so nothing is compared.
+    def watch(self, look: Look | None) -> None:
+        """Have the results of spread forwards in a loop looked at, and noted for
+        :meth:`checked_backward`.
 
         Args:
-            loss: This rank's part, a single number.
+            look: Is given the tensors among the results of each forward; None ends it.
         """
+        self._look = look
+
+    def _look_at_results(self, outputs: Any) -> None:
+        """Show the results of a spread forward in a loop to whoever watches, and note them."""
+        placement = self._slot.held
+        if self._look is None or not isinstance(placement, Placement):
+            return
+        results = [*result_tensors(outputs)]
+        if self._loss_head is not None:  # it gives the loss in the place of logits
+            results = [x for x in results if x.shape[2:] != (1,)]
+        self._look(results)
+        self._loop_losses.note((x, _part_of(x, placement, alone=True)) for x in results)
+
+    def checked_backward(self, loss: torch.Tensor, *, weighed: bool) -> ModelError | None:
+        """Run the backward of a loss in a loop, and tell what is wrong where its graph shows that
+        it is no sum over tokens. Collective among the ranks of the part.
+
+        Args:
+            loss: This rank's part, a single number, of results that :meth:`watch` noted.
+            weighed: Whether terms are weighed by this rank's share of the step.
+
+        Returns:
+            The error; None where nothing is wrong.
+        """
+        error = self._loop_losses.error(loss, weighed=weighed, alike=not weighed)
         loss.backward()
+        return error
 
     def add_up(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of all ranks together, once gradients are there: call it after the last
@@ -1420,10 +1459,11 @@ class TokenModel:
             known if labels is None else known | {"labels": labels},
             self.tokens,
             label_name=self._label_name,
-            kind=self.labels,
+            kind=self._own_kind or self.labels,
             training=training,
         )
-        if self._own_loss is not None:
+        # Where the user says that labels stand elsewhere, the model's own loss is not asked for.
+        if self._own_loss is not None and self._own_kind in (None, self.labels):
             self._find_whole_head(known, run, training)
 
     def _forget_loss(self) -> None:
@@ -1511,13 +1551,16 @@ def _passes_arguments_on(arguments: Mapping[str, inspect.Parameter]) -> bool:
     return any(p.kind in starred for p in arguments.values())
 
 
-def _part_of(x: torch.Tensor, placement: Placement) -> Parted | None:
+def _part_of(x: torch.Tensor, placement: Placement, *, alone: bool = False) -> Parted | None:
     """What part of the whole result a result ``x`` of a forward on a placement is: tokens of rows
-    that several ranks share. None for others, and for a single token of each row."""
-    tokens = placement.width if placement.tokens.ranks > 1 else 0
+    that several ranks share, or this one has ``alone``, beside others of a step. None for other
+    results, and for a single token of each row."""
+    tokens = placement.width if alone or placement.tokens.ranks > 1 else 0
     if tokens < 2 or tuple(x.shape[:2]) != (placement.rows, tokens):
         return None
-    return Parted(shape=tuple(x.shape), dims=(1,), word="tokens", group=placement.group)
+    shape, group = tuple(x.shape), placement.group
+    # A loop's shares are of labels: a mean over all tokens is found by its gradients.
+    return Parted(shape=shape, dims=(1,), word="tokens", group=group, weighed=alone)
 
 
 def _is_same_tensor(x: torch.Tensor, wanted: torch.Tensor) -> bool:

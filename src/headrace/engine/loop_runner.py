@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from headrace.adopt.held_weights import HeldWeights, bytes_now, require_linear_hooks
 from headrace.adopt.labels import local_loss
+from headrace.adopt.own_losses import functions_of
 from headrace.adopt.spread_model import BatchPart, Pack, SpreadModel
 from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
@@ -72,9 +73,11 @@ class LoopMicroBatch:
         ranks: The ranks that work on it together.
         group: The group of these ranks, for collectives of the model's own; None for one rank.
         done: Whether its backward has run.
-        checking: Whether the loss is only looked at: in the first step, and the first after a
-            ``load``, the loop gets some micro-batches three times more, with other targets and
-            with some labels ignored, to see that the loss is a sum. Nothing of these counts.
+        weighed: Whether :attr:`share` was asked for, by which terms of the loss may be weighed.
+        checking: Whether the loss is only looked at: in the first step, the first after a ``load``,
+            and one after a step whose loss other functions made, the loop gets some micro-batches
+            three times more, with other targets and with some labels ignored, to see that the loss
+            is a sum. Nothing of these counts.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -94,6 +97,7 @@ class LoopMicroBatch:
     _sums: SequenceSums = field(repr=False)
     checking: bool = False
     done: bool = field(default=False, init=False)
+    weighed: bool = field(default=False, init=False, repr=False)
 
     def __enter__(self) -> Self:
         """Return this micro-batch; nothing has to be set up."""
@@ -122,6 +126,7 @@ class LoopMicroBatch:
         ranks. Multiply a term of the loss that does not depend on tokens by it:
         ``micro.loss(logits) + micro.share * penalty``. Raises DataError where samples have no
         labels of tokens."""
+        self.weighed = True
         if self.known_share is not None:
             device = next(iter(self.inputs.values())).device
             return torch.full((), self.known_share, dtype=torch.float64, device=device)
@@ -281,6 +286,10 @@ class LoopRunner:
     _times: dict[int, _MicroBatchTimes] = field(default_factory=dict, init=False)
     _checks: list[LossCheck] = field(default_factory=list, init=False)  # with all losses known
     check: bool = field(default=True, init=False)
+    _watched: bool = field(default=False, init=False)  # whether the loss at hand is one of those
+    # The functions of the losses that were checked, and whether others were seen since.
+    _functions: frozenset[str] = field(default=frozenset(), init=False)
+    _looks_again: bool = field(default=False, init=False)
     # What the scheduler's last step here has made; None before it.
     _scheduler_state: tuple[int | None, list[float]] | None = field(default=None, init=False)
     _hook: Any = field(default=None, init=False)  # that of the optimizer, to remove it
@@ -317,7 +326,7 @@ class LoopRunner:
                 if not isinstance(action, Forward | Idle):
                     continue  # the loop has run the backward; the update comes at the step's end
                 self.action = str(action)
-                check = None
+                check, self._watched = None, self.check_losses and index in work.checked
                 if self.check and index in work.checked:
                     check = LossCheck(part=self.placed(batch, plan, action, work))
                     for trial in check.trials:
@@ -442,6 +451,8 @@ class LoopRunner:
             failure = error
         report = self._report(f"trains step {number}", batch, own_packs, failure)
         reports = _agreed_reports(report, self.groups, failure)
+        if any(report.looks_again for report in reports):
+            self.check, self._looks_again = True, False
         packs, targets = _packs_of(reports, plan, learned=batch.learned)
         # Sorted, as every rank must make the same process groups in the same order.
         sharing = sorted({ranks for groups in packs for ranks in groups})
@@ -474,6 +485,7 @@ class LoopRunner:
                 "samples": _samples_text(batch.lengths),
             },
             packs=packs,
+            looks_again=self._looks_again,
             failure=None if failure is None else f"{type(failure).__name__}: {failure}",
         )
 
@@ -633,6 +645,10 @@ class LoopRunner:
         self.part = part = self.placed(batch, plan, action, work, self.targets)
         if check is not None and trial is not None:
             self.part = part = check.changed(part, trial)
+        if check is not None:
+            self.model.watch(check.watching(trial))
+        elif self._watched:
+            self.model.watch(lambda _: None)  # results are noted, of which functions are told
         self.model.take(part)
         forward_start = self._clock.mark()
 
@@ -644,10 +660,13 @@ class LoopRunner:
             if idle:
                 loss = loss * 0.0  # the backward must run for its collectives, but adds nothing
             backward_start = self._clock.mark()
-            if check is not None and trial == "uneven" and not idle:
-                check.alike = self.model.checked_backward(loss)
+            if check is not None and trial == check.looked_at and not idle:
+                weighed = handed_out.weighed
+                check.seen = self.model.checked_backward(loss, weighed=weighed)
             else:
                 loss.backward()
+            if self._watched and trial is None and not idle:
+                self._compare_functions(loss)
             if times is not None:
                 times.forward.append((forward_start, backward_start))
                 times.backward.append((backward_start, self._clock.mark()))
@@ -663,6 +682,13 @@ class LoopRunner:
                 self._loss_sum = own_loss if self._loss_sum is None else self._loss_sum + own_loss
 
         return self.micro_batch(batch, plan, action, work, part, backward, check, trial)
+
+    def _compare_functions(self, loss: torch.Tensor) -> None:
+        """Note where a loss [] is made by other functions than those that were checked, so that all
+        ranks check theirs in the next step."""
+        functions = functions_of(loss)
+        self._looks_again |= not self.check and not functions <= self._functions
+        self._functions |= functions
 
     def micro_batch(
         self,
@@ -721,6 +747,7 @@ class LoopRunner:
     def release(self) -> None:
         """Make the model the user's plain one again, which works on no micro-batch."""
         self.part = None
+        self.model.watch(None)
         self.model.release()
 
     def _idle_pack(self, batch: LoopBatch) -> Pack:
@@ -820,12 +847,14 @@ class _RankReport:
         led_targets: The sum of the targets of the packs whose first rank it is.
         must_match: Texts that must be the same on all ranks, by what they describe.
         packs: [ranks, checksum] of each of its packs, by the number of the micro-batch as text.
+        looks_again: Whether its loss is made by other functions than those that were checked.
         failure: The error of reading its samples; None where there was none.
     """
 
     led_targets: int
     must_match: dict[str, str]
     packs: dict[str, list[list[Any]]]
+    looks_again: bool
     failure: str | None
 
 

@@ -22,6 +22,13 @@ adding a term of them:
 Labels that are no classes cannot be ignored, so no halves of them are tried: a sum over places that
 is divided by their number besides (``error.square().mean() / micro.targets``) is not found.
 
+In a half, the model's results of tokens without a label are changed, too, which changes nothing but
+what is worked out of all tokens together. The gradients of the results say more than the losses: a
+token whose label is left has the gradient that it has in the whole, and others have none. A loss
+that is multiplied or divided by a number of its micro-batch alone, which has no gradient itself,
+shows there. And the graph of the loss is looked at once (:mod:`headrace.adopt.own_losses`), for
+tokens that are picked by their places, as a loss does that shifts its labels once more.
+
 A mean does not halve with twice the targets, however it is computed. A term that depends on no
 token (a penalty on weights) is whole in each of these losses, so they add up to too much. Random
 generators and buffers are restored after each of these calls, so that nothing else differs, and
@@ -34,11 +41,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
 
-from headrace.adopt.spread_model import BatchPart
+from headrace.adopt.spread_model import BatchPart, Look
 from headrace.errors import ModelError
 from headrace.ops.loss import IGNORED
 
@@ -51,6 +59,9 @@ target (or sequence) left out, or with shares that differ by rank."""
 _UNEVEN = (5**0.5 - 1) / 2
 """How much more of its share each rank has than the one before it, in the trial ``uneven``: no
 ratio of places makes up for it."""
+
+_FEW = 64
+"""Tokens whose gradients are compared; a few more where their labels are no multiple of it."""
 
 _TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Relative differences that sums in another order may have; 3 % in half types."""
@@ -92,14 +103,18 @@ class LossCheck:
         by_sequence: Whether the loss was made of sums by sequence (``micro.per_sequence``).
         leaks: The largest gradient [] that reached a sequence without a share, for each sum in each
             trial.
-        alike: The error of a term that ranks have alike, found in the trial ``uneven``.
+        seen: What the loss' graph shows to be wrong, and of a term that ranks have alike its
+            gradients, in the trial ``looked_at``.
+        gradients: Those of a few tokens, [k, ...], for each result of the model in its order, by
+            trial; None for a result that the loss does not use.
     """
 
     part: BatchPart
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
     by_sequence: bool = False
     leaks: list[torch.Tensor] = field(default_factory=list)
-    alike: ModelError | None = None
+    seen: ModelError | None = None
+    gradients: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
 
     @property
     def trials(self) -> Iterator[Trial]:
@@ -107,13 +122,53 @@ class LossCheck:
         classes of tokens, which can be ignored, or where the first trial has shown that the loss is
         one of sequences; at the end ``uneven`` for a model of several axes."""
         yield "doubled"
-        labels = self.part.labels  # [b, s_r] where they are classes of tokens
-        are_classes = labels is not None and not labels.is_floating_point() and labels.dim() == 2
-        if are_classes or self.by_sequence:
+        if self._classes is not None or self.by_sequence:
             yield "even"
             yield "odd"
         if self.part.by_places:
             yield "uneven"
+
+    @property
+    def looked_at(self) -> Trial:
+        """The trial in which the graph of the loss is looked at."""
+        return "uneven" if self.part.by_places else "doubled"
+
+    @property
+    def _classes(self) -> torch.Tensor | None:
+        """The labels [b, s_r] where they are classes of tokens, which can be ignored."""
+        labels = self.part.labels
+        are_classes = labels is not None and not labels.is_floating_point() and labels.dim() == 2
+        return labels if are_classes else None
+
+    def watching(self, trial: Trial | None) -> Look:
+        """Return what keeps the gradients of a few tokens of the model's results in a trial; of the
+        loss itself without one (None). In ``even`` and ``odd`` it changes the results of tokens
+        whose labels are left out."""
+        labels, kept = self._classes, self.gradients.setdefault(trial or "whole", [])
+        tokens = None if labels is None else _few_labelled(labels)
+        counted = None
+        if labels is not None and trial in ("even", "odd") and not self.by_sequence:
+            counted = _counted(labels, trial)
+
+        def keep(at: int, is_value: torch.Tensor, gradient: torch.Tensor | None) -> None:
+            """Keep the gradient [b, s_r, ...] of a result at these tokens, where it is not 0 there:
+            a model that was given labels may return losses, which are 0 without one. Of a result
+            that is used where no gradient flows there is none."""
+            if gradient is not None:
+                kept[at] = gradient.detach().flatten(0, 1)[tokens] * is_value
+
+        def look(results: Sequence[torch.Tensor]) -> None:
+            """Hook the results [b, s_r, ...] of tokens."""
+            for x in results:
+                of_tokens = labels is not None and x.shape[:2] == labels.shape
+                if of_tokens and x.requires_grad and type(x) is torch.Tensor:
+                    is_value = x.detach().flatten(0, 1)[tokens] != 0
+                    x.register_hook(partial(keep, len(kept), is_value))
+                    kept.append(None)
+                    if counted is not None and not x.is_leaf and 0 not in x.stride():
+                        _shrink_others(x, counted)
+
+        return look
 
     def times(self, trial: Trial | None) -> int:
         """The factor by which ``micro.targets`` is larger in a trial; 1 without one (None).
@@ -143,8 +198,7 @@ class LossCheck:
         labels = part.labels
         if trial in ("doubled", "uneven") or labels is None or self.by_sequence:
             return part
-        label_numbers = (labels != IGNORED).cumsum(1)  # [b, s_r]: counts labels from 1
-        counted = label_numbers % 2 == (1 if trial == "even" else 0)
+        counted = _counted(labels, trial)
         half = torch.where(counted, labels, IGNORED)
         inputs = {name: half if value is labels else value for name, value in part.inputs.items()}
         rest = {name: _where_counted(value, counted) for name, value in part.rest.items()}
@@ -153,8 +207,6 @@ class LossCheck:
     def error(self) -> ModelError | None:
         """What is wrong with the loss, judged by its values in the trials; None where nothing is,
         or where it is not finite. Waits for the device."""
-        if self.alike is not None:
-            return self.alike
         loss = self.losses["whole"]
         whole, doubled = float(loss), 2 * float(self.losses["doubled"])
         halves = [float(self.losses[name]) for name in ("even", "odd") if name in self.losses]
@@ -164,8 +216,39 @@ class LossCheck:
             return None
         tolerance = _TOLERANCES.get(loss.dtype, 3e-2) * largest
         if self.by_sequence:
-            return self._error_of_sequences(whole, doubled, total, tolerance)
-        return self._error_of_labels(whole, doubled, halves, tolerance)
+            return self._error_of_sequences(whole, doubled, total, tolerance) or self.seen
+        error = self._error_of_labels(whole, doubled, halves, tolerance)
+        return error or self.seen or self._error_of_gradients()
+
+    def _error_of_gradients(self) -> ModelError | None:
+        """What is wrong with a loss whose tokens have other gradients where other labels are left
+        out; None where nothing is."""
+        whole, labels = self.gradients.get("whole", []), self._classes
+        if labels is None:
+            return None
+        tokens = _few_labelled(labels)
+        for trial in ("even", "odd"):
+            found = self.gradients.get(trial, [])
+            counted = _counted(labels, trial).flatten()[tokens]  # [k]
+            for one, other in zip(whole, found, strict=len(found) == len(whole)):
+                if one is None or other is None or not one.numel():
+                    continue
+                if not bool(one.isfinite().all()):  # the step says so itself
+                    continue
+                wanted = _where_counted(one, counted)
+                largest = max(float(one.abs().max()), float(other.abs().max()))
+                off = float((other - wanted).abs().max())
+                if off > _TOLERANCES.get(one.dtype, 3e-2) * largest:
+                    return ModelError(
+                        "loss of a micro-batch",
+                        got=f"another gradient of a token, by {off / largest:.2g} of the largest, "
+                        "where other labels are left out",
+                        wanted="a sum over tokens, whose parts depend on one token each",
+                        hint="what is worked out of a micro-batch, such as a mean or a deviation "
+                        "that its tokens are weighed by, is not that of the step: run.map(samples, "
+                        "fn) gives values of all samples before",
+                    )
+        return None
 
     def _error_of_labels(
         self, whole: float, doubled: float, halves: Sequence[float], tolerance: float
@@ -205,7 +288,7 @@ class LossCheck:
                 hint="divide sums by micro.targets, and write micro.share * penalty for a term of "
                 "no place, as the shares of a step add up to 1",
             )
-        return ModelError(
+        return self.seen or ModelError(
             what,
             got=f"{halves[0]:.6g} and {halves[1]:.6g} for two halves of the labels",
             wanted=f"parts that add up to {whole:.6g}",
@@ -238,12 +321,32 @@ class LossCheck:
         return None
 
 
+def _shrink_others(x: torch.Tensor, counted: torch.Tensor) -> None:
+    """Multiply the result [b, s, ...] of all tokens that are not ``counted`` [b, s] by -1/2, in its
+    own memory: gradients of what made it are dropped, so nobody need know."""
+    factor = torch.where(counted, 1.0, -0.5).to(x.dtype)
+    x.data.mul_(factor.view(*counted.shape, *[1] * (x.dim() - 2)))
+
+
+def _few_labelled(labels: torch.Tensor) -> torch.Tensor:
+    """The numbers [k] of up to so many tokens that have a label, of labels [b, s] in one row."""
+    found = (labels.flatten() != IGNORED).nonzero()[:, 0]
+    step = max(1, len(found) // _FEW)
+    return found[:: step + 1 - step % 2]  # an odd step, which picks labels of both halves
+
+
+def _counted(labels: torch.Tensor, trial: str) -> torch.Tensor:
+    """Which labels [b, s] are left in the trial ``even`` or ``odd``, every other one of a row."""
+    label_numbers = (labels != IGNORED).cumsum(1)  # [b, s]: counts labels from 1
+    return label_numbers % 2 == (1 if trial == "even" else 0)
+
+
 def _where_counted(value: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Values of tokens [b, s, ...], 0 where ``counted`` [b, s] is False. Values of another shape
+    """Values of tokens, 0 where ``counted``, of their first dims, is False. Values of another shape
     are not of tokens and returned as they are."""
-    if value.shape[:2] != counted.shape:
+    if value.shape[: counted.dim()] != counted.shape:
         return value
-    trailing_dims = [1] * (value.dim() - 2)
+    trailing_dims = [1] * (value.dim() - counted.dim())
     mask = counted.view(*counted.shape, *trailing_dims)
     return torch.where(mask, value, torch.zeros_like(value))
 

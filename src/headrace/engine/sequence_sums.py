@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from headrace.adopt.own_losses import note_whole
 from headrace.adopt.placement import Placement
 from headrace.comm.collectives import all_gather_rows, sum_of_parts
 from headrace.errors import ModelError
@@ -87,6 +88,7 @@ class SequenceSums:
         sums: torch.Tensor = (
             local_sums if self.group is None else _Sum.apply(local_sums, self.group)
         )
+        note_whole(sums)
         if sums.requires_grad and 0.0 in self.shares:
             sums.register_hook(self._note_leak)
         return sums

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -1418,13 +1419,93 @@ def test_losses_that_are_wrong_of_parts_are_refused() -> None:
             assert said.get(how, "").startswith(f"loss of a part: got {wrong}"), how
 
 
-def test_losses_that_are_right_of_parts_are_taken() -> None:
-    """Catches what is refused because it looks like a mean over tokens."""
-    right = ["sum", "over features", "rows", "balance", "chunks", "places alone"]
-    right += ["masked sum", "weighed back", "turned", "all chunks", "products of features"]
-    right += ["along features", "weights of rows", "none here", "with a label", "recomputed"]
-    right += ["weights of those", "a large graph on one rank"]
-    assert run_ranks(2, said_of_own_losses, right) == [{}, {}]
+ALIKE = ["sum", "over features", "rows", "balance", "places alone", "masked sum", "weighed back"]
+ALIKE += ["turned", "all chunks", "products of features", "along features", "weights of rows"]
+ALIKE += ["with a label", "recomputed", "weights of those"]
+"""Losses that are the same of all tokens in one process."""
+
+
+class Alone:
+    """What a loss asks of a run, in one process."""
+
+    share = 1.0
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self.model(**inputs)
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        return values.mean(dim=(0, 1))
+
+
+def errors_of_own_losses(hows: list[str]) -> dict[str, float]:
+    """How far losses and gradients are from those of one process, by the names of the losses."""
+    batch, errors = tokens(2, 22), dict[str, float]()
+    placed = torch.cat([batch["labels"][:, 1:], torch.full((2, 1), IGNORED)], 1)
+    ids, targets = {"input_ids": batch["input_ids"]}, int((placed != IGNORED).sum())
+    for how in hows:
+        plain, run = foreign_model("llama", 0), hr.compile(foreign_model("llama", 0))
+        whole_batch = SimpleNamespace(inputs=ids, labels=placed, targets=targets)
+        wanted = own_loss(Alone(plain), whole_batch, how)
+        wanted.backward()
+        loss = own_loss(run, run.shard(batch), how)
+        run.backward(loss)
+        off = [abs(float(run.add_up(loss)) / float(wanted.detach()) - 1)]
+        for mine, other in zip(run.model.parameters(), plain.parameters(), strict=True):
+            off.append(float((mine.grad - other.grad).abs().max() / other.grad.abs().max()))
+        errors[how] = max(off)
+        run.detach()
+    return errors
+
+
+def test_losses_that_are_right_of_parts_are_exact() -> None:
+    """Catches what is refused because it looks like a mean over tokens, and losses and gradients
+    that are not those of one process."""
+    for errors in run_ranks(2, errors_of_own_losses, ALIKE):
+        assert {how: error for how, error in errors.items() if not error < 5e-6} == {}
+    more = ["chunks", "none here", "a large graph on one rank"]  # of parts alone
+    assert run_ranks(2, said_of_own_losses, more) == [{}, {}]
+
+
+OTHER_PLACES: dict[str, Any] = {"llama": "same", "gpt2": "same", "bert": "next"}
+"""Where labels stand that are not where the own loss of a model of this type has them."""
+
+
+def errors_of_other_places() -> dict[str, float]:
+    """How far losses and gradients of labels in these places are from one process', by type."""
+    errors = dict[str, float]()
+    for kind, where in OTHER_PLACES.items():
+        plain, batch = foreign_model(kind, 0), tokens(2, 22)
+        run = hr.compile(foreign_model(kind, 0), labels=where)
+        loss = run(**run.shard(batch).inputs).loss
+        run.backward(loss)
+        labels = batch["labels"] if where == "same" else batch["labels"][:, 1:]
+        logits = plain(input_ids=batch["input_ids"]).logits[:, : labels.shape[1]]
+        wanted = f.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        wanted.backward()
+        off = [abs(float(run.add_up(loss)) / float(wanted.detach()) - 1)]
+        pairs = zip(run.model.parameters(), plain.parameters(), strict=True)
+        used = [(mine.grad, other.grad) for mine, other in pairs if other.grad is not None]
+        largest = max(float(other.abs().max()) for _, other in used)
+        off += [float((mine - other).abs().max()) / largest for mine, other in used]
+        errors[kind] = max(off)
+    return errors
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_labels_stand_where_the_user_says(ranks: int) -> None:
+    """Catches the model's own loss in the place of that of labels that were shifted before."""
+    for errors in run_ranks(ranks, errors_of_other_places):
+        assert {kind: error for kind, error in errors.items() if not error < 5e-6} == {}
+
+
+def test_labels_elsewhere_and_a_loss_of_the_models_own_are_refused() -> None:
+    """Catches a loss of the model's own whose labels the user says to stand elsewhere."""
+    run = hr.compile(with_own_loss("forward"), labels="same")
+    with pytest.raises(ModelError, match=r"loss of SmoothedForCausalLM: got .* of the model's own"):
+        run(**run.shard(tokens(2, 20)).inputs)
 
 
 def labels_of_ones_own() -> list[str]:

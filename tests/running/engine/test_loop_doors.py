@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,54 @@ def every_token(model: Any, micro: Any) -> torch.Tensor:
     return model(**inputs).logits.logsumexp(-1).sum() / micro.targets
 
 
+def by_token(
+    formula: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor],
+) -> Loss:
+    """The loss by a formula of logits [n, V], labels [n] and losses [n] of the local tokens, 0
+    where there is no label, and the targets of the step."""
+
+    def loss(model: Any, micro: Any) -> torch.Tensor:
+        inputs = {name: value for name, value in micro.inputs.items() if name != "labels"}
+        logits, labels = model(**inputs).logits[0], micro.labels[0]
+        each = cross_entropy(logits, labels, reduction="none")
+        return formula(logits, labels, each, micro.targets)
+
+    return loss
+
+
+def scored(logits: torch.Tensor, labels: torch.Tensor, each: torch.Tensor, n: int) -> torch.Tensor:
+    """The policy gradient of rewards that are normalized over one micro-batch: its value is 0."""
+    own = each[labels != -100]
+    reward = (own.detach() - own.detach().mean()) / own.detach().std()
+    return ((own - own.detach()) * reward).sum() / n
+
+
 WRONG: dict[str, tuple[Loss, str]] = {
+    "self-normalized": (
+        by_token(lambda x, y, each, n: (each / each[y != -100].detach().mean()).sum() / n),
+        "another gradient of a token.*run.map",
+    ),
+    "normalized rewards": (by_token(scored), "another gradient of a token"),
+    "balance": (
+        by_token(lambda x, y, each, n: each.sum() / n + x.softmax(-1).mean(0).square().sum() / n),
+        "a mean over tokens of one rank",
+    ),
+    "temperature": (
+        by_token(lambda x, y, each, n: cross_entropy(x / x.detach().std(), y, reduction="sum") / n),
+        "two halves of the labels",
+    ),
+    "shifted once more": (
+        by_token(lambda x, y, each, n: cross_entropy(x[:-1], y[1:], reduction="sum") / n),
+        "some of the places of one rank.*not shifted once more",
+    ),
+    "the last tokens": (
+        by_token(lambda x, y, each, n: each[-3:].sum() / n),
+        "some of the places of one rank",
+    ),
+    "the largest half": (
+        by_token(lambda x, y, each, n: each.topk(len(each) // 2 + 1)[0].sum() / n),
+        "the largest over tokens of one rank",
+    ),
     "gathered mean": (gathered_mean, r"whatever micro\.targets is"),
     "two means": (two_means, r"whatever micro\.targets is"),
     "binary": (binary, r"whatever micro\.targets is"),
@@ -126,17 +174,130 @@ def refused(ranks: int, name: str, folder: Path) -> tuple[str, bool]:
     return "nothing", False
 
 
-@pytest.mark.parametrize("name", WRONG)
+def all_refused(ranks: int, folder: Path) -> dict[str, tuple[str, bool]]:
+    return {name: refused(ranks, name, folder / str(at)) for at, name in enumerate(WRONG)}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loss_that_is_no_sum_is_refused_on_every_rank(
-    ranks: int, name: str, tmp_path: Path
-) -> None:
-    """Catches means by any formula and terms that are counted once for each micro-batch: losses and
-    gradients would be several times what one process has."""
-    for text, same in run_ranks(ranks, refused, ranks, name, tmp_path, timeout_s=100):
-        assert "loss of a micro-batch" in text
-        assert re.search(WRONG[name][1], text)
-        assert same
+def test_a_loss_that_is_no_sum_is_refused_on_every_rank(ranks: int, tmp_path: Path) -> None:
+    """Catches means by any formula, terms that are counted once for each micro-batch, statistics of
+    one micro-batch, and tokens by their places: losses or gradients would be others than those of
+    one process."""
+    for said in run_ranks(ranks, all_refused, ranks, tmp_path, timeout_s=100):
+        for name, (text, same) in said.items():
+            assert re.search(f"loss of a (micro-batch|part).*{WRONG[name][1]}", text), (name, text)
+            assert same, name
+
+
+def changing(folder: Path, later: Loss) -> tuple[str, list[int]]:
+    """What is said of a loss that is another from the second step on, and the numbers of the steps
+    in which losses were looked at."""
+    model, looked = llama(), list[int]()
+    run = attached(model, sgd(model), dataset(), folder, costs=costs(2), steps=5)
+    try:
+        for number, step in enumerate(run):
+            for micro in step:
+                looked += [number] * micro.checking
+                loss = model(**micro.inputs).loss
+                micro.backward(loss + later(model, micro) if number else loss)
+    except ModelError as error:
+        return str(error), looked
+    return "nothing", looked
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_loss_that_changes_is_looked_at_again(right: bool, tmp_path: Path) -> None:
+    """Catches a mean over a micro-batch that a loop adds later; and looks at every step."""
+    term = by_token(lambda x, y, each, n: each.square().sum() / n)
+    for said, looked in run_ranks(2, changing, tmp_path, term if right else gathered_mean):
+        assert sorted({*looked}) == [0, 2]
+        assert (said == "nothing") if right else re.search("loss of a (micro-batch|part)", said)
+
+
+def ppo(x: torch.Tensor, y: torch.Tensor, each: torch.Tensor, n: int) -> torch.Tensor:
+    """The clipped objective of PPO, with an estimate of the divergence from a fixed policy."""
+    ratio, worth = (each.detach() - each).exp(), each.detach() - 3
+    gain = torch.minimum(ratio * worth, ratio.clamp(0.8, 1.2) * worth)
+    away = (each - 4).exp() - (each - 4) - 1
+    return ((0.1 * away - gain) * (y != -100)).sum() / n
+
+
+RIGHT: dict[str, Loss] = {
+    "chunks": by_token(
+        lambda x, y, each, n: (
+            sum(
+                cross_entropy(a, b, reduction="sum")
+                for a, b in zip(x.split(7), y.split(7), strict=True)
+            )
+            / n
+        )
+    ),
+    "smoothed": by_token(
+        lambda x, y, each, n: cross_entropy(x, y, label_smoothing=0.1, reduction="sum") / n
+    ),
+    "focal and z": by_token(
+        lambda x, y, each, n: (
+            (
+                (each * (1 - (-each).exp()) ** 2).sum()
+                + 1e-2 * (x.logsumexp(-1).square() * (y != -100)).sum()
+            )
+            / n
+        )
+    ),
+    "entropy": by_token(
+        lambda x, y, each, n: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1)[y != -100].sum() / n
+    ),
+    "of the worst scores": by_token(
+        lambda x, y, each, n: (
+            (x.topk(3, -1)[0].sum(-1) * (y != -100) * (each.detach() > 4)).sum() / n
+        )
+    ),
+    "ppo": by_token(ppo),
+    "score": by_token(lambda x, y, each, n: ((each - each.detach()) * each.detach()).sum() / n),
+    "classes weighed": by_token(
+        lambda x, y, each, n: (
+            cross_entropy(
+                x, y, weight=torch.linspace(0.5, 2, x.shape[-1]).double(), reduction="sum"
+            )
+            / n
+        )
+    ),
+}
+
+
+def all_trained(ranks: int, folder: Path) -> dict[str, tuple[list[float], Any]]:
+    """Losses and weights of a step by each loss."""
+    found = dict[str, tuple[list[float], Any]]()
+    for at, (name, loss) in enumerate(RIGHT.items()):
+        model = llama()
+        run = attached(model, sgd(model), dataset(), folder / str(at), costs=costs(ranks), steps=1)
+        found[name] = trained(run, model, loss), weights(model)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, whole(3)])
+def test_losses_of_tokens_are_exact(ranks: int, tmp_path: Path) -> None:
+    """Catches sums over tokens that are refused, and losses or gradients that are not those of one
+    process."""
+    results = run_ranks(ranks, all_trained, ranks, tmp_path, timeout_s=100)
+    (batch,) = batches(dataset(), 1, batch_tokens=150)
+    items = [batch.read(at) for at in range(len(batch.lengths))]
+    targets = sum(int((item["labels"] != -100).sum()) for item in items)
+    for name, formula in RIGHT.items():
+        model, total = llama(), torch.zeros((), dtype=torch.float64)
+        for item in items:
+            whole_sample = SimpleNamespace(
+                inputs={"input_ids": item["input_ids"][None]},
+                labels=item["labels"][None],
+                targets=targets,
+            )
+            total = total + formula(model, whole_sample)
+        total.backward()
+        sgd(model).step()
+        for losses, mine in (found[name] for found in results):
+            assert losses == pytest.approx([float(total.detach())], rel=1e-10, abs=1e-12), name
+            for one, other in zip(mine, weights(model), strict=True):
+                np.testing.assert_allclose(one, other, rtol=0, atol=1e-10, err_msg=name)
 
 
 def weighted(model: Any, micro: Any) -> torch.Tensor:
