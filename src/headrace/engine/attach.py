@@ -612,6 +612,7 @@ class Attached:
         step, runner, spread = self._step_of_batch(batch), self._runner, self._setup.model
         # Values times gradients are no sum over labels, so the check of losses waits for a step.
         checked, runner.check = runner.check, False
+        looks, runner.check_losses = runner.check_losses, False
         try:
             for micro in step:
                 with micro:
@@ -626,7 +627,7 @@ class Attached:
             self._open = None  # the user has no loop to leave
             raise
         finally:
-            runner.check = checked
+            runner.check, runner.check_losses = checked, looks
         return step
 
     def __len__(self) -> int:

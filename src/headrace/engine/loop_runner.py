@@ -451,7 +451,7 @@ class LoopRunner:
             failure = error
         report = self._report(f"trains step {number}", batch, own_packs, failure)
         reports = _agreed_reports(report, self.groups, failure)
-        if any(report.looks_again for report in reports):
+        if self.check_losses and any(report.looks_again for report in reports):
             self.check, self._looks_again = True, False
         packs, targets = _packs_of(reports, plan, learned=batch.learned)
         # Sorted, as every rank must make the same process groups in the same order.
