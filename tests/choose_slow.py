@@ -59,8 +59,8 @@ running/engine/test_given_guide.py::test_the_guide_runs_as_it_reads
 running/engine/test_given_refused.py::test_refused_on_all_ranks
 running/engine/test_iteration_order.py::test_an_epoch_trains_every_sample_once_as_one_process_would
 running/engine/test_loop_doors.py::test_a_loop_that_is_left_loses_no_batch
-running/engine/test_loop_doors.py::test_dropout_goes_on_with_the_same_numbers
 running/engine/test_loop_doors.py::test_a_loss_that_is_no_sum_is_refused_on_every_rank[2]
+running/engine/test_loop_doors.py::test_dropout_goes_on_with_the_same_numbers
 running/engine/test_loop_doors.py::test_labels_are_never_replaced[values of others]
 running/engine/test_loop_doors.py::test_losses_of_tokens_are_exact[2]
 running/engine/test_loop_doors.py::test_ranks_begin_with_the_same_weights

@@ -55,7 +55,7 @@ from headrace.adopt.own_losses import OwnLosses, Parted
 from headrace.adopt.placement import fingerprint, replica_blocks
 from headrace.adopt.replaced_calls import compiled_within
 from headrace.adopt.samples import numbers_of
-from headrace.adopt.spread_model import BatchPart, Item, Levels, Look, Pack
+from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack, Watcher
 from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.loop_watch import CallWatch
 from headrace.comm.mesh import Groups, device_of, groups_here
@@ -166,7 +166,7 @@ class AxisModel:
             "error.square().sum() / target.numel() of the whole target; a mean over as many places "
             "on every rank, or over a rank's samples, counts loss * run.share"
         )
-        self._look: Look | None = None  # sees the results of forwards in a loop, while it is set
+        self._watcher: Watcher | None = None  # sees the results of forwards in a loop
         self._summed, self._summed_backward = SummedGradients(), SummedBackward(model)
         self._alike_weights = AlikeWeights(model)
         self._author_compiles = bool(compiled_within(model))  # inputs of graphs are plain tensors
@@ -789,8 +789,8 @@ class AxisModel:
                 self._part_of(x, shards, alike) for x, alike in zip(values, flags, strict=True)
             )
             self._own_losses.note(zip(values, parts, strict=True))
-        if self._look is not None:
-            self._look(values)
+        if self._watcher is not None:
+            self._watcher(values)
         return out
 
     def _part_of(self, x: torch.Tensor, shards: AxisShards, alike: bool) -> Parted | None:
@@ -894,13 +894,13 @@ class AxisModel:
                 "loss + run.share * term, and divide what is a sum over its samples by run.mates",
             )
 
-    def watch(self, look: Look | None) -> None:
+    def watch(self, watcher: Watcher | None) -> None:
         """Have the results of spread forwards in a loop looked at.
 
         Args:
-            look: Is given the tensors among the results of each forward; None ends it.
+            watcher: Is given the tensors among the results of each forward; None ends it.
         """
-        self._look = look
+        self._watcher = watcher
 
     def checked_backward(self, loss: torch.Tensor, *, weighed: bool) -> ModelError | None:
         """Run the backward of a loss in a loop, and tell what is wrong where its graph shows that
@@ -1027,6 +1027,10 @@ class AxisModel:
         """Try the model on shards of a sample, and :meth:`install` it for the loop; returns a
         function that undoes the latter. Raises ModelError for a model that cannot be run on
         shards."""
+        self._own_losses = OwnLosses(
+            "error.square().sum() / micro.targets; a mean over as many places on every rank takes "
+            "micro.share * mean"
+        )
         grown = {name: value.to(device) for name, value in self._grown(sample).items()}
         inputs = {name: value for name, value in grown.items() if name in self._argument_names}
         # A loop may put the model into training later.

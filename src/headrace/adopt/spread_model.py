@@ -23,12 +23,12 @@ from headrace.spec.layer_plan import Recompute
 from headrace.spec.method_facts import Members
 from headrace.spec.plan import TokenOrder
 
-__all__ = ["Item", "Levels", "Pack", "BatchPart", "Look", "SampleReader", "SpreadModel"]
+__all__ = ["Item", "Levels", "Pack", "BatchPart", "Watcher", "SampleReader", "SpreadModel"]
 
 Item = dict[str, torch.Tensor]
 """A sample: its fields as tensors."""
 
-Look = Callable[[Sequence[torch.Tensor]], None]
+Watcher = Callable[[Sequence[torch.Tensor]], None]
 """Is given the tensors among the results of a forward."""
 
 
@@ -219,12 +219,12 @@ class SpreadModel(SampleReader, Protocol):
         """
         ...
 
-    def watch(self, look: Look | None) -> None:
+    def watch(self, watcher: Watcher | None) -> None:
         """Have the results of spread forwards in a loop looked at, from here on, and noted for
         :meth:`checked_backward`.
 
         Args:
-            look: Is given the tensors among the results of each forward; None ends it.
+            watcher: Is given the tensors among the results of each forward; None ends it.
         """
         ...
 

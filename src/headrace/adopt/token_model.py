@@ -86,7 +86,7 @@ from headrace.adopt.placement import (
 )
 from headrace.adopt.replaced_calls import compiled_within
 from headrace.adopt.samples import LabelPlace, TokenReader, named_labels, packed
-from headrace.adopt.spread_model import BatchPart, Item, Levels, Look, Pack
+from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack, Watcher
 from headrace.adopt.token_probe import (
     Probed,
     counts_by_ids,
@@ -288,11 +288,7 @@ class TokenModel:
             "run.loss(logits, part.labels), or reduction='sum' and / part.targets; "
             "part.labels are in the places that predict them, run.mean(values) is over all tokens"
         )
-        self._loop_losses = OwnLosses(
-            "micro.loss(logits), or reduction='sum' and / micro.targets; micro.labels are in the "
-            "places that predict them, and are not shifted once more"
-        )
-        self._look: Look | None = None  # sees the results of forwards in a loop, while it is set
+        self._watcher: Watcher | None = None  # sees the results of forwards in a loop
         self._summed, self._summed_backward = SummedGradients(), SummedBackward(model)
         self._fsdp_sums = False  # whether FSDP2 was told to sum gradients
         self._reader: TokenReader | None = None  # made for the first item that is read
@@ -794,25 +790,25 @@ class TokenModel:
         with self._watch.during("backward"):
             self._summed_backward.run(loss)
 
-    def watch(self, look: Look | None) -> None:
+    def watch(self, watcher: Watcher | None) -> None:
         """Have the results of spread forwards in a loop looked at, and noted for
         :meth:`checked_backward`.
 
         Args:
-            look: Is given the tensors among the results of each forward; None ends it.
+            watcher: Is given the tensors among the results of each forward; None ends it.
         """
-        self._look = look
+        self._watcher = watcher
 
     def _look_at_results(self, outputs: Any) -> None:
         """Show the results of a spread forward in a loop to whoever watches, and note them."""
         placement = self._slot.held
-        if self._look is None or not isinstance(placement, Placement):
+        if self._watcher is None or not isinstance(placement, Placement):
             return
         results = [*result_tensors(outputs)]
         if self._loss_head is not None:  # it gives the loss in the place of logits
             results = [x for x in results if x.shape[2:] != (1,)]
-        self._look(results)
-        self._loop_losses.note((x, _part_of(x, placement, alone=True)) for x in results)
+        self._watcher(results)
+        self._own_losses.note((x, _part_of(x, placement, alone=True)) for x in results)
 
     def checked_backward(self, loss: torch.Tensor, *, weighed: bool) -> ModelError | None:
         """Run the backward of a loss in a loop, and tell what is wrong where its graph shows that
@@ -825,7 +821,7 @@ class TokenModel:
         Returns:
             The error; None where nothing is wrong.
         """
-        error = self._loop_losses.error(loss, weighed=weighed, alike=not weighed)
+        error = self._own_losses.error(loss, weighed=weighed, alike=not weighed)
         loss.backward()
         return error
 
@@ -953,6 +949,10 @@ class TokenModel:
         """Probe the model with a sample, compare a first step where that was asked for, and
         :meth:`install`; returns a function that undoes it and detaches the model."""
         self._watches = False  # the training loop watches for lost ranks itself
+        self._own_losses = OwnLosses(
+            "micro.loss(logits), or reduction='sum' and / micro.targets; micro.labels are in the "
+            "places that predict them, and are not shifted once more"
+        )
         row = {name: value.to(device) for name, value in packed([sample]).items()}
         self.probe(row)
         for training in {False, True} - self._probed_modes:

@@ -611,8 +611,7 @@ class Attached:
         batch = self._given_batch(asks, samples, beside=beside, learned=False)
         step, runner, spread = self._step_of_batch(batch), self._runner, self._setup.model
         # Values times gradients are no sum over labels, so the check of losses waits for a step.
-        checked, runner.check = runner.check, False
-        looks, runner.check_losses = runner.check_losses, False
+        checks, runner.check_losses = runner.check_losses, False
         try:
             for micro in step:
                 with micro:
@@ -627,7 +626,7 @@ class Attached:
             self._open = None  # the user has no loop to leave
             raise
         finally:
-            runner.check, runner.check_losses = checked, looks
+            runner.check_losses = checks
         return step
 
     def __len__(self) -> int:

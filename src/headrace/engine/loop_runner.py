@@ -257,7 +257,8 @@ class LoopRunner:
         scheduler: Takes one step after each of the optimizer's, where there is one.
         clip: The largest norm of the gradient; None leaves it as it is.
         updates: Whether the optimizer's step is taken here; else gradients are added up and left.
-        check_losses: Whether losses are looked at in the first step and after a load.
+        check_losses: Whether losses are looked at, in the steps that :attr:`check` says; False for
+            a step by gradients, whose loss is no sum over labels.
         part: This rank's part of the current micro-batch.
         targets: Tokens of the step that have a loss; in trials of the loss, a multiple of it.
         action: What this rank is doing in the step, in words.
@@ -327,7 +328,7 @@ class LoopRunner:
                     continue  # the loop has run the backward; the update comes at the step's end
                 self.action = str(action)
                 check, self._watched = None, self.check_losses and index in work.checked
-                if self.check and index in work.checked:
+                if self.check and self._watched:
                     check = LossCheck(part=self.placed(batch, plan, action, work))
                     for trial in check.trials:
                         with set_aside(self.held.model, self.device):
@@ -381,7 +382,7 @@ class LoopRunner:
         """
         start = self._clock.mark()
         norm = math.nan
-        if self.check:
+        if self.check and self.check_losses:
             self._require_sums()
             self.check = not math.isfinite(loss)  # a loss of inf or NaN could not be checked
         if math.isfinite(loss):
@@ -655,7 +656,7 @@ class LoopRunner:
         def backward(handed_out: LoopMicroBatch, loss: torch.Tensor) -> None:
             """The backward of the micro-batch: times it, adds its loss [] to the rank's sum, and
             notes for the check of losses what this loss depended on."""
-            if self.check:
+            if self.check and self.check_losses:
                 require_loss(loss)
             if idle:
                 loss = loss * 0.0  # the backward must run for its collectives, but adds nothing

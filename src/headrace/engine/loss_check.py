@@ -46,7 +46,7 @@ from typing import Literal
 
 import torch
 
-from headrace.adopt.spread_model import BatchPart, Look
+from headrace.adopt.spread_model import BatchPart, Watcher
 from headrace.errors import ModelError
 from headrace.ops.loss import IGNORED
 
@@ -60,8 +60,9 @@ _UNEVEN = (5**0.5 - 1) / 2
 """How much more of its share each rank has than the one before it, in the trial ``uneven``: no
 ratio of places makes up for it."""
 
-_FEW = 64
-"""Tokens whose gradients are compared; a few more where their labels are no multiple of it."""
+_FEW = 16
+"""Labelled tokens whose gradients are compared: at least so many, where there are, and fewer than
+three times as many, as each keeps a row of logits in three forwards."""
 
 _TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Relative differences that sums in another order may have; 3 % in half types."""
@@ -107,6 +108,8 @@ class LossCheck:
             gradients, in the trial ``looked_at``.
         gradients: Those of a few tokens, [k, ...], for each result of the model in its order, by
             trial; None for a result that the loss does not use.
+        sources: For each of these results the numbers of others that it is made of, as logits are
+            of hidden states.
     """
 
     part: BatchPart
@@ -115,6 +118,7 @@ class LossCheck:
     leaks: list[torch.Tensor] = field(default_factory=list)
     seen: ModelError | None = None
     gradients: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
+    sources: list[set[int]] = field(default_factory=list)
 
     @property
     def trials(self) -> Iterator[Trial]:
@@ -140,7 +144,7 @@ class LossCheck:
         are_classes = labels is not None and not labels.is_floating_point() and labels.dim() == 2
         return labels if are_classes else None
 
-    def watching(self, trial: Trial | None) -> Look:
+    def watching(self, trial: Trial | None) -> Watcher:
         """Return what keeps the gradients of a few tokens of the model's results in a trial; of the
         loss itself without one (None). In ``even`` and ``odd`` it changes the results of tokens
         whose labels are left out."""
@@ -159,14 +163,18 @@ class LossCheck:
 
         def look(results: Sequence[torch.Tensor]) -> None:
             """Hook the results [b, s_r, ...] of tokens."""
-            for x in results:
-                of_tokens = labels is not None and x.shape[:2] == labels.shape
-                if of_tokens and x.requires_grad and type(x) is torch.Tensor:
-                    is_value = x.detach().flatten(0, 1)[tokens] != 0
-                    x.register_hook(partial(keep, len(kept), is_value))
-                    kept.append(None)
-                    if counted is not None and not x.is_leaf and 0 not in x.stride():
-                        _shrink_others(x, counted)
+            if labels is None:
+                return
+            plain = [x for x in results if x.shape[:2] == labels.shape and type(x) is torch.Tensor]
+            of_tokens = [x for x in plain if x.grad_fn is not None]
+            if trial is None:
+                self.sources += _sources(of_tokens, first=len(kept))
+            for x in of_tokens:
+                is_value = x.detach().flatten(0, 1)[tokens] != 0
+                x.register_hook(partial(keep, len(kept), is_value))
+                kept.append(None)
+                if counted is not None and 0 not in x.stride():
+                    _shrink_others(x, counted)
 
         return look
 
@@ -222,16 +230,20 @@ class LossCheck:
 
     def _error_of_gradients(self) -> ModelError | None:
         """What is wrong with a loss whose tokens have other gradients where other labels are left
-        out; None where nothing is."""
+        out; None where nothing is. What a result has by way of others is not the loss' own doing,
+        and goes through layers that mix tokens: such results are left out."""
         whole, labels = self.gradients.get("whole", []), self._classes
         if labels is None:
             return None
+        pairs = zip(self.sources, whole, strict=True)
+        passed = set[int]().union(*(sources for sources, one in pairs if one is not None))
         tokens = _few_labelled(labels)
         for trial in ("even", "odd"):
-            found = self.gradients.get(trial, [])
-            counted = _counted(labels, trial).flatten()[tokens]  # [k]
-            for one, other in zip(whole, found, strict=len(found) == len(whole)):
-                if one is None or other is None or not one.numel():
+            found, counted = self.gradients[trial], _counted(labels, trial).flatten()[tokens]  # [k]
+            if len(found) != len(whole):  # the loop has called the model more or less often
+                continue
+            for at, (one, other) in enumerate(zip(whole, found, strict=True)):
+                if one is None or other is None or not one.numel() or at in passed:
                     continue
                 if not bool(one.isfinite().all()):  # the step says so itself
                     continue
@@ -321,18 +333,38 @@ class LossCheck:
         return None
 
 
+def _sources(results: Sequence[torch.Tensor], first: int) -> list[set[int]]:
+    """For each of the results the numbers of others that autograd reaches from it without passing
+    a further one, counted from ``first``."""
+    numbers = {x.grad_fn: at for at, x in enumerate(results, first)}
+    found = list[set[int]]()
+    for x in results:
+        assert x.grad_fn is not None, "results have gradients"
+        own, seen, stack = set[int](), set[object](), [*x.grad_fn.next_functions]
+        while stack:
+            node, _ = stack.pop()
+            if node in numbers:
+                own.add(numbers[node])
+            elif node is not None and node not in seen:
+                seen.add(node)
+                stack += node.next_functions
+        found.append(own)
+    return found
+
+
 def _shrink_others(x: torch.Tensor, counted: torch.Tensor) -> None:
     """Multiply the result [b, s, ...] of all tokens that are not ``counted`` [b, s] by -1/2, in its
-    own memory: gradients of what made it are dropped, so nobody need know."""
+    own memory, as a copy of logits may not fit. What made it may need the former values in its
+    backward; the gradients of a trial are dropped."""
     factor = torch.where(counted, 1.0, -0.5).to(x.dtype)
     x.data.mul_(factor.view(*counted.shape, *[1] * (x.dim() - 2)))
 
 
 def _few_labelled(labels: torch.Tensor) -> torch.Tensor:
-    """The numbers [k] of up to so many tokens that have a label, of labels [b, s] in one row."""
+    """The numbers [k], in the flattened labels [b, s], of some tokens that have a label."""
     found = (labels.flatten() != IGNORED).nonzero()[:, 0]
     step = max(1, len(found) // _FEW)
-    return found[:: step + 1 - step % 2]  # an odd step, which picks labels of both halves
+    return found[:: step - 1 + step % 2]  # an odd step, which picks labels of both halves
 
 
 def _counted(labels: torch.Tensor, trial: str) -> torch.Tensor:

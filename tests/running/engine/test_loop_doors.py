@@ -25,6 +25,7 @@ from torch.nn.functional import (
     one_hot,
 )
 
+from headrace import SpreadOptions
 from headrace.engine.sample_order import StreamOrder
 from headrace.errors import DataError, HeadraceError, ModelError, SpecError
 from ranks import run_ranks
@@ -222,7 +223,28 @@ def ppo(x: torch.Tensor, y: torch.Tensor, each: torch.Tensor, n: int) -> torch.T
     return ((0.1 * away - gain) * (y != -100)).sum() / n
 
 
+def of_states(model: Any, micro: Any) -> torch.Tensor:
+    """A loss of the last hidden states, by the head, with a term of those between layers."""
+    inputs = {name: value for name, value in micro.inputs.items() if name != "labels"}
+    states = model(**inputs, output_hidden_states=True).hidden_states
+    labels = micro.labels[0]
+    each = cross_entropy(model.lm_head(states[-1])[0], labels, reduction="none")
+    return (each + 0.1 * states[1][0].square().sum(-1) * (labels != -100)).sum() / micro.targets
+
+
+def distilled(model: Any, micro: Any) -> torch.Tensor:
+    """The divergence from the model's own scores, which have no gradient, and a term of sizes."""
+    inputs = {name: value for name, value in micro.inputs.items() if name != "labels"}
+    with torch.no_grad():
+        wanted = model(**inputs).logits.log_softmax(-1)
+    logits = model(**inputs).logits
+    away = (wanted.exp() * (wanted - logits.log_softmax(-1))).sum(-1)
+    return ((away + logits.square().mean(-1)) * (micro.labels != -100)).sum() / micro.targets
+
+
 RIGHT: dict[str, Loss] = {
+    "hidden states": of_states,
+    "distilled": distilled,
     "chunks": by_token(
         lambda x, y, each, n: (
             sum(
@@ -298,6 +320,59 @@ def test_losses_of_tokens_are_exact(ranks: int, tmp_path: Path) -> None:
             assert losses == pytest.approx([float(total.detach())], rel=1e-10, abs=1e-12), name
             for one, other in zip(mine, weights(model), strict=True):
                 np.testing.assert_allclose(one, other, rtol=0, atol=1e-10, err_msg=name)
+
+
+def shifted_before(folder: Path) -> tuple[list[float], Any]:
+    """A step with labels that stand in the places that predict them, of a model whose own loss
+    shifts them."""
+    model = llama()
+    options = {"costs": costs(2), "steps": 1, "labels": "same"}
+    run = attached(model, sgd(model), dataset(), folder, **options)
+    return trained(run, model), weights(model)
+
+
+def test_labels_that_were_shifted_before(tmp_path: Path) -> None:
+    """Catches the loss of a causal model in the place of that of the labels as they stand."""
+    results = run_ranks(2, shifted_before, tmp_path)
+    (batch,) = batches(dataset(), 1, batch_tokens=150)
+    given = {tuple(item["input_ids"].tolist()): item["labels"] for item in dataset()}
+    model, total, targets = llama(), torch.zeros((), dtype=torch.float64), 0
+    for at in range(len(batch.lengths)):
+        ids = batch.read(at)["input_ids"]
+        labels = given[tuple(ids.tolist())]
+        logits = model(input_ids=ids[None]).logits[0]
+        total = total + cross_entropy(logits, labels, reduction="sum")
+        targets += int((labels != -100).sum())
+    (total / targets).backward()
+    sgd(model).step()
+    for losses, mine in results:
+        assert losses == pytest.approx([float(total.detach()) / targets], rel=1e-10)
+        for one, other in zip(mine, weights(model), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-10)
+
+
+def shifted_in_a_graph(folder: Path) -> str:
+    """What is said of labels that a loop shifts once more, beside a compiled model."""
+    model = gpt()
+    items = [
+        {"ids": item["input_ids"] % 50, "labels": item["input_ids"] % 50} for item in dataset()
+    ]
+    spread = SpreadOptions(backend="eager")
+    run = attached(model, sgd(model), items, folder, costs=costs(2), labels="same", spread=spread)
+
+    def loss(model: Any, micro: Any) -> torch.Tensor:
+        logits = model(micro.inputs["ids"])[0][0]
+        return cross_entropy(logits[:-1], micro.labels[0, 1:], reduction="sum") / micro.targets
+
+    with pytest.raises(ModelError) as caught:
+        trained(run, model, loss)
+    return str(caught.value)
+
+
+def test_results_of_compiled_models_are_looked_at(tmp_path: Path) -> None:
+    """Catches a loss that is not looked at as its model runs in a graph."""
+    for said in run_ranks(2, shifted_in_a_graph, tmp_path, timeout_s=100):
+        assert "some of the places of one rank" in said
 
 
 def weighted(model: Any, micro: Any) -> torch.Tensor:
