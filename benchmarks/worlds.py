@@ -11,6 +11,7 @@ cases, not world by world: a search is a lottery within a fraction of a percent.
     8b          Llama 8B by a roofline on 8 to 256 H100
     32b         Llama 32B (60 layers of 6,656) on 48 and 64
     70b         Llama 70B on 64 and 256, where memory binds
+    own         32B and 70B on 48 to 128 by headrace's kernels of today, the others by ideal ones
     small       made-up costs of 2 to 9 ranks, of few sequences
     large       Llama 8B on 64 with 98,960 sequences, and on 1,024
 
@@ -73,6 +74,14 @@ SHORT = "bins:edges=1024/2048/4096/8192/16384/32768/65536/131072,shares=64/16/9/
 CURVED = "lognormal:median=2000,sigma=1.5,max=131072"
 FEW = "lognormal:median=600,sigma=1,max=131072"
 
+OWN: Sequence[tuple[str, int, tuple[str, str], tuple[str, str], tuple[str, str]]] = (
+    ("32b", 64, ("github-code", "2M"), ("commoncrawl-like", "1M"), (SHORT, "2M")),
+    ("32b", 48, ("github-code", "2M"), ("chatqa2-sft", "1M"), (CURVED, "1M")),
+    ("70b", 64, ("github-code", "2M"), ("chatqa2-sft", "1M"), (CURVED, "1M")),
+    ("70b", 128, ("github-code", "2M"), ("prolong", "4M"), (CURVED, "2M")),
+)
+"""Worlds of headrace's own kernels: a model, devices and batches."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
@@ -90,9 +99,9 @@ def fixture(name: str, at: int) -> Lengths:
 
 
 @cache
-def of_model(name: str, devices: int) -> Problem:
+def of_model(name: str, devices: int, kernels: str = "ideal") -> Problem:
     model = LLAMA_32B if name == "32b" else hr.Architecture.preset(f"llama-{name}")
-    return Problem(costs=hr.costs.roofline(model, "h100", devices=devices, implementation="ideal"))
+    return Problem(costs=hr.costs.roofline(model, "h100", devices=devices, implementation=kernels))
 
 
 @cache
@@ -151,14 +160,16 @@ def of_groups(semantics: Any) -> Iterator[World]:
             yield made(devices, f"tail {seed}", drawn(law, tokens, seed))
 
 
-def of_a_model(name: str, devices: int, *batches: tuple[str, str]) -> Iterator[World]:
+def of_a_model(
+    name: str, devices: int, *batches: tuple[str, str], kernels: str = "ideal"
+) -> Iterator[World]:
     short = {CURVED: "median 2,000", FEW: "median 600", SHORT: "mostly short"}
     for law, tokens in batches:
         for seed in (1, 2):
             yield World(
-                group=name,
+                group=name if kernels == "ideal" else "own",
                 name=f"{name} on {devices}, {short.get(law, law)} {tokens} {seed}",
-                problem=lambda: of_model(name, devices),
+                problem=lambda: of_model(name, devices, kernels),
                 lengths=drawn(law, tokens, seed),
             )
 
@@ -202,6 +213,8 @@ def all_worlds() -> Iterator[World]:
     yield from of_a_model("32b", 48, ("chatqa2-sft", "1M"))
     yield from of_a_model("70b", 64, (CURVED, "1M"))
     yield from of_a_model("70b", 256, (CURVED, "4M"), (FEW, "4M"))
+    for name, devices, *batches in OWN:
+        yield from of_a_model(name, devices, *batches, kernels="headrace")
     yield from (of_few(seed, "free") for seed in range(60))
     for devices, law, tokens in ((64, FEW, "98M"), (1024, CURVED, "16M")):
         yield World(

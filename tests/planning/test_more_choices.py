@@ -15,6 +15,7 @@ from planning.worlds import LLAMA_32B
 from spread import whole
 
 _LUCK = 0.003
+SHORT = "bins:edges=1024/2048/4096/8192/16384/32768/65536/131072,shares=64/16/9/5/3/2/1"
 
 
 @cache
@@ -34,8 +35,33 @@ def test_sizes_that_are_no_powers_of_two(law: str, tokens: str, seed: int, befor
     """Catches a filling that more group sizes mislead: with powers of two alone plans were quicker
     by the share ``before``."""
     problem, lengths = problem_of_32b(64), hr.lengths.draw(law, tokens=tokens, seed=seed)
-    powers = tuple(p for p in problem.group_sizes if p & (p - 1) == 0)
-    fewer = plan(problem.replace(sizes=powers), lengths)
+    fewer = plan(powers_of_two(problem), lengths)
+    assert plan(problem, lengths).predicted_s <= fewer.predicted_s * (1 + _LUCK)
+
+
+def powers_of_two(problem: Problem) -> Problem:
+    return problem.replace(sizes=tuple(p for p in problem.group_sizes if p & (p - 1) == 0))
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "law", "tokens", "seed", "before"),
+    [
+        ("70b", 64, "github-code", "2M", 12, 0.059),
+        whole("32b", 48, "github-code", "2M", 11, 0.0104),
+        whole("32b", 64, "github-code", "2M", 11, 0.0102),
+        whole("32b", 64, SHORT, "2M", 11, 0.0166),
+    ],
+)
+def test_schemes_that_crowd_others_out_of_exchanges(
+    model: str, devices: int, law: str, tokens: str, seed: int, before: float
+) -> None:
+    """Catches exchanges of pipelines in which only the eight most promising schemes of all take
+    part, or that begin from what was filled alone: with powers of two alone plans were quicker by
+    the share ``before``."""
+    shape = LLAMA_32B if model == "32b" else hr.Architecture.preset("llama-70b")
+    problem = Problem(costs=hr.costs.roofline(shape, "h100", devices=devices))
+    lengths = hr.lengths.draw(law, tokens=tokens, seed=seed)
+    fewer = plan(powers_of_two(problem), lengths)
     assert plan(problem, lengths).predicted_s <= fewer.predicted_s * (1 + _LUCK)
 
 

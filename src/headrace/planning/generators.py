@@ -29,6 +29,7 @@ from headrace.planning.problem import Problem
 from headrace.planning.schedule import Assignment, Group
 from headrace.planning.tolerances import CLOSE, ROUNDING
 from headrace.spec.plan import Semantics
+from headrace.spec.strategy import Strategy
 
 __all__ = [
     "ENOUGH",
@@ -134,6 +135,8 @@ class Known:
         drafted: Whether the search has had any draft before.
         unstaged: Whether schemes of one stage were drafted side by side before, from tables of the
             kind ``groups``.
+        strategies: Those of the drafts and schedules so far, without the ones whose ranks work in
+            several pipelines; the quickest first.
         most: The most pipelines of each scheme of the table; None where only the devices limit
             them.
         seed: Seed of drawn orders.
@@ -148,6 +151,7 @@ class Known:
     packed_s: float = inf
     drafted: bool = False
     unstaged: bool = False
+    strategies: Sequence[Strategy] = ()
     most: Sequence[int] | None = None
     seed: int = 0
     latest_s: Callable[[Assignment | None], float] | None = None
@@ -251,8 +255,6 @@ class Draft:
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
-_SHORTFALL_LEFT = 0.4  # After a filling that was not measured: the share of the last shortfall.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
@@ -330,7 +332,8 @@ def least_time(
         if tau >= high_s:
             return None
         low_s = tau
-        shortfall = shortfall * _SHORTFALL_LEFT if step % 2 else result
+        # What the time grew by is taken off a shortfall that was not measured.
+        shortfall = shortfall * (1 - effort.growth) if step % 2 else result
         at_top = tau * (1 + shortfall) >= high_s  # then ask at once whether high_s succeeds
         tau = high_s if at_top else tau * (1 + max(effort.least, effort.growth * shortfall))
     # Where none of the steps succeeded, double the time until one does.

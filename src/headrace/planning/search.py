@@ -46,7 +46,7 @@ from headrace.planning.side_by_side import ANY_SCHEME, SideBySide
 from headrace.planning.static import Homogeneous, Static
 from headrace.planning.tolerances import NEAR
 from headrace.planning.waves import Waves
-from headrace.spec import Lengths, Plan
+from headrace.spec import Lengths, Plan, Strategy
 
 __all__ = ["GENERATORS", "CostSource", "plan"]
 
@@ -287,6 +287,15 @@ class _Search:
         drafted_s = min((draft.seconds for draft in self.drafts), default=inf)
         return min(drafted_s, self._packed_s())
 
+    def _strategies(self) -> list[Strategy]:
+        """The strategies of all drafts and schedules so far, the quickest first, without those
+        whose ranks work in several pipelines."""
+        known = sorted([*self.drafts, *self.found], key=lambda one: one.expected_s)
+        strategies = dict.fromkeys(
+            Strategy.of(one.table.schemes[k].scheme for k, _, _ in one.groups) for one in known
+        )
+        return [one for one in strategies if one.devices <= self.problem.devices]
+
     def _ask(self, generator: Generator, bound: Bound | None = None) -> None:
         """Collect what a generator makes of each table that it is offered. A table is skipped where
         the best so far is so close to the table's bound, or to ``bound`` if given, that the
@@ -302,6 +311,7 @@ class _Search:
                 packed_s=self._packed_s(),
                 drafted=self.drafted,
                 unstaged=self.unstaged,
+                strategies=self._strategies(),
                 most=offer.most,
                 seed=self.seed,
                 latest_s=self.source.latest_s if self.source.simulates else None,
