@@ -304,8 +304,8 @@ class ModelSource:
 
     def _deeper(self, best_s: Callable[[], float]) -> Iterator[Offer]:
         """Tables of all schemes, tensor blocks and stages included, whose bound is below that of
-        groups, and far enough below the best to pay for bubbles, which saves a tenth to a fifth of
-        the time of a plan of 8B. None are offered where memory makes no difference: where the bound
+        groups, and far enough below the best to pay for bubbles, which saves a tenth of the time
+        of a plan of 8B. None are offered where memory makes no difference: where the bound
         of groups is about that of plans with unlimited memory."""
         if self.flat is not None and self.flat.seconds <= self._ideal.seconds * (1 + ENOUGH):
             return

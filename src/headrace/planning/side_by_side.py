@@ -11,7 +11,8 @@ ones are a choice of their own: from a strategy, 1, 2, 4, ... pipelines of a sch
 of another's, and a strategy is better if its pipelines can be filled in a little less time. This
 is done from the strategies found so far and from those of one scheme, with schemes whose devices
 are a power of two and with all, and the best of each is drafted: where there are more schemes, the
-few that take part are others, so more choices would be worse.
+few that take part are others, so more choices would be worse. Of many sequences without stages it
+is done once.
 """
 
 from __future__ import annotations
@@ -111,17 +112,25 @@ class SideBySide:
             return
         # The last one found is the quickest.
         found = dict.fromkeys([*strategies[::-1], *_counted(table, known.strategies)])
-        for starts in (found, _homogeneous(table)):
-            yield from self._exchanged(table, starts, high_s, bound_s)
+        alike, every = _homogeneous(table), tuple(range(len(table)))
+        searches: list[tuple[Iterable[Counts], tuple[int, ...]]] = [(found or alike, every)]
+        # Of many sequences without stages, nested groups are quicker nearly always.
+        if few or any(table.staged):
+            families = [*filter(None, dict.fromkeys((_powers_of_two(table), every)))]
+            searches = [(starts, family) for starts in (found, alike) for family in families]
+        yield from self._exchanged(table, searches, high_s, bound_s)
 
     def _exchanged(
-        self, table: PriceTable, starts: Iterable[Counts], high_s: float, bound_s: float
+        self,
+        table: PriceTable,
+        searches: Iterable[tuple[Iterable[Counts], tuple[int, ...]]],
+        high_s: float,
+        bound_s: float,
     ) -> Iterator[Draft]:
         """Drafts of the best strategies below ``high_s`` seconds to which exchanges of pipelines
-        lead, from some strategies ``starts``, the most promising first: among schemes whose
-        devices are a power of two, and among all."""
-        families = dict.fromkeys((_powers_of_two(table), tuple(range(len(table)))))
-        for family in filter(None, families):
+        lead: of each of ``searches``, from strategies, the most promising first, among a family
+        of schemes."""
+        for starts, family in searches:
             own = [one for one in starts if _within(one, family) and sum(one) <= self.exchanged]
             kinds = worthwhile(table, family, bound_s * 1.1)
             climbs = [*climbed(table, own, kinds, high_s, bound_s, self.exchanged)]
