@@ -25,11 +25,19 @@ __all__ = [
     "sleepy",
     "slow",
     "square",
+    "takes",
 ]
 
 
 def square(item: int) -> int:
     return item * item
+
+
+def takes(item: tuple[int, float]) -> tuple[int, int]:
+    """(the number of an item, the process that took its seconds)."""
+    number, seconds = item
+    time.sleep(seconds)
+    return number, os.getpid()
 
 
 def slow(seconds: float) -> float:

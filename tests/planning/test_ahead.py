@@ -36,6 +36,7 @@ from planning.ahead_work import (
     sleepy,
     slow,
     square,
+    takes,
 )
 from spread import whole
 
@@ -62,6 +63,28 @@ def test_results_come_in_order(producers: int, depth: int) -> None:
     assert [item for item, _ in results] == list(range(10))
     assert len({pid for _, pid in results}) <= min(producers, depth)
     assert os.getpid() not in {pid for _, pid in results}
+
+
+def test_waiting_for_plans_starts_more_processes() -> None:
+    """Catches one process that plans for thousands of devices, slower than these train, and more
+    than one where nobody waits, or than asked for."""
+    items = [(number, 0.4) for number in range(12)]
+    with PlanAhead(takes, items, most=2, depth=3) as ahead:
+        assert len(pids(ahead)) == 1
+        results = list(itertools.islice(ahead, 3))
+        assert len({pid for _, pid in results}) == 1  # the first plans are waited for in any case
+        results += ahead
+    assert [number for number, _ in results] == list(range(12))
+    assert len({pid for _, pid in results}) == 2
+    with PlanAhead(takes, items[:6], most=1, depth=3) as ahead:
+        assert len({pid for _, pid in ahead}) == 1
+    found = list[int]()
+    with PlanAhead(takes, [(number, 0.0) for number in range(6)], most=2, depth=2) as ahead:
+        for _, pid in ahead:
+            found.append(pid)
+            time.sleep(0.4)
+    assert len(found) == 6
+    assert len(set(found)) == 1
 
 
 def test_plans_do_not_depend_on_the_number_of_producers() -> None:
@@ -313,6 +336,6 @@ def test_what_cannot_be_sent_is_named() -> None:
         assert next(ahead) == 4
         with pytest.raises(SpecError, match=r"batch 1: got .*wanted what can be pickled"):
             next(ahead)
-    for wrong in ({"producers": 0}, {"depth": 0}, {"depth": True}):
+    for wrong in ({"producers": 0}, {"most": 0}, {"depth": 0}, {"depth": True}):
         with pytest.raises(SpecError, match="whole number >= 1"):
             PlanAhead(square, range(3), **wrong)

@@ -251,12 +251,15 @@ Plan = TypeVar("Plan")
 After = TypeVar("After")
 
 _MOST_DEATHS = 3  # producers that die on one batch: then the batch is at fault
+_WAITED_S = 0.1  # seconds of waiting for a plan after which one more process is worth its start
 _LOOK_S = 1.0  # between two checks for silent producers
 
 
 class PlanAhead(Generic[Item, Plan, After]):
     """An iterator over ``plan(item)`` of all ``items``, in order, made by ``producers`` processes.
 
+    Where a plan was waited for although it was asked for ``depth`` plans before, there is one
+    process more from then on, up to ``most``: what plans for many devices takes longer than steps.
     At most ``depth`` items are in work or waiting to be taken; ``items`` is read no further ahead.
     ``after(item)`` is made once the plan is sent and no other item waits: :meth:`made_after`.
     Both functions and the items must be picklable, from a module that can be imported. An error
@@ -273,13 +276,15 @@ class PlanAhead(Generic[Item, Plan, After]):
         *,
         after: Callable[[Item], After] | None = None,
         producers: int = 1,
+        most: int | None = None,
         depth: int = 2,
         tell: Callable[[str], object] | None = None,
         silent_s: float = 30.0,
     ) -> None:
-        """Plan ``items`` in up to ``producers`` processes, ``depth`` items ahead; ``after`` is
-        computed there for each planned item."""
-        for name, value in (("producers", producers), ("depth", depth)):
+        """Plan ``items`` in up to ``producers`` processes, later up to ``most``, ``depth`` items
+        ahead; ``after`` is computed there for each planned item."""
+        most = producers if most is None else most
+        for name, value in (("producers", producers), ("most", most), ("depth", depth)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SpecError(name, got=repr(value), wanted="a whole number >= 1")
         self._functions = _to_bytes("the function that plans", (plan, after, depth))
@@ -293,7 +298,8 @@ class PlanAhead(Generic[Item, Plan, After]):
         self._answers: dict[int, tuple[bool, Any]] = {}
         self._afters: dict[int, tuple[bool, Any]] = {}
         self._deaths: dict[int, int] = {}  # by number: producers that died over it
-        self._most = min(producers, depth)  # producers at once
+        self._at_once = min(producers, depth)  # producers at once, for now
+        self._most = min(max(producers, most), depth)  # producers at once, ever
         self._team: list[Producer] = []
         self._finalizer = finalize(self, _disband, self._team)
         self._hand_out()
@@ -313,6 +319,9 @@ class PlanAhead(Generic[Item, Plan, After]):
             self._receive(_LOOK_S)
             self._stop_silent(since_s)
             self._hand_out()
+        # Plans of the first items are waited for in any case.
+        if self._turn >= self._depth and time.monotonic() - since_s > _WAITED_S:
+            self._at_once = min(self._at_once + 1, self._most)
         failed, value = self._answers.pop(self._turn)
         self._turn += 1
         # made_after() is for the plan that is returned now: the one before is late
@@ -374,7 +383,7 @@ class PlanAhead(Generic[Item, Plan, After]):
                 self._waiting.append(self._read)
             self._read += 1
         while self._waiting:
-            enough = len(self._team) == self._most or any(not p.numbers for p in self._team)
+            enough = len(self._team) >= self._at_once or any(not p.numbers for p in self._team)
             if not enough:
                 self._team.append(Producer(self._functions))
             number = self._waiting.popleft()

@@ -99,7 +99,8 @@ class PlannerConfig(Section):
 
     ahead: Annotated[int, Field(ge=0)] = 2
     """Batches planned ahead by a process of their own while the current one trains; 0 plans each
-    when it comes. Where plans are smoothed each waits for the one before."""
+    when it comes. A step that waits for its plan, as on thousands of devices, starts one more
+    process, up to as many as batches. Where plans are smoothed each waits for the one before."""
 
     compare: bool = True
     """Make the best plan with one group size for each batch too, for the report of the run. No step

@@ -67,6 +67,7 @@ class AnnouncedPlans:
             self.steps.plan,
             new,
             after=self.steps.best_static if self.steps.options.compare else None,
+            most=depth,
             depth=2 * depth,  # a batch's forwards and its step
             tell=self.tell,
         )

@@ -206,9 +206,10 @@ class RunPlanner:
         return self.steps.problem(float(margin))
 
     def plan_ahead(self, coming: Iterable[Lengths], *, depth: int) -> None:
-        """Have the plans of the batches to come made by another process, at most ``depth`` ahead;
-        on the first rank. Does nothing where plans are smoothed, as each then depends on the plan
-        before it: they are made in this process when they are asked for."""
+        """Have the plans of the batches to come made by another process, at most ``depth`` ahead,
+        and by up to ``depth`` processes where steps wait for plans; on the first rank. Does nothing
+        where plans are smoothed, as each then depends on the plan before it: they are made in this
+        process when they are asked for."""
         if not self._first or self.steps.options.smoothing:
             return
         items = (self._request(lengths, step) for step, lengths in enumerate(coming, self._step))
@@ -216,6 +217,7 @@ class RunPlanner:
             self.steps.plan,
             items,
             after=self.steps.best_static if self.steps.options.compare else None,
+            most=depth,
             depth=depth,
             tell=self._tell,
         )
