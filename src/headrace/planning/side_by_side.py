@@ -69,8 +69,8 @@ class SideBySide:
             as many pipelines are searched from: of more, one pipeline of another scheme hardly
             counts (no step of ``benchmarks/worlds.py`` changes).
         allowed: Share of what the bound leaves by which a filling may take longer than the best
-            known where the clock knows the stages: it is up to 4 % off there. Without it, steps of
-            45 drawn batches of 32B and 70B were 0.3 % longer in the mean, and up to 6 %.
+            known where the clock knows the stages: pipelines end up to 4 % sooner there than
+            fillings reckon. With half of it single steps are 0.5 % longer.
     """
 
     role: Role = GROUPS
