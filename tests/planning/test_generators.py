@@ -13,11 +13,22 @@ import headrace as hr
 from headrace.costs import published, synthetic_costs
 from headrace.errors import HeadraceError, SpecError
 from headrace.planners import PLANNERS
-from headrace.planning import GENERATORS, Known, Nested, Problem, Role, SideBySide, Static, Waves
+from headrace.planning import (
+    GENERATORS,
+    Known,
+    Nested,
+    Problem,
+    Role,
+    SideBySide,
+    Static,
+    Waves,
+    plan,
+)
 from headrace.planning.batch import PriceTable
 from headrace.planning.filling import deal
 from headrace.planning.generators import Draft
 from headrace.planning.schedule import Assignment, placed
+from headrace.planning.side_by_side import ANY_SCHEME
 from headrace.planning.static import static_schedule
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "plans.md"
@@ -78,6 +89,33 @@ def test_a_generator_of_ones_own(name: str) -> None:
     assert len({pipeline.scheme for pipeline in alone.pipelines}) == 1
     beside = hr.plan(LENGTHS, problem, generators=[*PLANNERS["adaptive"], Smallest()])
     assert beside.predicted_s <= min(alone.predicted_s, hr.plan(LENGTHS, problem).predicted_s)
+
+
+class Listener:
+    """Drafts nothing, and keeps the strategies that it is told of."""
+
+    role = Role(name="listener", tables="any scheme", beyond=-1.0)  # asked in any case
+
+    def __init__(self) -> None:
+        self.told = list[hr.Strategy]()
+
+    def drafts(self, table: PriceTable, known: Known) -> Iterator[Draft]:
+        self.told += known.strategies
+        yield from ()
+
+
+def test_generators_know_the_strategies_found_before() -> None:
+    """Catches a generator that is not told of earlier strategies, or of some whose ranks work in
+    several pipelines."""
+    problem = Problem(costs=published("hydraulis-13b"), devices=32)
+    lengths, listener = (
+        hr.lengths.draw("lognormal:median=900,sigma=1", tokens="200K", seed=1),
+        Listener(),
+    )
+    made = plan(problem, lengths, generators=[Static(), SideBySide(role=ANY_SCHEME), listener])
+    assert made.strategy in listener.told
+    assert all(strategy.devices <= 32 for strategy in listener.told)
+    assert len(set(listener.told)) == len(listener.told) > 1
 
 
 def test_lost_sequences_are_refused() -> None:

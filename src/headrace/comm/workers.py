@@ -258,8 +258,8 @@ _LOOK_S = 1.0  # between two checks for silent producers
 class PlanAhead(Generic[Item, Plan, After]):
     """An iterator over ``plan(item)`` of all ``items``, in order, made by ``producers`` processes.
 
-    Where a plan was waited for although it was asked for ``depth`` plans before, there is one
-    process more from then on, up to ``most``: what plans for many devices takes longer than steps.
+    Each time the caller waits for a plan, other than the first ``depth``, one more process may be
+    started, up to ``most``: plans for thousands of devices may take longer than steps do.
     At most ``depth`` items are in work or waiting to be taken; ``items`` is read no further ahead.
     ``after(item)`` is made once the plan is sent and no other item waits: :meth:`made_after`.
     Both functions and the items must be picklable, from a module that can be imported. An error
@@ -298,8 +298,8 @@ class PlanAhead(Generic[Item, Plan, After]):
         self._answers: dict[int, tuple[bool, Any]] = {}
         self._afters: dict[int, tuple[bool, Any]] = {}
         self._deaths: dict[int, int] = {}  # by number: producers that died over it
-        self._at_once = min(producers, depth)  # producers at once, for now
-        self._most = min(max(producers, most), depth)  # producers at once, ever
+        self._at_once = min(producers, depth)  # producers at once, until plans are waited for
+        self._most = min(max(producers, most), depth)  # what that number may grow to
         self._team: list[Producer] = []
         self._finalizer = finalize(self, _disband, self._team)
         self._hand_out()
