@@ -239,16 +239,20 @@ class RunPlanner:
             self._ahead.close()
             self._ahead = None
 
-    def observe(self, predicted_s: float, measured_s: float) -> None:
+    def observe(self, predicted_s: float, measured_s: float, *, retries: int = 0) -> None:
         """Take the seconds of a finished step into ``ratio``: the mean over the first ten steps,
-        then a running mean in which each new step weighs a tenth."""
+        then a running mean in which each new step weighs a tenth.
+
+        The first step of a process warms up, so it counts until the second one is known, and not at
+        all where a run goes on; nor does a step whose batch was taken again as memory ran out.
+        """
         self._done = self._step
-        if predicted_s <= 0 or measured_s <= 0:
+        if predicted_s <= 0 or measured_s <= 0 or retries or (self._observed and not self._warm):
             return
         # ``predicted_s`` was multiplied by the ratio that its plan was requested with: take it out.
         seen = self._planned_ratio * measured_s / predicted_s
-        self._observed += 1
-        weight = max(1 - _OLD_WEIGHT, 1 / self._observed)
+        self._observed += self._warm
+        weight = max(1 - _OLD_WEIGHT, 1 / max(1, self._observed))
         self.ratio += weight * (seen - self.ratio)
 
     def learn(self, step: Step) -> tuple[str, ...]:

@@ -97,9 +97,10 @@ class StepPlans(Protocol):
         InfeasiblePlan on every rank when there is none."""
         ...
 
-    def observe(self, predicted_s: float, measured_s: float) -> None:
+    def observe(self, predicted_s: float, measured_s: float, *, retries: int = 0) -> None:
         """Take the seconds of a finished step, predicted and measured, to correct later
-        predictions. On the first rank, the only one that knows them."""
+        predictions; ``retries`` is how often it was taken again as memory ran out. On the first
+        rank, the only one that knows them."""
         ...
 
     def learn(self, step: Step) -> tuple[str, ...]:
@@ -439,7 +440,7 @@ class RunningStep(Generic[Batch, Handed]):
             **engine.runner.metrics(number, plan, step_s),
         }
         if times is not None:
-            engine.planner.observe(plan.predicted_s, times.step_s)
+            engine.planner.observe(plan.predicted_s, times.step_s, retries=self.retries)
             metrics |= plan_metrics(self.planned, times)
         step = Step(
             number=number,

@@ -166,6 +166,27 @@ def test_drift_is_told_by_the_rank_that_watches() -> None:
     assert told == ["rank 1 has been 1.50x slower than the others since step 33"]
 
 
+def test_the_first_step_of_a_process_corrects_only_until_the_second() -> None:
+    """Catches seconds of warming up, or of attempts that ran out of memory, in what later steps are
+    predicted to take: here they take five times, a step thrice, what the costs say."""
+    made = online()
+
+    def step(slow: float, retries: int = 0) -> float:
+        planned = made.plan(BATCH)
+        costs_s = planned.plan.predicted_s / made.ratio
+        made.observe(planned.plan.predicted_s, slow * costs_s, retries=retries)
+        made.learn(finished(0, planned, (0, 0)))
+        return made.ratio
+
+    assert step(15.0) == pytest.approx(15.0)
+    assert [step(3.0), step(9.0, retries=1), step(3.0)] == pytest.approx([3.0, 3.0, 3.0])
+    assert step(6.0) == pytest.approx(4.0)  # the mean of three
+    state = json.loads(json.dumps(made.state()))
+    made = online()
+    made.restore(state)
+    assert [step(15.0), step(4.0), step(8.0)] == pytest.approx([4.0, 4.0, 4.8])
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """A job that has run once: its configuration, and where its costs' calibration is kept."""
