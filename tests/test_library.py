@@ -132,6 +132,16 @@ def test_costs_come_from_files(costs: hr.CostModel, tmp_path: Path) -> None:
         hr.costs.load(tmp_path / "nowhere.json")
 
 
+def test_arguments_in_another_order_are_named(costs: hr.CostModel) -> None:
+    """Catches a message about published costs where there are none."""
+    for wrong in ((costs, [100]), (hr.Problem(costs=costs), hr.Lengths.of([100])), ([100], "h100")):
+        with pytest.raises(hr.errors.SpecError, match=r"hr\.plan\(lengths, costs\)"):
+            hr.plan(*wrong)
+    for ask in (hr.simulate, hr.peak_bytes):
+        with pytest.raises(hr.errors.SpecError, match="got a CostModel, wanted a Plan"):
+            ask(costs, hr.plan([100], costs))
+
+
 def test_peaks_for_a_problem(costs: hr.CostModel) -> None:
     """Catches an AttributeError for what hr.simulate takes, and for published costs."""
     plan = hr.plan([700, 60, 60], costs)

@@ -141,8 +141,11 @@ def simulate(plan: Plan, costs: PlanningCosts) -> Timeline:
 
     Raises:
         CostError: When the costs are of other devices or lack what the plan uses.
+        SpecError: For arguments in another order.
         ProgramError: When the programs would deadlock or leave something out.
     """
+    _require_plan(plan)
+    _require_costs(costs)
     given = costs.costs if isinstance(costs, Problem) else costs
     if not isinstance(given, CostModel):
         return published_timeline(plan, given)
@@ -246,8 +249,9 @@ def peak_bytes(plan: Plan, costs: CostModel | Problem) -> tuple[int, ...]:
 
     Raises:
         CostError: For costs of other devices, and a scheme or a layer option without costs.
-        SpecError: For published costs, which know no bytes.
+        SpecError: For published costs, which know no bytes, and what is no plan.
     """
+    _require_plan(plan)
     return _peak_bytes(plan, problem_of(costs).model)
 
 
@@ -295,7 +299,7 @@ def _static_plans(problem: Problem, lengths: Lengths) -> list[Plan]:
 def problem_of(costs: PlanningCosts) -> Problem:
     """The problem to solve with these costs. A problem is returned as it is; for a cost model it is
     one without restrictions, kept so that its priced schemes are reused. Raises SpecError for
-    published costs, which do not say how many devices there are."""
+    published costs, which do not say how many devices there are, and for anything else."""
     if isinstance(costs, Problem):
         return costs
     if isinstance(costs, CostModel):
@@ -304,12 +308,31 @@ def problem_of(costs: PlanningCosts) -> Problem:
             problem = Problem(costs=costs)
             _recent.append(problem)
         return problem
+    _require_costs(costs)
     raise SpecError(
         "costs of a plan",
         got="published costs",
         wanted="a problem that says how many devices",
         hint="hr.Problem(costs=costs, devices=64)",
     )
+
+
+def _require_costs(costs: object) -> None:
+    """Raise SpecError for what is neither costs nor a problem."""
+    if not isinstance(costs, CostModel | PipelineCosts | GroupCosts | Problem):
+        raise SpecError(
+            "costs of a plan",
+            got=f"a {type(costs).__name__}",
+            wanted="costs, or a problem that has them",
+            hint="lengths or a plan come first: hr.plan(lengths, costs), hr.simulate(plan, costs)",
+        )
+
+
+def _require_plan(plan: object) -> None:
+    """Raise SpecError for what is no plan."""
+    if not isinstance(plan, Plan):
+        got = f"a {type(plan).__name__}"
+        raise SpecError("plan", got=got, wanted="a Plan", hint="hr.plan(lengths, costs) makes one")
 
 
 def _as_lengths(lengths: Lengths | Iterable[int]) -> Lengths:
