@@ -155,16 +155,21 @@ def _binding(problem: Problem, bound: Bound, best: Candidate, plan: Plan) -> str
 
 
 def _flat(problem: Problem, bound: Bound, flat: Bound, best: Candidate) -> str | None:
-    """A clause on how far the plan is above ``flat``, the bound of plans without stages and tensor
-    blocks; None where that gap is not clearly smaller than the gap to ``bound``, that of all plans,
-    or the plan itself is below ``flat``."""
+    """A clause on what ``flat``, the bound of plans without stages and tensor blocks, says of the
+    plan, and what ``bound``, that of all plans, leaves out; None where the gap to ``flat`` is not
+    clearly smaller than the one to ``bound``."""
     unscaled = problem.model.replace(scale=1.0)
     gap, flat_gap = (
         _ratio(best.seconds, step_bound_s(unscaled, each)) - 1 for each in (bound, flat)
     )
-    if flat_gap < 0 or flat_gap > gap - NEAR:
+    if flat_gap > gap - NEAR:
         return None
-    return f"; at most {percent_text(flat_gap)} above any plan without stages and tensor blocks"
+    if flat_gap < 0:
+        times = _ratio(1.0, 1 + flat_gap)
+        text = f"plans without stages and tensor blocks take at least {times:.4g}x"
+    else:
+        text = f"at most {percent_text(flat_gap)} above any plan without stages and tensor blocks"
+    return f"; {text}; the lower bound lets stages run without waiting for each other"
 
 
 def _static(problem: Problem, best: Candidate, static: Candidate) -> str:
