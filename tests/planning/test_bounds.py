@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.costs import CostModel, ExchangeCost, Speeds, synthetic_costs
+from headrace.costs.library import roofline
 from headrace.errors import InfeasiblePlan
+from headrace.lengths import draw
 from headrace.planning import Problem, plan
 from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import Bound, BoundRows, allows, lower_bound, step_bound_s
 from headrace.planning.explain import require_fit
+from headrace.planning.model_source import ModelSource
 from headrace.simulator import peak_bytes, step_s
 from headrace.spec import Architecture, LayerOption, Lengths, MicroBatch, Pipeline, Plan, Scheme
 from headrace.spec.random_plans import random_plan, random_strategy
 from headrace.units import GIB
 from planning.brute_force import optimum_s
 from planning.worlds import batches, worlds
+
+LLAMA_8B = Architecture.preset("llama-8b")
 
 
 def group_rows(costs: CostModel, lengths: list[int]) -> BoundRows:
@@ -252,3 +260,68 @@ def test_the_least_time_is_found(seed: int, devices: int) -> None:
     later_s = seconds * (1 + 3e-5)
     assert one.shares(later_s).min(axis=0).sum() <= devices
     assert seconds >= lower_bound(one, devices + 1).seconds * (1 - 2e-5)
+
+
+def test_short_sequences_may_run_in_groups_that_do_not_hold_the_longest() -> None:
+    """Catches a bound of pipelines with stages alone, where no group without stages holds the
+    longest sequence: short ones are in such groups, and the plan was below the bound."""
+    model = replace(LLAMA_8B, layers=2, hidden=4080, heads=12, kv_heads=2, ffn=14280)
+    costs = roofline(model, "h100", devices=12, memory_bytes=11_790_775_680)
+    long = [73550, 47041, 34299, 20945, 19017, 17337, 13131, 12926, 12218, 10065, 9664, 8050, 7475]
+    short = [6583, 4919, 4507, 4086, 4029, 3139, 1931, 1611, 1375, 1277, 1082, 1064, 863, 795, 792]
+    shorter = [751, 498, 497, 480, 478, 414, 285, 267, 192, 75]
+    problem = Problem(costs=costs, sizes=(3,))
+    lengths = Lengths.of([*long, *short, *shorter])
+    groups = problem.pricing.groups("replicated"), problem.pricing.groups("sharded")
+    assert max(group.most_tokens for held in groups for group in held) < lengths.longest
+    made = plan(problem, lengths)
+    assert made.lower_bound_s <= made.predicted_s
+    source = ModelSource(problem=problem, batch=SortedBatch.of(lengths))
+    flat = [BoundRows.of(PriceTable(source.batch, held, 12)) for held in groups if held]
+    deeper = BoundRows.of_models(
+        source.batch,
+        [
+            split.least
+            for weights in problem.holding
+            for scheme in problem.pricing.deeper(weights)
+            if scheme.stages is not None
+            for split in scheme.stages.variants
+        ],
+    )
+    every = lower_bound(BoundRows.joined([*flat, deeper]), 12).seconds
+    list(source.offers("any scheme", lambda: inf))
+    assert source.bound.seconds <= every * (1 + 1e-9)
+
+
+def test_the_bound_counts_schemes_that_no_search_looks_at() -> None:
+    """Catches pipelines of uneven stages that are taken to need all stages times the slowest: a
+    head of a large vocabulary made such a plan 8 % quicker than the bound of all plans."""
+    model = replace(
+        LLAMA_8B, layers=3, hidden=48, heads=12, kv_heads=6, ffn=168, vocabulary=128_256
+    )
+    costs = roofline(model, "gh200", devices=3, memory_bytes=115_791_424)
+    lengths = Lengths.of([1])
+    some, every = Problem(costs=costs, sizes=(1,)), Problem(costs=costs)
+    assert plan(every, lengths).lower_bound_s <= plan(some, lengths).predicted_s
+
+
+@pytest.mark.parametrize("devices", [8, 64])
+def test_bounds_by_shape_are_below_those_of_each_scheme(devices: int) -> None:
+    """Catches rounded lengths that make a bound tighter than it is, and shapes that lose one."""
+    problem = Problem(costs=roofline(LLAMA_8B, "h100", devices=devices))
+    batch = SortedBatch.of(draw("lognormal:median=2000,sigma=1.5,max=131072", tokens="1M"))
+    schemes = problem.pricing.unlikely("replicated")
+    staged = [scheme.stages for scheme in schemes if scheme.stages is not None]
+    models = [split.least for stages in staged for split in stages.variants]
+    assert len(models) > 4
+    each, shapes = BoundRows.of_models(batch, models), BoundRows.of_shapes(batch, models)
+    depths = (1 / shapes.shared[:, 0]).round().astype(int).tolist()
+    found = dict(
+        zip(zip(shapes.ranks[:, 0].tolist(), depths, strict=True), range(99), strict=False)
+    )
+    for row, model in enumerate(models):
+        shape = found[model.width, model.depth]
+        for name in ("alone", "work"):
+            assert (getattr(shapes, name)[shape] <= getattr(each, name)[row] * (1 + 1e-9)).all()
+        # Both sums are bounds, each by the way to count that makes its own the largest.
+        assert shapes.spread[shape] @ shapes.counts <= each.spread[row] @ each.counts * 1.001

@@ -185,7 +185,25 @@ class BoundRows:
             (*batch.row(model.alone)[:2], model.spread(batch.run_values, counts))
             for model in models
         ]
-        alone, work, spread = np.stack(rows, axis=1)
+        return cls._staged(batch, models, np.stack(rows, axis=1))
+
+    @classmethod
+    def of_shapes(cls, batch: SortedBatch, models: Sequence[Least]) -> BoundRows:
+        """One row for each width and depth of ``models``, by what is least of all that have them: a
+        bound that is a little looser than :meth:`of_models` and takes less time."""
+        counts = batch.counts.astype(np.float64)
+        shapes = dict[tuple[int, int], Least]()
+        least = dict[tuple[int, int], Floats]()
+        for model in models:
+            shape, row = (model.width, model.depth), model.roughly(batch.run_values, counts)
+            shapes[shape], least[shape] = model, np.minimum(row, least.get(shape, row))
+        return cls._staged(batch, list(shapes.values()), np.stack(list(least.values()), axis=1))
+
+    @classmethod
+    def _staged(cls, batch: SortedBatch, models: Sequence[Least], prices: Floats) -> BoundRows:
+        """Rows of pipelines with stages, one for each of ``models``, given their ``prices``: alone,
+        work and spread [3, models, runs]."""
+        alone, work, spread = prices
         ones = np.ones((len(models), 1))
         return cls(
             ranks=np.array([[float(model.width)] for model in models]),
@@ -195,7 +213,7 @@ class BoundRows:
             alone=alone,
             work=work,
             spread=spread,
-            counts=counts,
+            counts=batch.counts.astype(np.float64),
         )
 
     @classmethod

@@ -61,6 +61,8 @@ class ModelSource:
     laid: list[tuple[Candidate, Plan]] = field(default_factory=list)
     _tables: dict[Hashable, PriceTable] = field(default_factory=dict)  # cache of :meth:`_table`
     _groups: list[PriceTable] = field(default_factory=list)  # of groups without stages
+    # Groups without stages, none of which holds the longest sequence with its weights held so.
+    _short: list[PricedScheme] = field(default_factory=list)
     _given: list[tuple[Offer, Bound]] = field(default_factory=list)  # of the listed strategies
     _staged: _StagedSetups = field(default_factory=dict)  # of all schedules timed so far
     flat: Bound | None = None
@@ -77,6 +79,8 @@ class ModelSource:
         require_fit(problem, longest, index)
         for weights in problem.holding:
             table = self._table(schemes := problem.pricing.groups(weights))
+            if table is None:
+                self._short += schemes
             # Of a dominated table only schemes that move fewer weights still have a use.
             if table is not None and any(_dominates(other, table) for other in self._groups):
                 table = self._table(self._moving_less(schemes))
@@ -133,7 +137,8 @@ class ModelSource:
         if problem.strategies:
             schemes = [scheme for offer, _ in self._given for scheme in offer.table.schemes]
         elif "sharded" in problem.holding:
-            schemes = [*pricing.groups("sharded"), *pricing.deeper("sharded")]
+            deeper = [*pricing.deeper("sharded"), *pricing.unlikely("sharded")]
+            schemes = [*pricing.groups("sharded"), *deeper]
         else:
             return inf
         table = self._table(self._moving_less(schemes))
@@ -158,10 +163,14 @@ class ModelSource:
                 return self.flat
             if self.flat.seconds <= self._ideal.seconds * (1 + ENOUGH):
                 return self._ideal  # memory makes no difference: it bounds every scheme
-        pricing = self.problem.pricing
-        deeper = [scheme for held in self.problem.holding for scheme in pricing.deeper(held)]
+        pricing, holding = self.problem.pricing, self.problem.holding
+        deeper = [*self._short, *(scheme for held in holding for scheme in pricing.deeper(held))]
         rows = self._least([*map(BoundRows.of, self._groups)], deeper)
-        return lower_bound(rows, self.problem.devices)
+        bound = lower_bound(rows, self.problem.devices)
+        every = self._least([rows], [u for held in holding for u in pricing.unlikely(held)], True)
+        if not allows(every, self.problem.devices, bound.seconds):
+            return bound  # schemes that never pay do not make it looser
+        return lower_bound(every, self.problem.devices)
 
     def closer(self, bound: Bound, found: Sequence[Assignment]) -> Bound:
         """The same bound: no closer one is known for packed schedules."""
@@ -318,17 +327,21 @@ class ModelSource:
             if self.bounds_s[-1] < min(groups_s, best_s() * (1 - NEAR)):
                 yield Offer(table=table, bound_s=self.bounds_s[-1])
 
-    def _least(self, rows: list[BoundRows], schemes: Sequence[PricedScheme]) -> BoundRows:
-        """``rows`` of a bound joined with those of more ``schemes``. A scheme with stages has the
-        rows ``StageCosts.least`` of each split of its layers, what all its stages take together, as
-        its stages may differ."""
+    def _least(
+        self, rows: list[BoundRows], schemes: Sequence[PricedScheme], by_shape: bool = False
+    ) -> BoundRows:
+        """``rows`` of a bound joined with those of more ``schemes``, where asked only by their
+        shape, which is looser and quick. A scheme with stages has the rows ``StageCosts.least`` of
+        each split of its layers, what all its stages take together, as its stages may differ."""
         single = [scheme for scheme in schemes if scheme.stages is None]
-        deep = [scheme.stages for scheme in schemes if scheme.stages is not None]
-        staged = [split.least for stages in deep for split in stages.variants]
+        # Of one rank a stage both ways to hold weights are one scheme.
+        deep = dict.fromkeys(scheme.stages for scheme in schemes if scheme.stages is not None)
+        splits = [split.least for stages in deep for split in stages.variants]
         if single:
             rows.append(BoundRows.of(PriceTable(self.batch, single, self.problem.devices)))
-        if staged:
-            rows.append(BoundRows.of_models(self.batch, staged))
+        if staged := [least for least in splits if least.alone.most_tokens]:
+            rows_of = BoundRows.of_shapes if by_shape else BoundRows.of_models
+            rows.append(rows_of(self.batch, staged))
         assert rows, "some scheme holds the longest sequence"
         return BoundRows.joined(rows)
 

@@ -435,9 +435,7 @@ class Least:
             counts: Sequences of each run [runs].
         """
         # Each way is a bound: take the tightest, by about what all sequences take that a row holds.
-        some = _spaced(len(lengths), _GRID // 8)
-        weights = _MEMORY if self.kept.any() else (0.0,)
-        ways = list(product(range(len(self.busy)), weights))
+        some, ways = _spaced(len(lengths), _GRID // 8), self._ways
         tried_s = self._per_token_s(ways, lengths[some]) * lengths[some]
         held = np.isfinite(tried_s[0])
         totals_s = tried_s[:, held] @ np.add.reduceat(counts, some)[held]
@@ -447,6 +445,34 @@ class Least:
         shorter = np.searchsorted(grid, np.arange(len(lengths)))
         found: Floats = lengths * self._per_token_s([way], lengths[grid])[0, shorter]
         return found
+
+    def roughly(self, lengths: Floats, counts: Floats) -> Floats:
+        """Seconds (alone, work, spread) of a sequence of each run, a percent or so less than they
+        are, from what is worked out once for all batches [3, runs]; as for :meth:`spread`."""
+        grid, alone_and_work, per_token_s = self._of_all_lengths
+        # All of them grow with the length, so those of the next shorter length are bounds.
+        shorter = np.searchsorted(grid, lengths, side="right") - 1
+        tried_s = per_token_s[:, shorter] * lengths
+        held = lengths <= self.alone.most_tokens
+        way = int((tried_s[:, held] @ counts[held]).argmax())
+        return np.where(held, np.stack([*alone_and_work[:, shorter], tried_s[way]]), inf)
+
+    @cached_property
+    def _ways(self) -> list[tuple[int, float]]:
+        """Ways to count what a pipeline takes, each as (number in ``busy``, weight of memory)."""
+        return list(product(range(len(self.busy)), _MEMORY if self.kept.any() else (0.0,)))
+
+    @cached_property
+    def _of_all_lengths(self) -> tuple[Floats, Floats, Floats]:
+        """Lengths from 1 to the most tokens that a row holds, rising; of sequences of these lengths
+        the seconds (alone, work) [2, lengths], and the least seconds per token in each of the ways
+        [ways, lengths]."""
+        most = self.alone.most_tokens
+        grid = np.unique(np.geomspace(1, most, _GRID).round())
+        a, b, c, _, caps = self.alone.columns(0)
+        work_s = np.where(grid <= caps, (a * grid + b) * grid, inf)  # [rows, lengths]
+        alone_and_work = np.stack([(work_s + c).min(axis=0), work_s.min(axis=0)])
+        return grid, alone_and_work, self._per_token_s(self._ways, grid)
 
     def _per_token_s(self, ways: Sequence[tuple[int, float]], lengths: Floats) -> Floats:
         """Least seconds per token of sequences of ``lengths`` [ways, lengths], over all rows and
