@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
-from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
+from headrace.costs import FORMULA_METHODS, CostModel, published, synthetic_costs
 from headrace.costs.library import roofline
 from headrace.errors import InfeasiblePlan, SpecError
 from headrace.planning import Problem, plan
-from headrace.spec import Architecture, LayerPlan, Lengths
+from headrace.spec import Architecture, LayerPlan, Lengths, Strategy
 from headrace.units import GIB
 
 
@@ -30,6 +31,11 @@ from headrace.units import GIB
         ({"recompute": ("ful",)}, "recompute: got 'ful'.*did you mean 'full'"),
         ({"sizes": (2.0,)}, "group size: got 2.0, wanted a whole number"),
         ({"sizes": 2}, "sizes: got 2, wanted a tuple of whole numbers"),
+        ({"devices": 4.0}, "devices: got 4.0, wanted a whole number"),
+        ({"smoothing": "0.1"}, "smoothing: got '0.1'"),
+        ({"planner": "static", "static_size": 8}, "static_size: got 8, wanted one of 1, 2"),
+        ({"planner": "static", "static_size": "2"}, "static_size: got '2', wanted one of 1"),
+        ({"planner": "static", "static_size": 4, "sizes": (1, 2)}, "wanted one of 1, 2$"),
         ({"strategies": ("4*cp1",)}, r"strategy: got '4\*cp1'.*hr.Strategy.parse"),
         ({"devices": 3}, "got 3, wanted 4"),
         ({"sizes": (1, 9)}, "one with costs"),
@@ -58,6 +64,40 @@ def test_choices_that_do_not_exist(changes: dict[str, Any], text: str) -> None:
     fields: dict[str, Any] = {"costs": synthetic_costs(4), "devices": 4}
     with pytest.raises(SpecError, match=text):
         Problem(**(fields | changes))
+
+
+@pytest.mark.parametrize("name", ["flexsp-7b-a100", "hydraulis-7b"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sizes": (2,)},
+        {"strategies": (Strategy.parse("1*cp2"),)},
+        {"methods": ("ulysses_z",)},
+        {"recompute": ("none",)},
+        {"holding": ("sharded",)},
+        {"stages": False},
+        {"smoothing": -7.0},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_published_costs_refuse_what_they_do_not_know(name: str, changes: dict[str, Any]) -> None:
+    """Catches a restriction that is taken and not obeyed."""
+    with pytest.raises(SpecError, match=f"^{next(iter(changes))}: got .* with published costs"):
+        Problem(costs=published(name), devices=8, **changes)
+
+
+def test_strategies_have_no_stages_where_there_are_none() -> None:
+    """Catches ``stages=False`` that holds for what is searched and not for what is given."""
+    strategies = (Strategy.parse("2*pp2"),)
+    problem = Problem(costs=several(), stages=False, strategies=strategies)
+    with pytest.raises(InfeasiblePlan, match="no pipelines with several stages"):
+        plan(problem, Lengths.of([900, 200]))
+
+
+def test_whole_numbers_of_arrays_are_taken() -> None:
+    """Catches sizes out of an array that crash where bits are counted."""
+    sizes = tuple(np.array([1, 2]))
+    assert Problem(costs=several(), sizes=sizes) == Problem(costs=several(), sizes=(1, 2))
 
 
 def test_costs_without_a_small_enough_size() -> None:

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.costs import CostModel
 from headrace.costs.cost_model import held_bytes
@@ -143,10 +144,23 @@ class Pricing:
         """Schemes with tensor blocks or several stages, which leave more memory for activations.
         Their tensor and pipeline degrees are powers of two. Schemes that never pay are left out."""
         if ("paying", weights) not in self._kinds:
-            deeper = self._price_all("deeper", weights, self._deeper())
             groups = [group for held in self.problem.holding for group in self.groups(held)]
-            self._kinds["paying", weights] = _paying(deeper, groups)
+            self._kinds["paying", weights] = _paying(self._all_deeper(weights), groups)
         return self._kinds["paying", weights]
+
+    def unlikely(self, weights: Working) -> tuple[PricedScheme, ...]:
+        """Schemes that :meth:`deeper` leaves out: no search looks at them, but bounds count them,
+        as that they never pay is not proved of every batch."""
+        if ("unlikely", weights) not in self._kinds:
+            paying = self.deeper(weights)
+            self._kinds["unlikely", weights] = tuple(
+                scheme for scheme in self._all_deeper(weights) if scheme not in paying
+            )
+        return self._kinds["unlikely", weights]
+
+    def _all_deeper(self, weights: Working) -> tuple[PricedScheme, ...]:
+        """All schemes with tensor blocks or several stages in whose memory a token fits."""
+        return self._price_all("deeper", weights, self._deeper())
 
     def _deeper(self) -> Iterator[Scheme]:
         """All schemes with tensor blocks or several stages that the costs support, by stage width,
@@ -164,7 +178,8 @@ class Pricing:
         """The options of each layer, or one tuple for all where they are free; empty when the costs
         do not support the scheme."""
         width, problem = scheme.width, self.problem
-        if width not in problem.group_sizes or scheme.pipeline > self.costs.shape.layers:
+        most = self.costs.shape.layers if problem.stages else 1
+        if width not in problem.group_sizes or scheme.pipeline > most:
             return ()
         slots = problem.slots[width]
         if scheme.tensor > 1:
@@ -217,6 +232,8 @@ class Pricing:
     def _lacking(self, scheme: Scheme) -> str:
         """What a scheme that the costs do not support lacks, in words."""
         width, layers = scheme.width, self.costs.shape.layers
+        if scheme.pipeline > 1 and not self.problem.stages:
+            return "this problem has no pipelines with several stages (stages=False)"
         if scheme.pipeline > layers:
             return f"the model has {layers} layers, and each stage needs one"
         if width not in self.problem.group_sizes:
@@ -304,8 +321,8 @@ def _paying(
         group_prices = [(g.devices, prices(g.frontier, lengths)) for g in groups]
         paying = list[PricedScheme]()
         for scheme in deeper:
-            alone_s, _, spread_s = prices(scheme.frontier, lengths)
-            as_quick_s = scheme.depth * alone_s * (1 + CLOSE)  # prices are of one stage
+            alone_s, _, spread_s = prices(scheme.frontier, lengths)  # of the slowest stage
+            as_quick_s = _through_s(scheme, lengths) * (1 + CLOSE)
             device_s = scheme.devices * spread_s
             beaten = ~np.isfinite(alone_s)
             for devices, (group_alone_s, _, group_spread_s) in group_prices:
@@ -315,6 +332,13 @@ def _paying(
             if not beaten.all():
                 paying.append(scheme)
     return tuple(paying)
+
+
+def _through_s(scheme: PricedScheme, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least seconds of sequences of ``lengths`` tokens alone through all stages [sequences]."""
+    alone = scheme.frontier if scheme.stages is None else scheme.stages.least.alone
+    through_s: NDArray[np.float64] = prices(alone, lengths)[0]
+    return through_s
 
 
 def _powers(most: int) -> list[int]:
@@ -350,6 +374,18 @@ _LISTS = {
     "holding": "ways to hold weights",
 }
 """Fields that list choices, and what of."""
+
+_OF_A_MODEL = (
+    "strategies",
+    "sizes",
+    "methods",
+    "layers",
+    "recompute",
+    "holding",
+    "stages",
+    "smoothing",
+)
+"""Fields that restrict plans with the costs of a model; published costs know none of it."""
 
 # Caches that another problem may share, and the fields on which what they hold depends.
 _KEPT = ("_frontiers", "_ideals", "_pricings")
@@ -423,12 +459,8 @@ class Problem:
         self._check_words()
         self._check_kinds()
         if not isinstance(self.costs, CostModel):
-            if (
-                isinstance(self.devices, bool)
-                or not isinstance(self.devices, int)
-                or (self.devices < 1)
-            ):
-                raise SpecError("devices", got=repr(self.devices), wanted="a whole number >= 1")
+            self._check_published()
+            self._check_static_size()
             return
         if not self.devices:
             object.__setattr__(self, "devices", self.costs.cluster.devices)
@@ -463,6 +495,26 @@ class Problem:
                 wanted="at least one layer option with costs"
                 + (" for every layer" if self.layers else ""),
             )
+        self._check_static_size()
+
+    def _check_published(self) -> None:
+        """Raise SpecError for restrictions of a model's layers, memory or pipelines, which
+        published costs do not know, and for no devices."""
+        if self.devices < 1:
+            raise SpecError("devices", got=repr(self.devices), wanted="a whole number >= 1")
+        for name in _OF_A_MODEL:
+            given = getattr(self, name)
+            if given != type(self).__dataclass_fields__[name].default:
+                got = ", ".join(map(str, given)) if isinstance(given, tuple) else given
+                wanted = "costs of a model with it"
+                raise SpecError(name, got=f"{got} with published costs", wanted=wanted)
+
+    def _check_static_size(self) -> None:
+        """Raise SpecError for a group size of static plans that the costs or devices lack."""
+        size = self.static_size
+        if size is not None and (type(size) is not int or size not in self.static_sizes):
+            known = ", ".join(map(str, self.static_sizes))
+            raise SpecError("static_size", got=repr(size), wanted=f"one of {known}")
 
     def _check_words(self) -> None:
         """Raise SpecError for unknown semantics or planner, and for a static size without the
@@ -486,6 +538,10 @@ class Problem:
         texts in the place of lists, and a text in the place of True or False."""
         if not isinstance(self.stages, bool):
             raise SpecError("stages", got=repr(self.stages), wanted="True or False")
+        if isinstance(self.devices, bool) or not isinstance(self.devices, Integral):
+            raise SpecError("devices", got=repr(self.devices), wanted="a whole number")
+        if isinstance(self.smoothing, bool) or not isinstance(self.smoothing, Real):
+            raise SpecError("smoothing", got=repr(self.smoothing), wanted="0 <= smoothing < 1")
         for name, of in _LISTS.items():
             given = getattr(self, name)
             left_out = given is None and name in ("sizes", "methods", "layers")
@@ -499,6 +555,10 @@ class Problem:
         for p in self.sizes or ():
             if isinstance(p, bool) or not isinstance(p, Integral):
                 raise SpecError("group size", got=repr(p), wanted="a whole number")
+        # Those of arrays would not be hashed or counted in bits as whole numbers are.
+        object.__setattr__(self, "devices", int(self.devices))
+        if self.sizes is not None:
+            object.__setattr__(self, "sizes", tuple(map(int, self.sizes)))
         for strategy in self.strategies:
             if not isinstance(strategy, Strategy):
                 hint = "hr.Strategy.parse(text)"
