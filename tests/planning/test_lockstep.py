@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import headrace as hr
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
 from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem, plan
+from headrace.simulator import step_s
 from headrace.spec import Lengths, Plan
 from headrace.units import GIB
 from planning.worlds import batches, log_normal, worlds
@@ -47,6 +49,10 @@ def check(made: Plan, costs: CostModel) -> None:
         needed -= costs.working_bytes[p]["replicated"]
         needed += costs.held_bytes({world}, "sharded")
         assert needed <= costs.capacity_bytes
+    # What is simulated, drawn and recorded is what was planned.
+    assert hr.simulate(made, costs).seconds == pytest.approx(made.predicted_s, rel=1e-9)
+    assert step_s(made, costs) == pytest.approx(made.predicted_s, rel=1e-9)
+    assert max(hr.peak_bytes(made, costs)) <= costs.capacity_bytes
 
 
 @settings(max_examples=40, deadline=None)

@@ -15,6 +15,7 @@ from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import CostError
 from headrace.planning.priced import PricedScheme
 from headrace.planning.published import priced
+from headrace.simulator.lockstep import wave_starts
 from headrace.spec import Plan, Scheme, Timeline
 from headrace.spec.measurement import Row
 from headrace.spec.program import Forward
@@ -27,9 +28,8 @@ def published_timeline(plan: Plan, costs: PipelineCosts | GroupCosts) -> Timelin
     CostError when the costs lack a scheme of the plan."""
     schemes = {known.scheme: known for known in priced(costs, plan.devices)}
     times = [_seconds(plan, number, schemes) for number in range(len(plan.micro_batches))]
-    starts = (
-        _free_starts(plan, times) if plan.semantics == "free" else _lockstep_starts(plan, times)
-    )
+    free = plan.semantics == "free"
+    starts = _free_starts(plan, times) if free else wave_starts(plan, times)[0]
     rows: list[list[Row]] = [[] for _ in range(plan.devices)]
     for number, (micro, start_s, taken_s) in enumerate(
         zip(plan.micro_batches, starts, times, strict=True)
@@ -73,23 +73,6 @@ def _free_starts(plan: Plan, times: list[float]) -> list[float]:
         for rank in ranks:
             free[rank] = starts[-1] + taken_s
     return starts
-
-
-def _lockstep_starts(plan: Plan, times: list[float]) -> list[float]:
-    """When each micro-batch starts, in seconds, if the i-th micro-batches of all ranks start
-    together as a wave; ``times`` are the seconds of each micro-batch."""
-    # Waves that each rank has done, seconds of each wave, and the wave of each micro-batch.
-    waves_done, wave_s, wave_of = [0] * plan.devices, list[float](), list[int]()
-    for micro, taken_s in zip(plan.micro_batches, times, strict=True):
-        ranks = plan.pipelines[micro.pipeline].ranks
-        wave = max(waves_done[rank] for rank in ranks)
-        if wave == len(wave_s):
-            wave_s.append(0.0)
-        wave_s[wave] = max(wave_s[wave], taken_s)
-        wave_of.append(wave)
-        for rank in ranks:
-            waves_done[rank] = wave + 1
-    return [sum(wave_s[:wave]) for wave in wave_of]
 
 
 def _add_drains(plan: Plan, times: list[float], rows: list[list[Row]]) -> None:

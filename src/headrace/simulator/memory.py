@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from headrace.costs.cost_model import CostModel, held_bytes, kept_line, moments
@@ -24,6 +24,7 @@ def peak_bytes(plan: Plan, costs: CostModel) -> tuple[int, ...]:
     A rank holds its state always, from the pull to the push the working weights of every stage in
     which it works, and from forward to backward the activations of its micro-batches: of one at a
     time without stages, of as many as are in flight with them. A rank without work holds its state.
+    In lockstep each rank works with one shard of the weights, cut over all ranks.
 
     Args:
         plan: The plan of the step.
@@ -104,7 +105,7 @@ def peak_parts(plan: Plan, costs: CostModel, peaks: Sequence[int]) -> PeakParts:
     pipelines = [plan.pipelines[index] for index in sorted(used)]
     if all(pipeline.scheme.context == len(pipeline.ranks) for pipeline in pipelines):
         sizes = {len(pipeline.ranks) for pipeline in pipelines}
-        weight_bytes = costs.held_bytes(sizes, plan.working) if used else 0
+        weight_bytes = _unstaged_held(plan, costs, sizes) if used else 0
     else:
         weight_bytes = _held(plan, costs, rank, pipelines)
     return PeakParts(
@@ -123,16 +124,26 @@ def _raise_unstaged(
     """Raise the ``peaks`` of ``ranks``, bytes that so far are those of their state, in place. They
     work in groups of all ``sizes`` without tensor parallel or stages. First the bytes of their
     working weights are added, then each peak is raised to that of the largest micro-batch."""
+    held = _unstaged_held(plan, costs, sizes)
     for rank in ranks:
-        peaks[rank] += costs.held_bytes(sizes, plan.working)
+        peaks[rank] += held
     for micro in plan.micro_batches:
         group = plan.pipelines[micro.pipeline].ranks
         working = [rank for rank in ranks if rank in group]
         if working:
             tokens = sum(plan.tokens_of(micro))
             peak = costs.micro_batch_bytes(tokens, len(group), micro.layers, plan.working, sizes)
+            peak += held - costs.held_bytes({len(group), *sizes}, plan.working)
             for rank in working:
                 peaks[rank] = max(peaks[rank], peak)
+
+
+def _unstaged_held(plan: Plan, costs: CostModel, sizes: Collection[int]) -> int:
+    """Bytes of the working weights of a rank that works in groups of all ``sizes`` without tensor
+    parallel or stages."""
+    if plan.semantics == "lockstep":
+        sizes = {max(costs.working_bytes)} if sizes else ()
+    return costs.held_bytes(sizes, plan.working)
 
 
 def _held(plan: Plan, costs: CostModel, rank: int, pipelines: Sequence[Pipeline]) -> int:

@@ -10,7 +10,8 @@ order, each when all ranks of its group are free. One that starts before all wei
 for them segment by segment, so its forward ends no sooner than the weights of any segment plus the
 segments from there on; in the last one of each rank the gradients of a segment are complete when it
 ends. Pipelines with stages follow their one-forward-one-backward order
-(:mod:`headrace.simulator.staged_clock`).
+(:mod:`headrace.simulator.staged_clock`). Plans in lockstep run in waves
+(:mod:`headrace.simulator.lockstep`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from headrace.costs.cost_model import (
     segment_seconds,
 )
 from headrace.errors import CostError, ProgramError
+from headrace.simulator.lockstep import wave_timeline
 from headrace.simulator.staged_clock import StagedPipeline, run_pipelines
 from headrace.spec.measurement import Row, Timeline
 from headrace.spec.plan import LayerPlan, MicroBatch, Pipeline, Plan, Working
@@ -454,6 +456,8 @@ def step_s(plan: Plan, costs: CostModel) -> float:
         CostError: When the costs are of other devices or lack what the plan uses.
     """
     check_costs(plan, costs)
+    if plan.semantics == "lockstep":
+        return _in_lockstep(plan, costs).seconds
     forward, backward = _segments(plan, costs)
     exchange = exchange_of(costs, plan)
     there_s = np.array(arrivals(costs, exchange))
@@ -500,7 +504,24 @@ def _segments(plan: Plan, costs: CostModel) -> tuple[Floats, Floats]:
         schemes.setdefault(pipeline.scheme, pipeline.scheme) for pipeline in plan.pipelines
     ]
     kinds = [(scheme_of[micro.pipeline], micro.layers) for micro in plan.micro_batches]
-    return _priced(costs, plan.working, sums, kinds)
+    if plan.semantics == "free":
+        return _priced(costs, plan.working, sums, kinds)
+    # Every layer's weights are gathered from the whole world, in forward and backward, which takes
+    # the place of gathers within a group.
+    forward, backward = _priced(costs, "replicated", sums, kinds)
+    forward_s, backward_s = costs.gather_s.get(max(costs.working_bytes), (0.0, 0.0))
+    forward[:, 1:-1] += forward_s * costs.scale
+    backward[:, 1:-1] += backward_s * costs.scale
+    return forward, backward
+
+
+def _in_lockstep(plan: Plan, costs: CostModel) -> Timeline:
+    """The timeline of a plan in lockstep."""
+    seconds = np.zeros((2, 0))
+    if plan.micro_batches:
+        seconds = np.stack([each.sum(axis=1) for each in _segments(plan, costs)])
+    forward_s, backward_s = seconds.tolist()
+    return wave_timeline(plan, forward_s, backward_s, costs.exchange_s.update_s * costs.scale)
 
 
 def _priced(
@@ -673,12 +694,16 @@ def _message_seconds(costs: CostModel, width: int, tokens: Iterable[int]) -> Flo
 def simulate(programs: Sequence[Program], plan: Plan, costs: CostModel) -> Timeline:
     """The predicted timeline of ``programs``, which were compiled from ``plan``.
 
-    Rows stand rank by rank in program order. Raises ProgramError when the programs are not those
-    of the plan's ranks, name a bucket, micro-batch or stage that does not exist, or deadlock;
-    CostError when ``costs`` lack a stage's width or an option of the plan.
+    Rows stand rank by rank in program order; those of a plan in lockstep are forwards, backwards
+    and the update, as pulls and pushes are part of these. Raises ProgramError when the programs are
+    not those of the plan's ranks, name a bucket, micro-batch or stage that does not exist, or
+    deadlock; CostError when ``costs`` lack a stage's width or an option of the plan.
     """
     if [program.rank for program in programs] != list(range(plan.devices)):
         raise ProgramError("programs", got=len(programs), wanted=f"one for each of {plan.devices}")
+    if plan.semantics == "lockstep":
+        check_costs(plan, costs)
+        return _in_lockstep(plan, costs)
     walk = Walk(programs, plan, costs)
     walk.run()
     rows = tuple(row for rank in range(plan.devices) for row in walk.rows[rank])
