@@ -71,7 +71,7 @@ class PlanFlags:
     picture
         Draw the plan that takes longest to a .svg, .png or .json file.
     seed
-        Seed of the drawn lengths, and of planners that draw.
+        Seed of drawn lengths or of the corpus' order, and of planners that draw (run.seed).
     """
 
     batches: Whole = 1
@@ -85,7 +85,7 @@ class PlanFlags:
     planner: str | None = None
     semantics: str | None = None
     picture: Path | None = None
-    seed: Whole = 0
+    seed: Whole | None = None
     json: Json = False
     changes: Changes = field(default_factory=list)
 
@@ -119,7 +119,7 @@ class SimulateFlags:
     programs
         Print the actions of every rank.
     seed
-        Seed of the drawn lengths.
+        Seed of drawn lengths or of the corpus' order, and of planners that draw (run.seed).
     """
 
     batches: Whole = 1
@@ -131,7 +131,7 @@ class SimulateFlags:
     trace: Path | None = None
     page: Path | None = None
     programs: Switch = False
-    seed: Whole = 0
+    seed: Whole | None = None
     json: Json = False
     changes: Changes = field(default_factory=list)
 

@@ -19,7 +19,9 @@ class Assumed:
     Attributes:
         devices: How many there are.
         hardware: Devices and links, or what the costs were measured on.
-        implementation: The kernels that run; ``measured`` where costs were measured.
+        implementation: The kernels that run; ``measured`` where costs were measured, ``made-up``
+            where they are of a made-up device, ``modelled`` where they are a roofline of hardware
+            that the configuration does not name.
         precision: Type of activations and working weights, by torch's name.
         optimizer: Whose states are held.
         peak_flops_per_s: Of one device in this precision; None where no data sheet is known.
