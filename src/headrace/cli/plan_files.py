@@ -20,6 +20,7 @@ from headrace.errors import ConfigError, CostError, DataError, did_you_mean
 from headrace.planning import Problem
 from headrace.planning.clock import published_timeline
 from headrace.report.plan_bars import bars_of_plan
+from headrace.spec.cluster import MOST_DEVICES
 from headrace.spec.plan import Semantics
 from headrace.units import percent_text, seconds_text
 
@@ -30,7 +31,6 @@ Iterations = Sequence[Sequence[int]]
 
 Costs = TypeVar("Costs")
 
-_MOST_DEVICES = 1_000_000
 _MOST_DIGITS = 300  # of a whole number: a float holds its size
 _LEAST_S, _MOST_S = 1e-30, 1e30  # sums and ratios of such seconds are numbers
 
@@ -57,8 +57,8 @@ def plan_files(options: PlanFiles) -> int:
             got="no configuration",
             wanted="a CONFIG, or all of --costs, --lengths and --devices",
         )
-    if not 1 <= options.devices <= _MOST_DEVICES:
-        raise ConfigError("--devices", got=options.devices, wanted=f"1 to {_MOST_DEVICES:,}")
+    if not 1 <= options.devices <= MOST_DEVICES:
+        raise ConfigError("--devices", got=options.devices, wanted=f"1 to {MOST_DEVICES:,}")
     if options.seed < 0:
         raise ConfigError("--seed", got=options.seed, wanted=">= 0")
     if options.picture is not None:

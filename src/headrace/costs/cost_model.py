@@ -22,6 +22,7 @@ from headrace.costs.saving import save_whole
 from headrace.errors import CostError, HeadraceError
 from headrace.spec.architecture import stored_shape
 from headrace.spec.cluster import Cluster
+from headrace.spec.given import number
 from headrace.spec.layer_plan import LayerOption, LayerPlan
 from headrace.spec.model_shape import ModelShape
 from headrace.spec.plan import Pipeline, Plan, TokenOrder, Working
@@ -236,7 +237,7 @@ class CostModel:
                 raise CostError(f"gather seconds of cp{p}", got=pair, wanted="two numbers >= 0")
         if not math.isfinite(self.scale) or self.scale <= 0:
             raise CostError("scale of the costs", got=self.scale, wanted="> 0")
-        if not 0 <= self.memory_margin < 1:
+        if not 0 <= number("memory margin", self.memory_margin, error=CostError) < 1:
             raise CostError("memory margin", got=self.memory_margin, wanted="0 <= margin < 1")
 
     @property

@@ -1,0 +1,103 @@
+"""What callers give, checked where it comes in: numbers, values of a class, files of JSON."""
+
+from __future__ import annotations
+
+import json
+from math import inf
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headrace.errors import HeadraceError, SpecError, shortened
+
+__all__ = ["MOST_WHOLE", "number", "of_kind", "read_json", "shown", "whole"]
+
+Kind = TypeVar("Kind")
+
+MOST_WHOLE = 2**63 - 1
+"""The largest whole number that arrays of 64 bits hold."""
+
+_SHOWN_BITS = 256  # of a whole number; Python refuses to write very long ones
+
+
+def whole(
+    what: str,
+    value: object,
+    *,
+    least: int = 0,
+    most: int = MOST_WHOLE,
+    error: type[HeadraceError] = SpecError,
+) -> int:
+    """A whole number of any kind, such as one of numpy's, as an int. Raises ``error``, about
+    ``what``, for anything else, for a fraction and a text among them, and for one that is less than
+    ``least`` or more than ``most``."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        found = int(value)
+        if least <= found <= most:
+            return found
+    limits = f">= {least:,} of 64 bits" if most == MOST_WHOLE else f"from {least:,} to {most:,}"
+    raise error(what, got=shown(value), wanted=f"a whole number {limits}")
+
+
+def number(
+    what: str,
+    value: object,
+    *,
+    least: float = -inf,
+    most: float = inf,
+    error: type[HeadraceError] = SpecError,
+) -> float:
+    """A finite number of any kind as a float. Raises ``error``, about ``what``, for anything else,
+    and for one that is less than ``least`` or more than ``most``."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        try:
+            found = float(value)
+        except OverflowError:  # a whole number beyond all floats
+            found = inf
+        if least <= found <= most and abs(found) < inf:
+            return found
+    limits = [f">= {least:g}"] * (least > -inf) + [f"<= {most:g}"] * (most < inf)
+    raise error(what, got=shown(value), wanted=" ".join(["a finite number", *limits]))
+
+
+def of_kind(
+    what: str,
+    value: object,
+    kind: type[Kind],
+    *,
+    hint: str | None = None,
+    error: type[HeadraceError] = SpecError,
+) -> Kind:
+    """The value, which is of the class ``kind``. Raises ``error``, about ``what``, for another."""
+    if isinstance(value, kind):
+        return value
+    name = kind.__name__
+    wanted = f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+    raise error(what, got=shown(value), wanted=wanted, hint=hint)
+
+
+def read_json(
+    path: str | Path,
+    what: str,
+    *,
+    hint: str | None = None,
+    error: type[HeadraceError] = SpecError,
+) -> Any:
+    """The value in a file of JSON. Raises ``error``, about ``what``, where it cannot be read or is
+    no JSON."""
+    try:
+        content = Path(path).read_bytes()
+    except (OSError, ValueError, TypeError) as wrong:  # a path with a NUL, or none at all
+        got = wrong.strerror if isinstance(wrong, OSError) else wrong
+        raise error(what, got=got, wanted="a readable file", hint=hint)
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as wrong:
+        raise error(what, got=f"no JSON ({wrong})", hint=hint)
+
+
+def shown(value: object) -> str:
+    """A value as errors show it."""
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+        return f"a number of {value.bit_length():,} bits"
+    return shortened(repr(value))
