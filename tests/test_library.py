@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -113,6 +114,23 @@ def test_lengths_are_drawn_alike() -> None:
     assert hr.lengths.draw(law, tokens=5000) == hr.lengths.draw(law, tokens=5000, seed=0)
     assert hr.lengths.draw(law, tokens=5000) != hr.lengths.draw(law, tokens=5000, seed=1)
     assert hr.lengths.parse("5x2") == hr.Lengths.of([5, 5])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"sequences": 1.5}, "sequences of a batch: got 1.5, wanted a whole number >= 1"),
+        ({"sequences": "5"}, "sequences of a batch: got '5'"),
+        ({"sequences": 0}, "sequences of a batch: got 0"),
+        ({"tokens": 1.5}, "tokens of a batch: got 1.5"),
+        ({"tokens": 100, "seed": "a"}, "seed: got 'a'"),
+        ({"tokens": 100, "seed": -1}, "seed: got -1"),
+    ],
+)
+def test_what_is_drawn_is_a_whole_number(options: dict[str, Any], told: str) -> None:
+    """Catches fractions that are rounded up or down without a word."""
+    with pytest.raises(hr.errors.ConfigError, match=told):
+        hr.lengths.draw("fixed:10", **options)
 
 
 def test_costs_come_from_files(costs: hr.CostModel, tmp_path: Path) -> None:
