@@ -103,12 +103,12 @@ def test_a_histogram_of_numpy_draws_its_lengths(tmp_path: Path) -> None:
         ('{"edges": [0, 1e300], "counts": [1]}', "edges with a number of 997 bits"),
         pytest.param(
             f'{{"edges": [0, 1{"0" * 400}], "counts": [1]}}',
-            "edge 1: got 10*.*, wanted a finite number of tokens",
+            "a number of 401 digits",
             id="edge beyond all floats",
         ),
         pytest.param(
             f'{{"edges": [0, 9], "counts": [1{"0" * 400}]}}',
-            "count 0: got 10*.*, wanted a count >= 0",
+            "a number of 401 digits",
             id="count beyond all floats",
         ),
         ('{"lengths": [1, 2], "counts": [1e308, 1e308]}', "counts whose sum is infinite"),

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from headrace.costs.cost_model import CostModel
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
+from headrace.costs.saving import load_costs
 from headrace.costs.sources.roofline import roofline_costs
 from headrace.errors import CostError, did_you_mean
 from headrace.spec.architecture import Architecture
@@ -101,13 +102,7 @@ def load(path: str | Path) -> CostModel | PipelineCosts | GroupCosts:
     Raises:
         CostError: When the file cannot be read or is malformed.
     """
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CostError(f"costs {path}", got=error.strerror, wanted="a readable file")
-    except (ValueError, RecursionError) as error:
-        raise CostError(f"costs {path}", got=f"no JSON ({error})")
-    return _costs(value)
+    return load_costs(path, _costs)
 
 
 def published(name: str) -> PipelineCosts | GroupCosts:

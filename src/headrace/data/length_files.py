@@ -19,7 +19,6 @@ that is so where every bin begins one token after the one before has ended. Coun
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from typing import Any
 
 from headrace.data.distributions import Bins, Counted, Distribution, Resampled
 from headrace.errors import ConfigError, DataError, SpecError, did_you_mean, shortened
+from headrace.spec.given import parse_json
 from headrace.units import counted, parse_count
 
 __all__ = ["read_lengths"]
@@ -107,8 +107,8 @@ def _of_json(what: str, content: str) -> Distribution:
     """The lengths in a JSON list, or the distribution of an object's histogram. Raises DataError,
     about ``what``, for other JSON."""
     try:
-        value: Any = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        value: Any = parse_json(content)
+    except ValueError as error:
         raise DataError(what, got=f"no JSON ({error})", wanted="JSON")
     if isinstance(value, list):
         lengths = [_length(f"{what}, item {i}", each) for i, each in enumerate(value)]

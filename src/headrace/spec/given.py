@@ -10,13 +10,23 @@ from typing import Any, TypeVar
 
 from headrace.errors import HeadraceError, SpecError, shortened
 
-__all__ = ["MOST_WHOLE", "number", "of_kind", "read_json", "shown", "whole"]
+__all__ = [
+    "MOST_WHOLE",
+    "number",
+    "of_kind",
+    "parse_json",
+    "path_of",
+    "read_json",
+    "shown",
+    "whole",
+]
 
 Kind = TypeVar("Kind")
 
 MOST_WHOLE = 2**63 - 1
 """The largest whole number that arrays of 64 bits hold."""
 
+_MOST_DIGITS = 300  # of a whole number in JSON: a float holds its size
 _SHOWN_BITS = 256  # of a whole number; Python refuses to write very long ones
 
 
@@ -86,14 +96,37 @@ def read_json(
     """The value in a file of JSON. Raises ``error``, about ``what``, where it cannot be read or is
     no JSON."""
     try:
-        content = Path(path).read_bytes()
-    except (OSError, ValueError, TypeError) as wrong:  # a path with a NUL, or none at all
-        got = wrong.strerror if isinstance(wrong, OSError) else wrong
-        raise error(what, got=got, wanted="a readable file", hint=hint)
+        content = path_of(what, path, error=error).read_bytes()
+    except OSError as wrong:
+        raise error(what, got=wrong.strerror, wanted="a readable file", hint=hint)
     try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as wrong:
+        return parse_json(content)
+    except ValueError as wrong:
         raise error(what, got=f"no JSON ({wrong})", hint=hint)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that a text of JSON stands for. Raises ValueError for other text, for one that is
+    nested too deep, and for a whole number that no float is as large as."""
+    try:
+        return json.loads(text, parse_int=_whole_of)
+    except RecursionError:
+        raise ValueError("nested too deep")
+
+
+def _whole_of(digits: str) -> int:
+    """The whole number of digits in JSON; raises ValueError for one beyond all floats."""
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def path_of(what: str, value: object, *, error: type[HeadraceError] = SpecError) -> Path:
+    """The path of a text, or a path as it is. Raises ``error``, about ``what``, for anything else,
+    and for a path that no file system knows."""
+    if not isinstance(value, str | Path) or "\0" in str(value):
+        raise error(what, got=f"the path {shown(value)}", wanted="a path without NUL")
+    return Path(value)
 
 
 def shown(value: object) -> str:
