@@ -370,6 +370,11 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["plan", "{config}", "--set", "planner.group_sizes=[3]"],
         "planner.group_sizes: got 3, wanted one of 1, 2",
     ),
+    "empty planner": (["plan", "{config}", "--planner", ""], "planner.name: got an empty text"),
+    "empty hardware": (
+        ["plan", "{config}", "--hardware", ""],
+        "devices.hardware: got an empty text",
+    ),
     "nothing fits": (["plan", "{config}", "--set", "devices.memory=8KiB"], "8 KiB"),
 }
 

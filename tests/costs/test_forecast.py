@@ -246,6 +246,7 @@ def test_rates_and_what_they_assume_are_told() -> None:
     [
         ({"layout": "PP 3"}, "in every part"),
         ({"layout": "PP 4 x VP 3"}, "in every part"),
+        ({"layout": "PP 4 x VP 2", "accumulation": 6}, "got 6, wanted a multiple of 4"),
         ({"layout": "TP 16"}, "key-value head"),
         ({"layout": "TP 7"}, "key-value head"),
         ({"local_batch": 0}, "local_batch: got 0, wanted a whole number >= 1"),

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from headrace.cli.app import Changes, Json, Whole
+from headrace.errors import ConfigError
 
 __all__ = [
     "ForecastFlags",
@@ -29,7 +30,12 @@ Several = Parameter(consume_multiple=True, negative="")
 
 
 def overrides(changes: list[str], keys: Mapping[str, object]) -> list[str]:
-    """The changes of a configuration: those of --set, then the ``keys`` whose flag was given."""
+    """The changes of a configuration: those of --set, then the ``keys`` whose flag was given.
+    Raises ConfigError for a flag with an empty text, which would unset its key."""
+    for key, value in keys.items():
+        if value == "":
+            hint = f"leave its flag out; --set {key}= unsets it"
+            raise ConfigError(key, got="an empty text", wanted="a value", hint=hint)
     return [*changes, *(f"{key}={value}" for key, value in keys.items() if value is not None)]
 
 

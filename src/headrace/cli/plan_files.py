@@ -24,7 +24,7 @@ from headrace.report.plan_bars import bars_of_plan
 from headrace.spec.cluster import MOST_DEVICES
 from headrace.spec.given import read_json
 from headrace.spec.plan import Semantics
-from headrace.units import percent_text, seconds_text
+from headrace.units import counted, percent_text, seconds_text
 
 __all__ = ["PlanFiles", "plan_files", "read_iterations"]
 
@@ -192,7 +192,8 @@ def _plan(options: PlanFiles, problem: Problem, iterations: Iterations) -> int:
         for one in planned
     ]
     semantics = "" if isinstance(problem.published, PipelineCosts) else f", {problem.semantics}"
-    _print(f"{problem.devices} devices{semantics}, planner {planner}", rows)
+    devices = counted(options.devices or 0, "device")
+    _print(f"{devices}{semantics}, planner {planner}", rows)
     return 0
 
 

@@ -156,7 +156,8 @@ def forecast(
         layout: Such as ``"FSDP 32 x TP 8"``, or a layout as a value.
         sequence_tokens: Tokens of each sequence.
         local_batch: Sequences of a micro-batch of one group of ``tensor x context`` ranks.
-        accumulation: Micro-batches of a step for each group.
+        accumulation: Micro-batches of a step for each group; with virtual stages a multiple of the
+            stages.
         recompute: ``none``, ``selective`` (first products of both branches again, attention kept)
             or ``full`` (layers keep their inputs only).
         implementation: The kernels that run, or their name.
@@ -196,6 +197,9 @@ def forecast(
         raise CostError(
             "layout of a forecast", got=got, wanted="as many layers and heads in every part"
         )
+    if spread.virtual_stages > 1 and accumulation % spread.stages:
+        wanted = f"a multiple of {spread.stages}, the stages that take turns"
+        raise CostError("accumulation of virtual stages", got=accumulation, wanted=wanted)
     step = _Step(
         model=model,
         hardware=known,

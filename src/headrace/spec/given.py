@@ -17,6 +17,7 @@ __all__ = [
     "parse_json",
     "path_of",
     "read_json",
+    "require_place",
     "shown",
     "whole",
 ]
@@ -127,6 +128,14 @@ def path_of(what: str, value: object, *, error: type[HeadraceError] = SpecError)
     if not isinstance(value, str | Path) or "\0" in str(value):
         raise error(what, got=f"the path {shown(value)}", wanted="a path without NUL")
     return Path(value)
+
+
+def require_place(what: str, path: Path, *, error: type[HeadraceError] = SpecError) -> None:
+    """Raise ``error``, about ``what``, for a path at which no file can be made: one of a folder, or
+    in a folder that is not there. For files that are written when long work is done."""
+    if path.is_dir() or not path.parent.is_dir():
+        got = "a folder" if path.is_dir() else "no such folder"
+        raise error(what, got=got, wanted="a file in a folder that is there")
 
 
 def shown(value: object) -> str:
