@@ -12,7 +12,9 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 
 import headrace as hr
@@ -115,6 +117,23 @@ def test_lengths_are_drawn_alike() -> None:
     assert hr.lengths.parse("5x2") == hr.Lengths.of([5, 5])
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"sequences": 1.5}, "sequences of a batch: got 1.5, wanted a whole number >= 1"),
+        ({"sequences": "5"}, "sequences of a batch: got '5'"),
+        ({"sequences": 0}, "sequences of a batch: got 0"),
+        ({"tokens": 1.5}, "tokens of a batch: got 1.5"),
+        ({"tokens": 100, "seed": "a"}, "seed: got 'a'"),
+        ({"tokens": 100, "seed": -1}, "seed: got -1"),
+    ],
+)
+def test_what_is_drawn_is_a_whole_number(options: dict[str, Any], told: str) -> None:
+    """Catches fractions that are rounded up or down without a word."""
+    with pytest.raises(hr.errors.ConfigError, match=told):
+        hr.lengths.draw("fixed:10", **options)
+
+
 def test_costs_come_from_files(costs: hr.CostModel, tmp_path: Path) -> None:
     """Catches a kind of file that is taken for another, and one that nobody can plan with."""
     costs.save(tmp_path / "costs.json")
@@ -140,6 +159,61 @@ def test_arguments_in_another_order_are_named(costs: hr.CostModel) -> None:
     for ask in (hr.simulate, hr.peak_bytes):
         with pytest.raises(hr.errors.SpecError, match="got a CostModel, wanted a Plan"):
             ask(costs, hr.plan([100], costs))
+
+
+@pytest.mark.parametrize("planner", ["adaptive", "hydraulis", "static"])
+@pytest.mark.parametrize("seed", [-1, 1.5, "a", None])
+def test_a_seed_is_a_whole_number(costs: hr.CostModel, planner: str, seed: Any) -> None:
+    """Catches a seed that only some planners look at, and that a plan keeps as it is."""
+    with pytest.raises(hr.errors.SpecError, match=f"seed: got {seed!r}, wanted a whole number"):
+        hr.plan([700, 60], hr.Problem(costs=costs, planner=planner), seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"generators": ["nested"]}, "role of a generator: got None, wanted a Role"),
+        ({"previous": 5}, "previous plan: got 5, wanted a Plan"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(
+    costs: hr.CostModel, options: dict[str, Any], told: str
+) -> None:
+    """Catches a traceback of a search that was given what it cannot ask."""
+    problem = hr.Problem(costs=costs, smoothing=0.1)
+    with pytest.raises(hr.errors.SpecError, match=told):
+        hr.plan([700, 60], problem, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"devices": 8.0}, "devices of a cluster: got 8.0, wanted a whole number"),
+        ({"devices": "8"}, "devices of a cluster: got '8'"),
+        ({"devices": None}, "devices of a cluster: got None"),
+        ({"devices": 10**9}, "devices of a cluster: got 1000000000, wanted .* to 1,000,000"),
+        ({"memory_bytes": "80GiB"}, "memory of a device: got '80GiB'"),
+        ({"memory_margin": "0.1"}, "memory margin: got '0.1', wanted a finite number"),
+        ({"model": 5}, "model: got 5, wanted an Architecture"),
+        ({"model": "llama-9b"}, "did you mean 'llama-8b'"),
+        ({"hardware": None}, "hardware: got None, wanted a Hardware"),
+        ({"implementation": None}, "implementation: got None, wanted an Implementation"),
+    ],
+)
+def test_arguments_of_a_roofline_are_named(options: dict[str, Any], told: str) -> None:
+    """Catches a traceback from the depths, and an error about something else."""
+    given = {"model": "llama-tiny", "hardware": "h100", "devices": 8}
+    with pytest.raises(hr.errors.HeadraceError, match=told):
+        hr.costs.roofline(**(given | options))
+
+
+def test_names_and_numbers_of_other_kinds_are_taken() -> None:
+    """Catches numpy's whole numbers taken for fractions, and a preset that has to be looked up."""
+    model = hr.Architecture.preset("llama-tiny")
+    expected = hr.costs.roofline(model, "h100", devices=8)
+    assert hr.costs.roofline("llama-tiny", "h100", devices=np.int64(8)) == expected
+    with pytest.raises(hr.errors.SpecError, match="architecture: got None; known are"):
+        hr.Architecture.preset(None)  # type: ignore[arg-type]
 
 
 def test_peaks_for_a_problem(costs: hr.CostModel) -> None:

@@ -20,6 +20,7 @@ from headrace.units import (
     parse_bytes,
     parse_count,
     percent_text,
+    rate_text,
     seconds_text,
 )
 
@@ -154,6 +155,9 @@ def test_seconds_in_words(seconds: float, text: str) -> None:
         (percent_text(0.028), "2.8 %"),
         (percent_text(0), "0 %"),
         (percent_text(1.5), "150 %"),
+        (rate_text(6667.4), "6,667"),
+        (rate_text(12.345), "12.3"),
+        (rate_text(0.0123), "0.0123"),
     ],
 )
 def test_examples_of_texts(got: str, text: str) -> None:

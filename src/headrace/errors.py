@@ -178,5 +178,5 @@ def did_you_mean(word: str, options: Iterable[str]) -> str | None:
         >>> hr.errors.did_you_mean("megatron", ["megatron_cz", "ulysses_z"])
         "did you mean 'megatron_cz'?"
     """
-    close = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(word), list(options), n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else None

@@ -16,6 +16,7 @@ __all__ = [
     "parse_bytes",
     "parse_count",
     "percent_text",
+    "rate_text",
     "seconds_text",
 ]
 
@@ -106,6 +107,12 @@ def count_text(count: float) -> str:
         if abs(count) >= 0.9995 * size:
             return f"{_three(count / size)}{unit}"
     return _three(count) if count != int(count) else f"{int(count)}"
+
+
+def rate_text(rate: float) -> str:
+    """A rate as a whole number, below a hundred with three significant digits: ``1,234``,
+    ``0.0512``."""
+    return f"{rate:,.0f}" if abs(rate) >= 99.5 else f"{rate:.3g}"
 
 
 def percent_text(fraction: float) -> str:

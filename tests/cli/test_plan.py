@@ -14,6 +14,7 @@ import pytest
 from headrace.cli import main
 from headrace.config import Config
 from headrace.costs import CostModel, synthetic_costs
+from headrace.costs.library import roofline
 from headrace.engine.cost_cache import remember_costs
 from headrace.spec import Architecture, Plan
 
@@ -170,6 +171,35 @@ def test_the_seed_draws_the_lengths(config: Path, capsys) -> None:
     )
     assert first.hash == again.hash
     assert first.lengths != other.lengths
+
+
+@pytest.mark.parametrize("kernels", ["made-up", "modelled"])
+def test_costs_that_nobody_measured_are_not_called_so(
+    config: Path, capsys, tmp_path: Path, kernels: str
+) -> None:
+    """Catches made-up costs, and a roofline that was saved, among what predictions assume as
+    measured kernels."""
+    words = ["plan", config, "--lengths", "fixed:100"]
+    if kernels == "modelled":
+        path = tmp_path / "costs.json"
+        roofline(ARCHITECTURE, "h100", devices=2).save(path)
+        words += ["--costs", path]
+    assert f"{kernels} kernels" in call(capsys, *words)[1]
+    [plan] = json.loads(call(capsys, *words, "--json")[1])["plans"]
+    assert plan["forecast"]["assumed"]["implementation"] == kernels
+
+
+@pytest.mark.parametrize("drawn", [(), ("--lengths", "fixed:100")], ids=["corpus", "drawn"])
+def test_the_seed_reaches_planners_and_the_corpus(config: Path, capsys, drawn) -> None:
+    """Catches a planner that draws with the configuration's seed whatever the flag says, and a flag
+    that leaves the order of the corpus as it is."""
+    by_key, by_flag, other = (
+        plans(call(capsys, "plan", config, "--json", *drawn, *words)[1])[0]
+        for words in (("--set", "run.seed=1"), ("--seed", 1), ("--seed", 2))
+    )
+    assert (by_key.seed, by_flag.seed, other.seed) == (1, 1, 2)
+    assert by_flag.lengths == by_key.lengths
+    assert (by_flag.lengths == other.lengths) == bool(drawn)
 
 
 @pytest.mark.parametrize("ending", [".json", ".svg"])
@@ -339,6 +369,11 @@ BAD: dict[str, tuple[list[str], str]] = {
     "unknown size": (
         ["plan", "{config}", "--set", "planner.group_sizes=[3]"],
         "planner.group_sizes: got 3, wanted one of 1, 2",
+    ),
+    "empty planner": (["plan", "{config}", "--planner", ""], "planner.name: got an empty text"),
+    "empty hardware": (
+        ["plan", "{config}", "--hardware", ""],
+        "devices.hardware: got an empty text",
     ),
     "nothing fits": (["plan", "{config}", "--set", "devices.memory=8KiB"], "8 KiB"),
 }

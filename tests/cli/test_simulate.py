@@ -242,6 +242,19 @@ def overlaps(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.parametrize("flag", ["--trace", "--page"])
+def test_files_that_cannot_be_are_refused_first(
+    config: Path, capsys, tmp_path: Path, flag: str
+) -> None:
+    """Catches long planning whose result then cannot be written."""
+    if flag == "--page":
+        pytest.importorskip("vl_convert")
+    place = tmp_path / "nowhere" / "of.html"
+    code, out, err = call(capsys, config, flag, place, *DRAWN, "--ranks", 0)
+    assert (code, out) == (2, "")
+    assert f"{flag} {place}: got no such folder" in " ".join(err.split())
+
+
 def test_the_trace_holds_all_batches(config: Path, capsys, tmp_path: Path) -> None:
     """Catches a trace of the last batch, or events that do not say theirs."""
     events = trace_of(config, capsys, tmp_path / "steps.json", "--batches", 2)

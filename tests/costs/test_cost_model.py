@@ -174,8 +174,8 @@ def test_unknown_options_and_layer_plans_are_named() -> None:
         ({"options": {1: {}}}, "no layer option"),
         ({"ends": {}}, "wanted ends"),
         ({"working_bytes": {1: {"replicated": 3}}}, "replicated and sharded"),
-        ({"working_bytes": {1: {"replicated": -3, "sharded": 1}}}, "int >= 0"),
-        ({"state_bytes": 1.5}, "int >= 0"),
+        ({"working_bytes": {1: {"replicated": -3, "sharded": 1}}}, "whole number >= 0"),
+        ({"state_bytes": 1.5}, "whole number >= 0"),
         ({"gather_s": {1: (1.0, -1.0)}}, "gather seconds"),
         ({"scale": 0.0}, "scale"),
         ({"memory_margin": 1.0}, "memory margin"),
@@ -305,6 +305,33 @@ def test_another_fingerprint_says_what_differs() -> None:
         fingerprint_of(device="a;b")
 
 
+def test_large_whole_numbers_are_floats() -> None:
+    """Catches a coefficient beyond 64 bits that arrays cannot hold."""
+    value = by_hand().to_json()
+    value["ends"]["1"]["kept"] = [10**30, 0]
+    kept = CostModel.from_json(value).ends[1].kept
+    assert (kept.slope, type(kept.slope)) == (1e30, float)
+
+
+def test_files_are_named_by_texts_and_in_errors(tmp_path: Path) -> None:
+    """Catches a text that is no path here, and an error that does not say which file, or which kind
+    of costs it holds."""
+    path = str(tmp_path / "costs.json")
+    by_hand().save(path)
+    assert CostModel.load(path) == by_hand()
+    for text, told in (
+        ('{"kind": "pipelines"}', r"costs\.json.*got published costs of kind 'pipelines'"),
+        ("{}", r"costs\.json: format of a profile: got None, wanted 3"),
+    ):
+        Path(path).write_text(text)
+        with pytest.raises(CostError, match=told):
+            CostModel.load(path)
+    for nowhere in ("a\0b", 5, None):
+        for use in (CostModel.load, by_hand().save):
+            with pytest.raises(CostError, match="got the path"):
+                use(nowhere)  # type: ignore[arg-type]
+
+
 def test_malformed_profiles_are_cost_errors(tmp_path: Path) -> None:
     """Catches a traceback from the depths for a damaged file."""
     good = by_hand().to_json()
@@ -317,14 +344,24 @@ def test_malformed_profiles_are_cost_errors(tmp_path: Path) -> None:
     wrong["options"]["1"]["local"]["kept"] = [1]
     damaged.append(wrong)
     damaged.append({**good, "options": {"x": {}}})
+    shape, cluster = good["shape"], good["cluster"]
+    for elements in (float("nan"), 2.5, "7", 10**30):
+        counts = [elements, *shape["split_elements"][1:]]
+        damaged.append({**good, "shape": {**shape, "split_elements": counts}})
+    for devices in (10**30, 1e308, 10**9, 4.0):
+        damaged.append({**good, "cluster": {**cluster, "devices": devices}})
+    wrong = copy.deepcopy(good)
+    wrong["ends"]["1"]["kept"] = [True, "1"]
+    damaged.append(wrong)
     for value in damaged:
         if isinstance(value, dict) and value.get("fingerprint") == "nonsense":
             continue  # any text is a fingerprint
         with pytest.raises(CostError):
             CostModel.from_json(value)  # type: ignore[arg-type]
-    (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(CostError, match="no JSON"):
-        CostModel.load(tmp_path / "bad.json")
+    for text in ("{", "[" * 200_000, f"[{'9' * 400}]"):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(CostError, match="no JSON"):
+            CostModel.load(tmp_path / "bad.json")
     with pytest.raises(CostError, match=r"absent\.json"):
         CostModel.load(tmp_path / "absent.json")
     with pytest.raises(CostError, match="writable"):

@@ -246,9 +246,22 @@ def test_rates_and_what_they_assume_are_told() -> None:
     [
         ({"layout": "PP 3"}, "in every part"),
         ({"layout": "PP 4 x VP 3"}, "in every part"),
+        ({"layout": "PP 4 x VP 2", "accumulation": 6}, "got 6, wanted a multiple of 4"),
         ({"layout": "TP 16"}, "key-value head"),
         ({"layout": "TP 7"}, "key-value head"),
-        ({"local_batch": 0}, "at least one of each"),
+        ({"local_batch": 0}, "local_batch: got 0, wanted a whole number >= 1"),
+        ({"local_batch": 1.5}, "local_batch: got 1.5"),
+        ({"local_batch": float("nan")}, "local_batch: got nan"),
+        ({"accumulation": 2**63}, "accumulation: got"),
+        ({"sequence_tokens": "8Ki"}, "sequence_tokens: got '8Ki'"),
+        ({"memory_bytes": -1}, "memory_bytes: got -1"),
+        ({"memory_bytes": "80GiB"}, "memory_bytes: got '80GiB'"),
+        ({"layout": "FSDP 99999999999999999999"}, "layout: got"),
+        ({"layout": "FSDP 1000 x TP 2000"}, "devices of a layout: got 2000000"),
+        ({"layout": "DP 999999999"}, "replicas of a layout: got 999999999"),
+        ({"layout": None}, "layout of a forecast: got None"),
+        ({"hardware": None}, "hardware: got None"),
+        ({"implementation": 5}, "implementation: got 5"),
         ({"recompute": "some"}, "none or selective or full"),
         ({"implementation": "eagre"}, "did you mean 'eager'"),
         ({"hardware": "h1000"}, "did you mean 'h100'"),
@@ -259,3 +272,12 @@ def test_bad_input_is_refused_by_name(options: dict[str, object], message: str) 
     given = {"hardware": "h100", "layout": "DP 1", "sequence_tokens": 64} | options
     with pytest.raises((SpecError, CostError), match=message):
         hr.forecast(LLAMA, **given)
+
+
+def test_large_counts_take_no_longer() -> None:
+    """Catches work or memory for each of the sequences of a step, which are all alike."""
+    counts = {"local_batch": 10**9, "accumulation": 2 * 10**9}
+    found = hr.forecast("llama-tiny", "h100", "DP 1000000", sequence_tokens=64, **counts)
+    assert found.rates.tokens == 64 * 10**6 * 10**9 * 2 * 10**9
+    one = hr.forecast("llama-tiny", "h100", "DP 1000000", sequence_tokens=64, local_batch=10**9)
+    assert found.rates.model_flops == pytest.approx(one.rates.model_flops * 2e9)

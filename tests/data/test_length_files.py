@@ -67,7 +67,7 @@ def test_a_histogram_of_numpy_draws_its_lengths(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("length,count\n512,30\n700\n", "line 3: got 1 cells, wanted 2: length,count"),
+        ("length,count\n512,30\n700\n", "line 3: got 1 cell, wanted 2: length,count"),
         ("length,count\n512,x\n", "line 2: got 'x', wanted a count >= 0"),
         ("length,count\n512,-1\n", "line 2: got '-1', wanted a count >= 0"),
         ("length,count\n512,nan\n", "line 2: got 'nan', wanted a count >= 0"),
@@ -93,6 +93,25 @@ def test_a_histogram_of_numpy_draws_its_lengths(tmp_path: Path) -> None:
         ("{}", "an object with nothing"),
         ("[512.5]", "item 0: got 512.5, wanted a whole length"),
         ('{"5": 1', "no JSON"),
+        pytest.param("[" * 200_000, "no JSON", id="nested too deep"),
+        ("", "got an empty file, wanted lengths"),
+        ("\n\n", "got an empty file, wanted lengths"),
+        ("--5", "got --5, wanted a list of whole numbers"),
+        pytest.param("9" * 5000, "wanted a list of whole numbers", id="5000 digits"),
+        pytest.param("length\n" + "9" * 140_000, "line 2: got field larger", id="long cell"),
+        pytest.param("length" * 30_000, "line 1: got field larger", id="long name"),
+        ('{"edges": [0, 1e300], "counts": [1]}', "edges with a number of 997 bits"),
+        pytest.param(
+            f'{{"edges": [0, 1{"0" * 400}], "counts": [1]}}',
+            "a number of 401 digits",
+            id="edge beyond all floats",
+        ),
+        pytest.param(
+            f'{{"edges": [0, 9], "counts": [1{"0" * 400}]}}',
+            "a number of 401 digits",
+            id="count beyond all floats",
+        ),
+        ('{"lengths": [1, 2], "counts": [1e308, 1e308]}', "counts whose sum is infinite"),
     ],
 )
 def test_malformed_files_say_where_and_what(content: str, told: str, tmp_path: Path) -> None:
@@ -101,6 +120,13 @@ def test_malformed_files_say_where_and_what(content: str, told: str, tmp_path: P
         read(tmp_path, content)
     assert str(refused.value).startswith(f"lengths of {tmp_path / 'lengths.csv'}")
     assert not re.search("Error", str(refused.value))
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/x", "a\0b"])
+def test_paths_that_cannot_be_are_refused(path: str) -> None:
+    """Catches a traceback of the place where a path is looked up."""
+    with pytest.raises(DataError, match="wanted a text file of lengths"):
+        parse_distribution(f"file:{path}")
 
 
 def test_lists_of_text_files_stay_lists(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.costs import FORMULA_METHODS, ExchangeCost, synthetic_costs
+from headrace.costs.group_costs import GroupCosts
+from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem, plan
 from headrace.spec import Lengths
 from headrace.units import GIB, seconds_text
@@ -42,6 +44,21 @@ def test_the_exchange_binds() -> None:
     costs = synthetic_costs(2).replace(exchange_s=ExchangeCost(pull_s=10.0))
     why = plan(Problem(costs=costs, devices=2), Lengths.of([64])).why
     assert why[0] == "bound by pull, push and update: 10 s of every step"
+
+
+@pytest.mark.parametrize(("count", "told"), [(1, "1 of 3 ranks is idle"), (2, "2 of 3 ranks are")])
+def test_idle_ranks_are_counted(count: int, told: str) -> None:
+    """Catches a verb for many beside one rank."""
+    problem = Problem(costs=synthetic_costs(3, sizes=(1,)), devices=3)
+    made = plan(problem, Lengths.of([640] * (3 - count)))
+    assert any(text.startswith(told) for text in made.why), made.why
+
+
+def test_one_device_is_one() -> None:
+    """Catches a noun for many beside one device or token."""
+    costs = GroupCosts(a_s=0, b_s=1e-4, c_s=1e-3, cap_tokens=1, kappa_s={1: 0.0, 2: 0.0})
+    with pytest.raises(InfeasiblePlan, match=r"at most 1 token on 1 device \("):
+        plan(Problem(costs=costs, devices=1), Lengths.of([2]))
 
 
 def test_the_best_static_plan_is_named_with_what_it_costs() -> None:

@@ -98,11 +98,34 @@ def test_as_many_ids_as_lengths() -> None:
         Lengths(tokens=(5, 6), ids=(1,))
 
 
-@pytest.mark.parametrize("text", ["", "x3", "a", "1.5", "-4", "5x-1", "5xx", "5x3x", "1,024", "0"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x3",
+        "a",
+        "1.5",
+        "-4",
+        "5x-1",
+        "5xx",
+        "5x3x",
+        "1,024",
+        "0",
+        "512x99999999999",
+        pytest.param("9" * 5000, id="a number of 5000 digits"),
+    ],
+)
 def test_malformed_texts_are_refused(text: str) -> None:
     """Catches a traceback of int() where a user mistyped."""
     with pytest.raises(SpecError):
         Lengths.parse(text)
+
+
+@pytest.mark.parametrize("number", ["3", 3.0, None, True, 2**64])
+def test_ids_are_numbers(number: object) -> None:
+    """Catches an id that no array of ids holds."""
+    with pytest.raises(SpecError, match="id of sequence 1: got"):
+        Lengths(tokens=(5, 6), ids=(1, number))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["5x", "5x0 7"])

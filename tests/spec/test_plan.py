@@ -335,6 +335,46 @@ def test_a_value_of_another_type_is_no_traceback(path: tuple[Any, ...]) -> None:
             Plan.from_json(value)
 
 
+UNUSABLE: dict[tuple[Any, ...], tuple[Any, ...]] = {
+    ("predicted_s",): (float("nan"), float("inf"), -1.0, "1", True),
+    ("lower_bound_s",): (float("nan"), -float("inf"), -1.0, "1"),
+    ("devices",): (4.0, 10**9, "4", True, 0),
+    ("seed",): (1.5, "a", -1, None),
+    ("planner",): (5, None),
+    ("why",): ("abc", [1], {"a": 1}),
+    ("pipelines", 0, "ranks"): ([0.0, 1.0], ["0", "1"], [0, True]),
+    ("micro_batches", 0, "pipeline"): (0.0, "0", False),
+    ("micro_batches", 0, "sequences"): ([0.0], ["0"]),
+    ("lengths", "ids"): (["7", "8", "9"], [1.0, 2.0, 3.0]),
+    ("lengths", "tokens"): ([100.0, 50.0, 40.0], ["100", "50", "40"]),
+}
+
+
+@pytest.mark.parametrize("path", UNUSABLE, ids=str)
+def test_values_that_nothing_can_run_are_refused(path: tuple[Any, ...]) -> None:
+    """Catches a plan that is read, and fails when it is printed, hashed or simulated."""
+    for junk in UNUSABLE[path]:
+        value = by_hand().to_json()
+        holder = value
+        for key in path[:-1]:
+            holder = holder[key]
+        holder[path[-1]] = junk
+        with pytest.raises(SpecError):
+            Plan.from_json(value)
+
+
+def test_files_that_are_no_plan_are_refused(tmp_path: Path) -> None:
+    """Catches tracebacks of Python's own for files that are nested too deep, and for paths."""
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    with pytest.raises(SpecError, match=r"plan .*deep\.json: got no JSON \(nested too deep\)"):
+        Plan.load(tmp_path / "deep.json")
+    for nowhere in ("a\0b", None):
+        with pytest.raises(SpecError, match="got the path"):
+            by_hand().save(nowhere)  # type: ignore[arg-type]
+        with pytest.raises(SpecError, match="got the path"):
+            Plan.load(nowhere)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("value", [[], "plan", None, 3], ids=str)
 def test_what_is_no_object_is_refused(value: Any) -> None:
     """Catches a file that is JSON, but of something else."""

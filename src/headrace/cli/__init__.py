@@ -17,9 +17,12 @@ __all__ = ["app", "commands", "main", "run"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 1 for a failed check, 2 for a user's mistake."""
+    """Run a command; returns the exit code: 0, 1 for a failed check, 2 for a user's mistake or for
+    output that cannot be written."""
+    _open_streams()
     try:
         code = app(arguments, result_action="return_value")
+        sys.stdout.flush()  # a full disk may only show now
     except HeadraceError as error:
         _tell(error)
         return 2
@@ -34,6 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has seen enough (| head); nothing more can be written, at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        # Writes know no file's name, those to stdout among them.
+        where = "output" if error.filename is None else str(error.filename)
+        _tell(HeadraceError(where, got=error.strerror or error))
+        return 2
     except KeyboardInterrupt:
         return 130
     return code if isinstance(code, int) else 0
@@ -48,6 +56,15 @@ def run() -> None:
         with suppress(OSError, ValueError):  # closed, or its reader is gone
             stream.flush()
     os._exit(code)
+
+
+def _open_streams() -> None:
+    """Open stdout and stderr where they were closed (``>&-``) and so are None: what is written to
+    stdout fails, as nobody can read it, and what is told on stderr is dropped."""
+    if sys.stdout is None:
+        sys.stdout = open(os.open(os.devnull, os.O_RDONLY), "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _tell(error: HeadraceError) -> None:

@@ -10,7 +10,17 @@ from rich.console import Console
 
 from headrace.errors import shortened
 
-__all__ = ["Changes", "Json", "Whole", "app", "errors"]
+__all__ = ["Changes", "Json", "Output", "Whole", "app", "errors"]
+
+
+class Output(Console):
+    """Standard output with tables and colours. Keywords are those of ``rich.console.Console``."""
+
+    def on_broken_pipe(self) -> None:
+        """Let the command line end as for all output whose reader is gone: rich itself would end
+        the process with the code of a failed check."""
+        raise BrokenPipeError
+
 
 errors = Console(stderr=True, highlight=False)
 
@@ -19,6 +29,7 @@ app = App(
     help="Train Transformers on sequences of wildly different lengths: for every batch the data"
     " decides which devices work on which sequences, and how.",
     version_flags=["--version"],
+    console=Output(),
     error_console=errors,
     help_epilogue="Documentation of every key: headrace config. What works here: headrace doctor.",
 )

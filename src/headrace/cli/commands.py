@@ -133,7 +133,7 @@ def plan(config: Path | None = None, *, flags: PlanFlags = _PLAN) -> int:
                 planner=flags.planner,
                 semantics=flags.semantics,
                 picture=flags.picture,
-                seed=flags.seed,
+                seed=flags.seed or 0,
                 as_json=flags.json,
             )
         )

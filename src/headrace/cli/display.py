@@ -17,6 +17,7 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from headrace.cli.app import Output
 from headrace.engine.listener import Listener, tell
 from headrace.units import count_text, percent_text, seconds_text
 
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["Terminal", "out_console", "step_line", "tell"]
 
 
-def out_console() -> Console:
+def out_console() -> Output:
     """Standard output, as wide as the terminal, or 120 columns where it is none, so that rows of
     tables are not cut at 80."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    return Output(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def step_line(metrics: Mapping[str, Any], steps: int, eta_s: float | None = None) -> str:

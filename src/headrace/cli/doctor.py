@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 import headrace
+from headrace.cli.app import Output
 from headrace.units import bytes_text, seconds_text
 
 __all__ = ["doctor", "examine"]
@@ -222,7 +222,7 @@ def _gpu_reason(count: int, *, nccl: bool) -> str:
 
 def _print(found: dict[str, Any]) -> None:
     """Print what was found as lines and a table."""
-    out = Console(highlight=False)
+    out = Output(highlight=False)
     machine, links = found["machine"], found["links"]
     out.print(f"headrace {found['headrace']}  Python {found['python']}  {found['system']}")
     sizes = {

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from headrace.cli.app import Changes, Json, Whole
+from headrace.errors import ConfigError
 
 __all__ = [
     "ForecastFlags",
@@ -29,7 +30,12 @@ Several = Parameter(consume_multiple=True, negative="")
 
 
 def overrides(changes: list[str], keys: Mapping[str, object]) -> list[str]:
-    """The changes of a configuration: those of --set, then the ``keys`` whose flag was given."""
+    """The changes of a configuration: those of --set, then the ``keys`` whose flag was given.
+    Raises ConfigError for a flag with an empty text, which would unset its key."""
+    for key, value in keys.items():
+        if value == "":
+            hint = f"leave its flag out; --set {key}= unsets it"
+            raise ConfigError(key, got="an empty text", wanted="a value", hint=hint)
     return [*changes, *(f"{key}={value}" for key, value in keys.items() if value is not None)]
 
 
@@ -71,7 +77,7 @@ class PlanFlags:
     picture
         Draw the plan that takes longest to a .svg, .png or .json file.
     seed
-        Seed of the drawn lengths, and of planners that draw.
+        Seed of drawn lengths or of the corpus' order, and of planners that draw (run.seed).
     """
 
     batches: Whole = 1
@@ -85,7 +91,7 @@ class PlanFlags:
     planner: str | None = None
     semantics: str | None = None
     picture: Path | None = None
-    seed: Whole = 0
+    seed: Whole | None = None
     json: Json = False
     changes: Changes = field(default_factory=list)
 
@@ -119,7 +125,7 @@ class SimulateFlags:
     programs
         Print the actions of every rank.
     seed
-        Seed of the drawn lengths.
+        Seed of drawn lengths or of the corpus' order, and of planners that draw (run.seed).
     """
 
     batches: Whole = 1
@@ -131,7 +137,7 @@ class SimulateFlags:
     trace: Path | None = None
     page: Path | None = None
     programs: Switch = False
-    seed: Whole = 0
+    seed: Whole | None = None
     json: Json = False
     changes: Changes = field(default_factory=list)
 

@@ -15,13 +15,16 @@ from headrace.cli.display import out_console
 from headrace.cli.draw_plan import draw_picture, require_picture
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
+from headrace.costs.saving import named_costs
 from headrace.engine.planned_iterations import OWN, plan_iterations, plans_to_json
 from headrace.errors import ConfigError, CostError, DataError, did_you_mean
 from headrace.planning import Problem
 from headrace.planning.clock import published_timeline
 from headrace.report.plan_bars import bars_of_plan
+from headrace.spec.cluster import MOST_DEVICES
+from headrace.spec.given import read_json
 from headrace.spec.plan import Semantics
-from headrace.units import percent_text, seconds_text
+from headrace.units import counted, percent_text, seconds_text
 
 __all__ = ["PlanFiles", "plan_files", "read_iterations"]
 
@@ -30,8 +33,6 @@ Iterations = Sequence[Sequence[int]]
 
 Costs = TypeVar("Costs")
 
-_MOST_DEVICES = 1_000_000
-_MOST_DIGITS = 300  # of a whole number: a float holds its size
 _LEAST_S, _MOST_S = 1e-30, 1e30  # sums and ratios of such seconds are numbers
 
 
@@ -57,8 +58,8 @@ def plan_files(options: PlanFiles) -> int:
             got="no configuration",
             wanted="a CONFIG, or all of --costs, --lengths and --devices",
         )
-    if not 1 <= options.devices <= _MOST_DEVICES:
-        raise ConfigError("--devices", got=options.devices, wanted=f"1 to {_MOST_DEVICES:,}")
+    if not 1 <= options.devices <= MOST_DEVICES:
+        raise ConfigError("--devices", got=options.devices, wanted=f"1 to {MOST_DEVICES:,}")
     if options.seed < 0:
         raise ConfigError("--seed", got=options.seed, wanted=">= 0")
     if options.picture is not None:
@@ -114,19 +115,7 @@ def read_iterations(path: Path) -> list[list[int]]:
 
 def _read(path: Path) -> Any:
     """The value of a JSON file; raises DataError for one that cannot be read."""
-    try:
-        return json.loads(path.read_bytes(), parse_int=_whole)
-    except OSError as error:
-        raise DataError(f"file {path}", got=error.strerror, wanted="a readable JSON file")
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"file {path}", got=str(error), wanted="JSON")
-
-
-def _whole(text: str) -> int:
-    """A whole number of a JSON file; raises ValueError for one that is too large for a float."""
-    if len(text) > _MOST_DIGITS:
-        raise ValueError(f"a number of {len(text)} digits")
-    return int(text)
+    return read_json(path, f"file {path}", error=DataError)
 
 
 def _kind(value: Any, path: Path) -> str:
@@ -145,11 +134,7 @@ def _costs(make: Callable[[Any], Costs], value: Any, path: Path) -> Costs:
     """The costs that ``make`` reads from ``value``, the JSON of the file ``path``. Raises
     CostError, which names the file, for malformed ones."""
     try:
-        return make(value)
-    except CostError as error:
-        raise CostError(
-            f"costs {path}: {error.what}", got=error.got, wanted=error.wanted, hint=error.hint
-        )
+        return named_costs(f"costs {path}", make, value)
     except ValueError as error:
         raise CostError(f"costs {path}", got=str(error))
 
@@ -207,7 +192,8 @@ def _plan(options: PlanFiles, problem: Problem, iterations: Iterations) -> int:
         for one in planned
     ]
     semantics = "" if isinstance(problem.published, PipelineCosts) else f", {problem.semantics}"
-    _print(f"{problem.devices} devices{semantics}, planner {planner}", rows)
+    devices = counted(options.devices or 0, "device")
+    _print(f"{devices}{semantics}, planner {planner}", rows)
     return 0
 
 

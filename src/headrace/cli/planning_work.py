@@ -114,6 +114,7 @@ def prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> PlanningWork
         "devices.ranks": flags.ranks,
         "devices.hardware": flags.hardware,
         "devices.implementation": flags.implementation,
+        "run.seed": flags.seed,
     }
     config = Config.load(config_path, *overrides(flags.changes, keys))
     data = open_data(config, ProgressLines()) if flags.lengths is None else None
@@ -127,15 +128,15 @@ def prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> PlanningWork
         assert data is not None, "opened"
         batches = _next_batches(data.sampler, flags.batches, planner.problem())
     elif config.data.iterations is None:
-        batches = _drawn(config, flags.lengths, flags.batches, flags.seed)
+        batches = _drawn(config, flags.lengths, flags.batches)
     else:
-        options = config.data.iterations.options(flags.seed)
+        options = config.data.iterations.options(config.run.seed)
         batches = _iterations(flags.lengths, options, flags.batches, planner.problem())
     doubts = _doubts(config, architecture) if flags.costs is None else {}
     pessimistic = isinstance(flags, PlanFlags) and flags.pessimistic
     if pessimistic and not doubts:
         wanted = "costs of hardware that is not at hand (--hardware)"
-        raise ConfigError("--pessimistic", got="measured costs", wanted=wanted)
+        raise ConfigError("--pessimistic", got="costs of other kinds", wanted=wanted)
     return PlanningWork(
         planner=planner,
         batches=batches,
@@ -210,7 +211,7 @@ def _iterations(
         pool_samples *= 2
 
 
-def _drawn(config: Config, text: str, batches: int, seed: int) -> tuple[Lengths, ...]:
+def _drawn(config: Config, text: str, batches: int) -> tuple[Lengths, ...]:
     """The lengths of ``batches`` batches drawn from the distribution ``text``, each of as many
     tokens or sequences as the configuration says, the first ones short where it has a
     curriculum."""
@@ -219,7 +220,7 @@ def _drawn(config: Config, text: str, batches: int, seed: int) -> tuple[Lengths,
         parse_distribution(text),
         options.batch_tokens,
         batches,
-        seed,
+        config.run.seed,
         batch_sequences=options.batch_sequences,
         curriculum_steps=options.curriculum_steps,
     )

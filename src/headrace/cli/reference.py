@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel
-from rich.console import Console
 
+from headrace.cli.app import Output
 from headrace.config import Config
 from headrace.config.clips_config import ClipsConfig
 
@@ -69,7 +69,7 @@ def print_config(*, schema: bool) -> int:
     if schema:
         print(json.dumps(Config.model_json_schema(), indent=1))
         return 0
-    out = Console(highlight=False)
+    out = Output(highlight=False)
     of_clips = [
         (key, f"of clips; {kind}", default, meaning)
         for key, kind, default, meaning in keys(ClipsConfig)

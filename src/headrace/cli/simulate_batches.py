@@ -19,6 +19,7 @@ from headrace.errors import ConfigError, MissingExtra
 from headrace.simulator import draw
 from headrace.simulator import simulate as run_programs
 from headrace.spec.comparison import Comparison
+from headrace.spec.given import require_place
 from headrace.spec.measurement import Timeline
 from headrace.spec.program import Program
 from headrace.spec.step import Planned
@@ -45,6 +46,8 @@ def simulate(config_path: Path, flags: SimulateFlags) -> int:
     plans with those of other planners."""
     if flags.page is not None:
         _require_page(flags.page)
+    if flags.trace is not None:
+        require_place(f"--trace {flags.trace}", flags.trace, error=ConfigError)
     work = prepare(config_path, flags)
     batches = _clocked(work, flags)
     if not flags.json:
@@ -64,10 +67,10 @@ def simulate(config_path: Path, flags: SimulateFlags) -> int:
         print(json.dumps(output))
     else:
         print(f"\n{comparison}\nassumed: {work.assumed}")
-    if flags.trace is not None:
-        _write_trace(batches, flags.trace)
     if flags.page is not None:
         _write_page(comparison, config_path, work, flags.page)
+    if flags.trace is not None:
+        _write_trace(batches, flags.trace)
     return 0
 
 

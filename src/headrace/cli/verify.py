@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from headrace.cli.app import Output
 from headrace.cli.display import tell
 from headrace.cli.flags import VerifyFlags
 from headrace.comm.collectives import all_gather_rows
@@ -259,6 +259,6 @@ def _print(rows: list[tuple[_Case, _Errors | None]], tolerance: float) -> int:
             verdict = "exact" if fine else "WRONG"
             table.add_row(case.model, str(case.ranks), name, *shown, verdict)
     width = max(80, int(os.get_terminal_size().columns)) if os.isatty(1) else 110
-    Console(highlight=False, width=width).print(table)
+    Output(highlight=False, width=width).print(table)
     print(f"tolerance {tolerance:.0e}: " + ("all exact" if good else "FAILED"))
     return 0 if good else 1

@@ -7,10 +7,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from rich.console import Console
 from rich.table import Table
 
 from headrace.adopt.axis_examples import EXAMPLES, AxisExample
+from headrace.cli.app import Output
 from headrace.cli.foreign_models import made
 from headrace.cli.verify_model import on_all
 
@@ -89,4 +89,4 @@ def _print(found: Sequence[_Row], tolerance: float) -> None:
             f"{row.gradient_error:.1e}",
             "exact" if fine else "WRONG",
         )
-    Console(highlight=False, width=110).print(table)
+    Output(highlight=False, width=110).print(table)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import cross_entropy
 
@@ -22,6 +21,7 @@ from headrace.adopt.gradients import gradient_error
 from headrace.adopt.labels import logits_of, loss_of, predicted
 from headrace.adopt.placement import Exchange
 from headrace.adopt.token_model import TokenModel
+from headrace.cli.app import Output
 from headrace.cli.display import tell
 from headrace.cli.foreign_models import foreign_model
 from headrace.comm.launch import World, start
@@ -161,7 +161,7 @@ def _print(found: Sequence[_Verdict], tolerance: float) -> None:
             f"{v.gradient_error:.1e}",
             "exact" if fine else "WRONG",
         )
-    Console(highlight=False, width=110).print(table)
+    Output(highlight=False, width=110).print(table)
     times = max(v.compiles for v in found)
     print(f"attention reached by its {found[0].entry_point}; compiled {times} times")
 

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,10 +19,11 @@ from numpy.typing import NDArray
 
 from headrace.costs.fingerprint import fingerprint_difference
 from headrace.costs.quadratic import Linear, Quadratic
-from headrace.costs.saving import save_whole
+from headrace.costs.saving import load_costs, save_whole
 from headrace.errors import CostError, HeadraceError
 from headrace.spec.architecture import stored_shape
 from headrace.spec.cluster import Cluster
+from headrace.spec.given import number, shown, whole
 from headrace.spec.layer_plan import LayerOption, LayerPlan
 from headrace.spec.model_shape import ModelShape
 from headrace.spec.plan import Pipeline, Plan, TokenOrder, Working
@@ -101,9 +103,9 @@ class OptionCost:
         Returns:
             The costs.
         """
-        (fa, fb, fc), (ba, bb, bc) = value["forward"], value["backward"]
-        kept_slope, kept_constant = value["kept"]
-        transient_slope, transient_constant = value["transient"]
+        (fa, fb, fc), (ba, bb, bc) = _numbers(value, "forward"), _numbers(value, "backward")
+        kept_slope, kept_constant = _numbers(value, "kept")
+        transient_slope, transient_constant = _numbers(value, "transient")
         return cls(
             forward=Quadratic(a=fa, b=fb, c=fc),
             backward=Quadratic(a=ba, b=bb, c=bc),
@@ -112,6 +114,11 @@ class OptionCost:
             order=value.get("order", "natural"),
             fetched=value.get("fetched", 1.0),
         )
+
+
+def _numbers(value: Mapping[str, Any], name: str) -> list[float]:
+    """The list of numbers under a name of a JSON object, as floats. Raises CostError for others."""
+    return [number(f"{name} of an option", each, error=CostError) for each in value[name]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +145,7 @@ class ExchangeCost:
     def __post_init__(self) -> None:
         """Raise CostError for seconds or a share that are negative or not finite."""
         for name, value in asdict(self).items():
-            if not math.isfinite(value) or value < 0:
-                raise CostError(f"exchange.{name}", got=value, wanted="finite seconds >= 0")
+            number(f"exchange.{name}", value, least=0, error=CostError)
 
     @property
     def total_s(self) -> float:
@@ -229,14 +235,13 @@ class CostModel:
         """Raise CostError for bytes, seconds, scale or margin out of range."""
         held = [count for pair in self.working_bytes.values() for count in pair.values()]
         for count in (self.state_bytes, *held):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-                raise CostError("state or working bytes", got=repr(count), wanted="an int >= 0")
-        for p, pair in self.gather_s.items():
-            if len(pair) != 2 or not all(math.isfinite(s) and s >= 0 for s in pair):
-                raise CostError(f"gather seconds of cp{p}", got=pair, wanted="two numbers >= 0")
-        if not math.isfinite(self.scale) or self.scale <= 0:
+            whole("state or working bytes", count, error=CostError)
+        for p, (forward_s, backward_s) in self.gather_s.items():
+            for seconds in (forward_s, backward_s):
+                number(f"gather seconds of cp{p}", seconds, least=0, error=CostError)
+        if number("scale of the costs", self.scale, error=CostError) <= 0:
             raise CostError("scale of the costs", got=self.scale, wanted="> 0")
-        if not 0 <= self.memory_margin < 1:
+        if not 0 <= number("memory margin", self.memory_margin, error=CostError) < 1:
             raise CostError("memory margin", got=self.memory_margin, wanted="0 <= margin < 1")
 
     @property
@@ -570,8 +575,15 @@ class CostModel:
         # format 1 name no feed-forwards either.
         if isinstance(value, Mapping) and value.get("format") in (1, 2):
             value = {"feed_forwards": {}, **value, "format": FORMAT}
+        if isinstance(value, Mapping) and "kind" in value:
+            raise CostError(
+                "costs of a model",
+                got=f"published costs of kind {shown(value['kind'])}",
+                wanted="those that headrace profile --json writes",
+                hint="published ones are planned with without a CONFIG, or read by hr.costs.load",
+            )
         if not isinstance(value, Mapping) or value.get("format") != FORMAT:
-            got = value.get("format") if isinstance(value, Mapping) else type(value).__name__
+            got = repr(value.get("format")) if isinstance(value, Mapping) else type(value).__name__
             raise CostError("format of a profile", got=got, wanted=FORMAT, hint="profile again")
         try:
             costs = cls(
@@ -602,7 +614,7 @@ class CostModel:
             costs.check(fingerprint)
         return costs
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the costs to a file as JSON, whole or not at all.
 
         Args:
@@ -614,7 +626,7 @@ class CostModel:
         save_whole(path, json.dumps(self.to_json(), indent=1) + "\n", "profile")
 
     @classmethod
-    def load(cls, path: Path, *, fingerprint: str | None = None) -> CostModel:
+    def load(cls, path: str | Path, *, fingerprint: str | None = None) -> CostModel:
         """Read a file of :meth:`save`.
 
         Args:
@@ -628,13 +640,8 @@ class CostModel:
             CostError: When the file is missing, is no JSON, or holds what :meth:`from_json`
                 refuses.
         """
-        try:
-            value = json.loads(path.read_text())
-        except OSError as error:
-            raise CostError(f"profile {path}", got=error.strerror, hint="make it by profiling")
-        except ValueError as error:
-            raise CostError(f"profile {path}", got=f"no JSON ({error})", hint="profile again")
-        return cls.from_json(value, fingerprint=fingerprint)
+        make = partial(cls.from_json, fingerprint=fingerprint)
+        return load_costs(path, make, "headrace profile makes one")
 
 
 def _plus(slope: float, constant: float, line: Linear) -> Linear:

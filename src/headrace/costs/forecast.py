@@ -38,6 +38,7 @@ from headrace.costs.sources.roofline import speeds_of
 from headrace.errors import CostError
 from headrace.spec.architecture import Architecture, parameter_count
 from headrace.spec.fixed_layout import FixedLayout
+from headrace.spec.given import of_kind, whole
 from headrace.spec.hardware import Hardware
 from headrace.spec.implementation import DEFAULT_IMPLEMENTATION, Implementation
 from headrace.spec.known_methods import FACTS, SINGLE_RANK
@@ -135,7 +136,7 @@ class Forecast:
 
 
 def forecast(
-    model: Architecture,
+    model: Architecture | str,
     hardware: Hardware | str,
     layout: FixedLayout | str,
     *,
@@ -150,12 +151,13 @@ def forecast(
     hardware that need not be at hand, in 16 bits under AdamW.
 
     Args:
-        model: The model.
+        model: The model, or the name of a preset.
         hardware: ``DEVICE[+INSIDE][+ACROSS]``, or such hardware as a value.
         layout: Such as ``"FSDP 32 x TP 8"``, or a layout as a value.
         sequence_tokens: Tokens of each sequence.
         local_batch: Sequences of a micro-batch of one group of ``tensor x context`` ranks.
-        accumulation: Micro-batches of a step for each group.
+        accumulation: Micro-batches of a step for each group; with virtual stages a multiple of the
+            stages.
         recompute: ``none``, ``selective`` (first products of both branches again, attention kept)
             or ``full`` (layers keep their inputs only).
         implementation: The kernels that run, or their name.
@@ -165,7 +167,7 @@ def forecast(
         The forecast.
 
     Raises:
-        SpecError: For names that are not known.
+        SpecError: For names that are not known, and for values of another class.
         CostError: For a layout or a sequence that the model cannot take, and for counts below one.
 
     Example:
@@ -174,25 +176,30 @@ def forecast(
         >>> step.rates.tokens
         65536
     """
-    if min(sequence_tokens, local_batch, accumulation) < 1:
-        got = f"{local_batch} of {sequence_tokens} tokens, {accumulation} times"
-        raise CostError("micro-batches of a forecast", got=got, wanted="at least one of each")
+    model = Architecture.of(model)
+    sequence_tokens = whole("sequence_tokens", sequence_tokens, least=1, error=CostError)
+    local_batch = whole("local_batch", local_batch, least=1, error=CostError)
+    accumulation = whole("accumulation", accumulation, least=1, error=CostError)
+    if memory_bytes is not None:
+        memory_bytes = whole("memory_bytes", memory_bytes, least=1, error=CostError)
     if model.longest is not None and sequence_tokens > model.longest:
         got, wanted = f"{sequence_tokens:,} tokens", f"at most {model.longest:,}, its positions"
         raise CostError("sequences of a model", got=got, wanted=wanted)
     if recompute not in get_args(Recomputed):
         wanted = " or ".join(get_args(Recomputed))
         raise CostError("recompute of a forecast", got=repr(recompute), wanted=wanted)
-    known = Hardware.parse(hardware) if isinstance(hardware, str) else hardware
+    known, implementation = Hardware.of(hardware), Implementation.of(implementation)
     spread = FixedLayout.parse(layout) if isinstance(layout, str) else layout
-    if isinstance(implementation, str):
-        implementation = Implementation.named(implementation)
+    of_kind("layout of a forecast", spread, FixedLayout)
     parts = spread.stages * spread.virtual_stages
     if model.layers % parts or model.kv_heads % spread.tensor or model.ffn % spread.tensor:
         got = f"{spread} for {counted(model.layers, 'layer')} of {model.kv_heads} key-value heads"
         raise CostError(
             "layout of a forecast", got=got, wanted="as many layers and heads in every part"
         )
+    if spread.virtual_stages > 1 and accumulation % spread.stages:
+        wanted = f"a multiple of {spread.stages}, the stages that take turns"
+        raise CostError("accumulation of virtual stages", got=accumulation, wanted=wanted)
     step = _Step(
         model=model,
         hardware=known,
@@ -214,9 +221,15 @@ def forecast(
         memory_bytes=device.memory_bytes if memory_bytes is None else memory_bytes,
         kept_free_bytes=0,
     )
-    batch = [sequence_tokens] * (spread.data * accumulation * local_batch)
+    tokens = sequence_tokens * spread.data * accumulation * local_batch
+    rates = Rates(
+        tokens=tokens,
+        seconds=step.seconds(),
+        model_flops=tokens * model.flops_per_token(sequence_tokens),
+        assumed=assumed,
+    )
     return Forecast(
-        rates=Rates.of(batch, step.seconds(), model, assumed),
+        rates=rates,
         memory=step.memory(),
         layout=str(spread),
     )

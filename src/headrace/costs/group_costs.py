@@ -11,13 +11,13 @@ costs whatever it holds. Groups exist for the sizes that have a kappa, powers of
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from headrace.costs.saving import load_costs
 from headrace.errors import CostError, did_you_mean
 
 __all__ = ["GroupCosts"]
@@ -115,21 +115,10 @@ class GroupCosts:
         )
 
     @classmethod
-    def load(cls, path: Path) -> GroupCosts:
+    def load(cls, path: str | Path) -> GroupCosts:
         """Read a file of kind ``groups``. Raises CostError, naming the file, when it cannot be read
         or its value is malformed."""
-        try:
-            value = json.loads(path.read_text())
-        except OSError as error:
-            raise CostError(f"costs {path}", got=error.strerror, wanted="a readable file")
-        except ValueError as error:
-            raise CostError(f"costs {path}", got=f"no JSON ({error})", wanted="costs of groups")
-        try:
-            return cls.from_json(value)
-        except CostError as error:
-            raise CostError(
-                f"costs {path}: {error.what}", got=error.got, wanted=error.wanted, hint=error.hint
-            )
+        return load_costs(path, cls.from_json)
 
 
 def _whole(value: object) -> bool:

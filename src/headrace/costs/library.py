@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from headrace.costs.cost_model import CostModel
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
+from headrace.costs.saving import load_costs
 from headrace.costs.sources.roofline import roofline_costs
 from headrace.errors import CostError, did_you_mean
 from headrace.spec.architecture import Architecture
@@ -23,7 +24,7 @@ _PUBLISHED = files("headrace.costs") / "published"
 
 
 def roofline(
-    model: Architecture,
+    model: Architecture | str,
     hardware: Hardware | str,
     *,
     devices: int,
@@ -35,7 +36,7 @@ def roofline(
     """Costs of a model on hardware that is not at hand, by data sheets and formulas.
 
     Args:
-        model: The model.
+        model: The model, or the name of a preset.
         hardware: ``DEVICE[+INSIDE][+ACROSS]``, such as ``"h100"`` or ``"a100-80g+pcie4"``: a
             device, its link inside a node and its link across nodes; or such hardware as a value.
         devices: How many devices there are.
@@ -50,8 +51,9 @@ def roofline(
         The costs, to plan and simulate with.
 
     Raises:
-        SpecError: For hardware or kernels that are not known.
-        CostError: For a dtype without formulas.
+        SpecError: For a model, hardware or kernels that are not known, and for devices or bytes
+            that are no counts.
+        CostError: For a dtype without formulas, and for a margin outside of 0 to 1.
 
     Example:
         >>> model = hr.Architecture.preset("llama-8b")
@@ -61,18 +63,16 @@ def roofline(
     """
     if dtype not in _ELEMENT_BYTES:
         raise CostError("dtype", got=repr(dtype), wanted=f"one of {', '.join(_ELEMENT_BYTES)}")
-    known = Hardware.parse(hardware) if isinstance(hardware, str) else hardware
+    known = Hardware.of(hardware)
     kind = "cpu" if known.device.is_cpu else known.device.name
     margin = memory_margin_of(kind) if memory_margin is None else memory_margin
-    if isinstance(implementation, str):
-        implementation = Implementation.named(implementation)
     return roofline_costs(
         known,
         devices,
-        model,
+        Architecture.of(model),
         element_bytes=_ELEMENT_BYTES[dtype],
         memory_bytes=memory_bytes,
-        implementation=implementation,
+        implementation=Implementation.of(implementation),
     ).replace(memory_margin=margin)
 
 
@@ -102,13 +102,7 @@ def load(path: str | Path) -> CostModel | PipelineCosts | GroupCosts:
     Raises:
         CostError: When the file cannot be read or is malformed.
     """
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CostError(f"costs {path}", got=error.strerror, wanted="a readable file")
-    except (ValueError, RecursionError) as error:
-        raise CostError(f"costs {path}", got=f"no JSON ({error})")
-    return _costs(value)
+    return load_costs(path, _costs)
 
 
 def published(name: str) -> PipelineCosts | GroupCosts:

@@ -8,7 +8,6 @@ stages that works on micro-batches j takes sum_j t_j + (P - 1) max_j t_j.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from headrace.costs.saving import load_costs
 from headrace.errors import CostError, HeadraceError
 from headrace.spec.strategy import Scheme
 
@@ -241,15 +241,9 @@ class PipelineCosts:
         )
 
     @classmethod
-    def load(cls, path: Path) -> PipelineCosts:
+    def load(cls, path: str | Path) -> PipelineCosts:
         """Read a file. Raises CostError as :meth:`from_json`, or when it cannot be read."""
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CostError(f"costs {path}", got=error.strerror, wanted="a readable file")
-        except (ValueError, RecursionError) as error:
-            raise CostError(f"costs {path}", got=f"no JSON ({error})")
-        return cls.from_json(value)
+        return load_costs(path, cls.from_json)
 
 
 def _with_context_parallel(costs: PipelineCosts, context: Any) -> PipelineCosts:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace.spec.architecture import Architecture
-from headrace.units import bytes_text, percent_text
+from headrace.units import bytes_text, percent_text, rate_text
 
 __all__ = ["Assumed", "Rates"]
 
@@ -19,7 +19,9 @@ class Assumed:
     Attributes:
         devices: How many there are.
         hardware: Devices and links, or what the costs were measured on.
-        implementation: The kernels that run; ``measured`` where costs were measured.
+        implementation: The kernels that run; ``measured`` where costs were measured, ``made-up``
+            where they are of a made-up device, ``modelled`` where they are a roofline of hardware
+            that the configuration does not name.
         precision: Type of activations and working weights, by torch's name.
         optimizer: Whose states are held.
         peak_flops_per_s: Of one device in this precision; None where no data sheet is known.
@@ -93,7 +95,7 @@ class Rates:
 
     def __str__(self) -> str:
         """Tokens a second for a device, and the share of its peak where that is known."""
-        text = f"{self.tokens_per_s:,.0f} tokens/s a device"
+        text = f"{rate_text(self.tokens_per_s)} tokens/s a device"
         if self.mfu is not None and self.assumed.peak_flops_per_s is not None:
             peak = f"{self.assumed.peak_flops_per_s / 1e12:.3g} TFLOP/s"
             text += f", MFU {percent_text(self.mfu)} (causal FLOPs of {peak})"

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import ConfigError
+from headrace.spec.given import shown
 
 __all__ = ["Bins", "Counted", "Distribution", "LogNormal", "Mixture", "Resampled"]
 
@@ -20,13 +21,27 @@ def _text(number: float) -> str:
     return str(int(number)) if number == int(number) else repr(float(number))
 
 
-def _check_finite(kind: str, law: object, *names: str) -> None:
-    """Raise ConfigError where a field of a distribution, or an entry of one, is NaN or infinite."""
+_MOST_TOKENS = 2**53
+"""Most tokens of a length, as lengths are drawn as floats: these hold no larger whole numbers
+exactly."""
+
+_MOST_SPREAD = 1000.0
+"""Largest sigma, and 1 / alpha, of a log-normal law: larger ones overflow when lengths are drawn,
+and draw little else than its least and its longest length."""
+
+
+def _check_finite(kind: str, law: object, *names: str, most: float = np.inf) -> None:
+    """Raise ConfigError where a field of a distribution, the sum of its entries or an entry is NaN,
+    infinite or more than ``most``."""
     for name in names:
-        numbers = np.asarray(getattr(law, name), dtype=np.float64).ravel()
-        if not np.isfinite(numbers).all():
-            got = f"{name} with {numbers[~np.isfinite(numbers)][0]}"
-            raise ConfigError(kind, got=got, wanted="finite numbers")
+        numbers = np.asarray(getattr(law, name), dtype=object).ravel()
+        with np.errstate(over="ignore"):
+            wrong = [n for n in numbers.tolist() if not n <= most or not abs(n) < np.inf]
+            finite = wrong or np.isfinite(numbers.astype(np.float64).sum())
+        if wrong or not finite:
+            got = f"{name} with {shown(wrong[0])}" if wrong else f"{name} whose sum is infinite"
+            limit = f" of at most {most:,}" if most < np.inf else ""
+            raise ConfigError(kind, got=got, wanted=f"finite numbers{limit}")
 
 
 class Distribution(Protocol):
@@ -59,7 +74,8 @@ class LogNormal:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for lengths and shape parameters out of range."""
-        _check_finite("lognormal", self, "median", "sigma", "min", "max", "tail", "alpha")
+        _check_finite("lognormal", self, "median", "sigma", "tail", "alpha")
+        _check_finite("lognormal", self, "min", "max", most=_MOST_TOKENS)
         if not 1 <= self.min <= self.max:
             raise ConfigError(
                 "lognormal", got=f"min {self.min}, max {self.max}", wanted="min <= max"
@@ -68,6 +84,9 @@ class LogNormal:
             raise ConfigError(
                 "lognormal", got=str(self), wanted="median >= 1, sigma >= 0, alpha > 0, tail < 1"
             )
+        if max(self.sigma, 1 / self.alpha) > _MOST_SPREAD:
+            wanted = f"sigma <= {_MOST_SPREAD:g}, alpha >= {1 / _MOST_SPREAD:g}"
+            raise ConfigError("lognormal", got=str(self), wanted=wanted)
 
     @property
     def longest(self) -> int:
@@ -77,7 +96,7 @@ class LogNormal:
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
         """Draw ``count`` lengths in tokens, an array [count]."""
         logs = np.log(self.median) + self.sigma * generator.standard_normal(count)
-        if self.tail:
+        if 1 - self.tail < 1:  # a smaller share is never drawn
             # A Pareto law is exponential in the logarithm, so lengths beyond the quantile where the
             # tail begins are replaced by that quantile plus an exponential.
             begin = np.log(self.median) + self.sigma * NormalDist().inv_cdf(1 - self.tail)
@@ -104,7 +123,8 @@ class Bins:
 
     def __post_init__(self) -> None:
         """Raise ConfigError unless edges rise and there is a share for each bin between them."""
-        _check_finite("bins", self, "edges", "shares")
+        _check_finite("bins", self, "edges", most=_MOST_TOKENS)
+        _check_finite("bins", self, "shares")
         rising = all(a < b for a, b in zip(self.edges, self.edges[1:], strict=False))
         if len(self.edges) != len(self.shares) + 1 or not rising or self.edges[0] < 1:
             wanted = "rising edges >= 1, one more than shares"
@@ -137,7 +157,7 @@ class Resampled:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for no lengths, and for one that is not a finite number >= 1."""
-        _check_finite("list of lengths", self, "lengths")
+        _check_finite("list of lengths", self, "lengths", most=_MOST_TOKENS)
         if not self.lengths or min(self.lengths) < 1:
             raise ConfigError("list of lengths", got=self.lengths[:8], wanted="lengths >= 1")
 
@@ -165,7 +185,8 @@ class Counted:
 
     def __post_init__(self) -> None:
         """Raise ConfigError unless there is a count for each length, and one is above zero."""
-        _check_finite("counted", self, "lengths", "counts")
+        _check_finite("counted", self, "lengths", most=_MOST_TOKENS)
+        _check_finite("counted", self, "counts")
         if len(self.lengths) != len(self.counts) or not self.lengths or min(self.lengths) < 1:
             raise ConfigError("counted", got=str(self), wanted="a count for each length >= 1")
         if min(self.counts) < 0 or sum(self.counts) <= 0:

@@ -28,12 +28,11 @@ import numpy as np
 from headrace.data.distributions import Bins, Counted, Distribution, LogNormal, Mixture, Resampled
 from headrace.data.length_files import read_lengths
 from headrace.errors import ConfigError, HeadraceError, did_you_mean
-from headrace.spec.lengths import Lengths
-from headrace.units import parse_count
+from headrace.spec.given import of_kind, whole
+from headrace.spec.lengths import MOST_SEQUENCES, Lengths
+from headrace.units import counted, parse_count
 
 __all__ = ["PRESETS", "draw_batches", "parse_distribution"]
-
-_MOST_SEQUENCES = 2_000_000
 
 _SORTED = 1 << 16
 """Lengths that are drawn and sorted to know the shortest ones of a distribution."""
@@ -83,7 +82,8 @@ def parse_distribution(text: str) -> Distribution:
 
     Raises ConfigError for a malformed text, DataError for a file that holds no lengths.
     """
-    parts = [part.strip() for part in re.split(r"\s\+\s", text.strip())]
+    given = of_kind("lengths", text, str, error=ConfigError)
+    parts = [part.strip() for part in re.split(r"\s\+\s", given.strip())]
     weighted = [re.fullmatch(r"([0-9.]+)\*(.+)", part) for part in parts]
     if not any(weighted):
         if len(parts) > 1:
@@ -114,7 +114,12 @@ def _options(kind: str, text: str, known: tuple[str, ...], needed: int) -> dict[
     for a name that is not ``known``, and unless the first ``needed`` of the known names are
     there."""
     pairs = [pair.partition("=") for pair in text.split(",")]
-    options = {name.strip(): value.strip() for name, _, value in pairs}
+    options: dict[str, str] = {}
+    for name, _, value in pairs:
+        if name.strip() in options:
+            got = f"{name.strip()} twice"
+            raise ConfigError(f"{kind} lengths", got=got, wanted="each option once")
+        options[name.strip()] = value.strip()
     for name in options:
         if name not in known:
             hint = did_you_mean(name, known) or f"known are {', '.join(known)}"
@@ -261,18 +266,16 @@ def draw_batches(
     below one, another seed, or more than two million sequences in all, as a digit too many would
     take all memory, or for ever.
     """
-    if not 0 <= seed < 1 << 64:
-        raise ConfigError("seed", got=seed, wanted="0 <= seed < 2^64")
+    seed = whole("seed", seed, most=2**64 - 1, error=ConfigError)
     if (batch_tokens is None) == (batch_sequences is None):
         got = "neither" if batch_tokens is None else "both"
         raise ConfigError("tokens and sequences of a batch", got=got, wanted="one of them")
-    size, unit = batch_sequences or 0, "sequences"
+    size, unit = batch_sequences, "sequence"
     if batch_tokens is not None:
-        size, unit = batch_tokens, "tokens"
-    budget = f"{size:,} {unit}"
-    if size < 1 or batches < 1:
-        got = f"{batches} batches of {budget}"
-        raise ConfigError("batches to draw", got=got, wanted="at least 1 of 1")
+        size, unit = batch_tokens, "token"
+    size = whole(f"{unit}s of a batch", size, least=1, error=ConfigError)
+    batches = whole("batches to draw", batches, least=1, error=ConfigError)
+    budget = counted(size, unit)
     draws = _Draws(distribution, seed, curriculum_steps)
     drawn: list[Lengths] = []
     first = 0  # the id of the first sequence of the batch
@@ -288,10 +291,10 @@ def draw_batches(
                 break
             batch.append(length)
             tokens += length
-            if first + len(batch) > _MOST_SEQUENCES:
+            if first + len(batch) > MOST_SEQUENCES:
                 raise ConfigError(
                     f"lengths of {batches:,} batches of {budget}",
-                    got=f"more than {_MOST_SEQUENCES:,} sequences",
+                    got=f"more than {MOST_SEQUENCES:,} sequences",
                     wanted="fewer",
                     hint="draw fewer batches, smaller ones, or longer sequences",
                 )

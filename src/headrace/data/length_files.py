@@ -19,7 +19,6 @@ that is so where every bin begins one token after the one before has ended. Coun
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +29,8 @@ from typing import Any
 
 from headrace.data.distributions import Bins, Counted, Distribution, Resampled
 from headrace.errors import ConfigError, DataError, SpecError, did_you_mean, shortened
-from headrace.units import parse_count
+from headrace.spec.given import parse_json
+from headrace.units import counted, parse_count
 
 __all__ = ["read_lengths"]
 
@@ -42,6 +42,10 @@ _TABLES: tuple[tuple[str, ...], ...] = (
 """The columns of each kind of table."""
 
 _WANTED = "a line of names before the numbers: " + "; or ".join(map(",".join, _TABLES))
+
+
+_WHOLE = re.compile(r"[+-]?\d{1,30}")
+"""A whole number that is no longer than any length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +74,10 @@ def read_lengths(path: Path) -> Distribution:
     what = f"lengths of {path}"
     try:
         content = path.expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # such as a NUL, or ~ of nobody
         raise DataError(what, got=str(error), wanted="a text file of lengths")
+    if not content.strip():
+        raise DataError(what, got="an empty file", wanted="lengths")
     first = content.lstrip()[:1]
     try:
         if first in ("[", "{"):
@@ -92,7 +98,7 @@ def _of_numbers(what: str, content: str, suffix: str) -> Resampled:
         raise DataError(f"{what}, line 1", got=got, wanted=_WANTED)
     words = re.split(r"[\s,]+", content.strip())
     for word in words:
-        if not word.lstrip("+-").isdecimal():
+        if not _WHOLE.fullmatch(word):
             raise DataError(what, got=shortened(word), wanted="a list of whole numbers")
     return Resampled(lengths=tuple(map(int, words)))
 
@@ -101,7 +107,7 @@ def _of_json(what: str, content: str) -> Distribution:
     """The lengths in a JSON list, or the distribution of an object's histogram. Raises DataError,
     about ``what``, for other JSON."""
     try:
-        value: Any = json.loads(content)
+        value: Any = parse_json(content)
     except ValueError as error:
         raise DataError(what, got=f"no JSON ({error})", wanted="JSON")
     if isinstance(value, list):
@@ -161,11 +167,14 @@ def _of_table(what: str, content: str) -> Distribution:
     head = next(line for line in lines if line.strip())
     delimiter = next((mark for mark in "\t;" if mark in head), ",")
     reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True)
-    rows = [
-        (f"{what}, line {reader.line_num}", [cell.strip() for cell in row])
-        for row in reader
-        if any(cell.strip() for cell in row)
-    ]
+    try:
+        rows = [
+            (f"{what}, line {reader.line_num}", [cell.strip() for cell in row])
+            for row in reader
+            if any(cell.strip() for cell in row)
+        ]
+    except csv.Error as error:  # such as a cell that is too long
+        raise DataError(f"{what}, line {reader.line_num}", got=str(error), wanted=_WANTED)
     (place, head_cells), *rows = rows
     names = tuple(cell.lower() for cell in head_cells)
     if names not in _TABLES:
@@ -176,7 +185,7 @@ def _of_table(what: str, content: str) -> Distribution:
         raise DataError(what, got="names alone", wanted="a line of numbers")
     for place, row in rows:
         if len(row) != len(names):
-            got, wanted = f"{len(row)} cells", f"{len(names)}: {','.join(names)}"
+            got, wanted = counted(len(row), "cell"), f"{len(names)}: {','.join(names)}"
             raise DataError(place, got=got, wanted=wanted)
     if names == ("length",):
         return Resampled(lengths=tuple(_length(place, row[0]) for place, row in rows))
@@ -248,7 +257,7 @@ def _number(place: str, given: Any) -> float:
             number = float(parse_count(given))
         except SpecError:
             number = float("nan")
-    except TypeError:
+    except (TypeError, OverflowError):
         number = float("nan")
     if not isfinite(number):
         raise DataError(place, got=repr(given), wanted="a finite number of tokens")
@@ -267,7 +276,7 @@ def _count(place: str, given: Any) -> float:
     """A finite count or share >= 0; raises DataError for anything else."""
     try:
         number = -1.0 if isinstance(given, bool) else float(given)  # -1 is refused below
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = -1.0
     if not 0 <= number < float("inf"):
         raise DataError(place, got=repr(given), wanted="a count >= 0")

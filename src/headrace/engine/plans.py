@@ -18,7 +18,7 @@ from headrace.costs.fingerprint import is_of_hybrid
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import ConfigError, InfeasiblePlan, SpecError
-from headrace.planning import Generator, Problem
+from headrace.planning import Generator, Problem, Role
 from headrace.planning import plan as plan_batch
 from headrace.planning.clock import published_timeline
 from headrace.report.plan_drawing import draw_plan_file
@@ -26,6 +26,7 @@ from headrace.simulator import draw as timeline_text
 from headrace.simulator import peak_bytes as _peak_bytes
 from headrace.simulator import simulate as run_programs
 from headrace.spec.checker import check_world
+from headrace.spec.given import of_kind, path_of, whole
 from headrace.spec.known_methods import SINGLE_RANK
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
@@ -53,6 +54,8 @@ __all__ = [
 
 PlanningCosts = CostModel | PipelineCosts | GroupCosts | Problem
 """Inputs that a plan can be made from: costs, or a problem that restricts the choices."""
+
+_GENERATORS = "generators are values such as hr.planning.Nested(), not names"
 
 _recent: deque[Problem] = deque(maxlen=4)
 """Problems made for the costs used last, kept so that schemes are not priced for every batch."""
@@ -85,8 +88,8 @@ def plan(
 
     Raises:
         InfeasiblePlan: When a sequence fits nowhere; it says by how much and what would help.
-        SpecError: For published costs without a problem, for no lengths, and for a planner or
-            generators that are not for such costs.
+        SpecError: For published costs without a problem, for no lengths, for a planner or
+            generators that are not for such costs, and for a seed that is no whole number >= 0.
 
     Example:
         >>> model = hr.Architecture.preset("llama-tiny")
@@ -98,7 +101,12 @@ def plan(
     from headrace.planners import PLANNERS
 
     problem = problem_of(costs)
-    chosen = PLANNERS[problem.planner] if generators is None else generators
+    seed = whole("seed", seed)
+    if previous is not None:
+        of_kind("previous plan", previous, Plan)
+    chosen = PLANNERS[problem.planner] if generators is None else tuple(generators)
+    for generator in chosen:
+        of_kind("role of a generator", getattr(generator, "role", None), Role, hint=_GENERATORS)
     batch = _as_lengths(lengths)
     found = plan_batch(problem, batch, seed=seed, previous=previous, generators=chosen)
     return _with_clock(found, problem)
@@ -203,7 +211,7 @@ def draw(
             hint="hr.draw(plan, path, hr.simulate(plan, costs))",
         )
     _require_own(what, shown)
-    return draw_plan_file(what, shown, Path(path))
+    return draw_plan_file(what, shown, path_of("picture of a plan", path))
 
 
 def _require_own(plan: Plan, timeline: Timeline) -> None:

@@ -38,6 +38,14 @@ __all__ = [
 ]
 
 
+_NOT_MEASURED = {
+    "source=synthetic": "made-up",
+    "source=roofline": "modelled",
+    "source=rehearsal": "modelled",
+}
+"""What kernels are called whose costs have this fact in their fingerprint."""
+
+
 @runtime_checkable
 class PricedSampler(Protocol):
     """A sampler for which costs and ranks decide what a batch holds."""
@@ -157,10 +165,11 @@ def assumed_by(config: Config, costs: CostModel, *, precision: str | None = None
     ``precision`` takes the place of the type that the configuration plans with."""
     options, cluster = config.devices, costs.cluster
     precision = precision or options.planned_dtype
-    hardware, kernels, peak = cluster.device, "measured", None
+    hardware, peak = cluster.device, None
+    of_source = (kind for word, kind in _NOT_MEASURED.items() if word in costs.fingerprint)
+    kernels = next(of_source, "measured")
     # Whether seconds are from a model of the hardware that the configuration names.
-    modelled = any(f"source={s}" in costs.fingerprint for s in ("roofline", "rehearsal"))
-    if options.hardware is not None and modelled:
+    if options.hardware is not None and kernels == "modelled":
         device = Hardware.parse(options.hardware).device
         hardware, kernels = options.hardware, options.implementation
         peak = device.flops_per_s.get(precision)

@@ -123,7 +123,7 @@ def _busiest(best: Candidate) -> str:
     return (
         f"the busiest pipeline is a {table.schemes[k]}: {counted(len(members), 'sequence')} in "
         f"{micro_batches:,} micro-batch{'es' if micro_batches != 1 else ''}, the longest of "
-        f"{table.tokens[min(members)]:,} tokens"
+        f"{counted(table.tokens[min(members)], 'token')}"
     )
 
 
@@ -243,7 +243,9 @@ def _recomputed(plan: Plan) -> str:
 def _idle(plan: Plan) -> str | None:
     """A sentence on how many ranks have no work; None where all have some."""
     idle = plan.devices - len({rank for p in plan.pipelines for rank in p.ranks})
-    return f"{idle} of {counted(plan.devices, 'rank')} are idle" if idle else None
+    if not idle:
+        return None
+    return f"{idle} of {counted(plan.devices, 'rank')} {'is' if idle == 1 else 'are'} idle"
 
 
 def _exposed(problem: Problem, best: Candidate) -> str | None:
@@ -283,7 +285,7 @@ def require_lockstep(problem: Problem, longest: int, index: int) -> None:
     if holds < longest:
         raise InfeasiblePlan(
             f"{_name(index, longest)} does not fit",
-            got=f"{longest:,} tokens",
+            got=counted(longest, "token"),
             wanted=f"at most {holds:,} on any group in lockstep",
             hint=f"a context of at most {holds:,} tokens" if holds else "more devices",
         )
@@ -318,7 +320,7 @@ def _require_positions(problem: Problem, longest: int, index: int) -> None:
 
 def _name(index: int, longest: int) -> str:
     """What errors call sequence ``index`` of ``longest`` tokens."""
-    return f"sequence {index} of {longest:,} tokens"
+    return f"sequence {index} of {counted(longest, 'token')}"
 
 
 def _most_tokens(problem: Problem, schemes: Iterable[Scheme]) -> int:

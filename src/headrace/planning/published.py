@@ -17,6 +17,7 @@ from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import CostError, InfeasiblePlan
 from headrace.planning.priced import Frontier, PricedScheme
 from headrace.spec import Scheme
+from headrace.units import counted
 
 __all__ = ["priced", "require_held"]
 
@@ -78,7 +79,7 @@ def _pipelines(costs: PipelineCosts, devices: int) -> tuple[PricedScheme, ...]:
             got=devices,
             wanted="a scheme with room for tokens",
             hint=f"{closest.name} takes {closest.scheme.devices} and holds "
-            f"{max(0, cap_of[closest.name])} tokens",
+            f"{counted(max(0, cap_of[closest.name]), 'token')}",
         )
     return schemes
 
@@ -102,14 +103,15 @@ def require_held(
         if enough_devices is None:
             hint = f"it takes {needed_devices} devices, and groups of so many have no costs"
         raise InfeasiblePlan(
-            f"sequence {index} of {longest:,} tokens",
-            wanted=f"at most {roomiest.most_tokens:,} tokens on {devices} devices "
+            f"sequence {index} of {counted(longest, 'token')}",
+            wanted=f"at most {counted(roomiest.most_tokens, 'token')} on "
+            f"{counted(devices, 'device')} "
             f"({costs.cap_tokens:,} per device)",
             hint=hint,
         )
     raise InfeasiblePlan(
         f"sequence {index} fits no scheme",
-        got=f"{longest:,} tokens",
+        got=counted(longest, "token"),
         wanted=f"at most {roomiest.most_tokens:,}",
-        hint=f"{roomiest} on {devices} devices holds the most",
+        hint=f"{roomiest} on {counted(devices, 'device')} holds the most",
     )

@@ -24,6 +24,7 @@ from headrace.report.records import CorpusStatistics
 from headrace.report.run_reader import length_bin
 from headrace.report.run_summary import known, share_text
 from headrace.spec.comparison import HEADINGS, Comparison
+from headrace.spec.given import require_place
 from headrace.units import count_text, counted, seconds_text
 
 __all__ = ["require_page", "write_comparison"]
@@ -35,12 +36,7 @@ def require_page(path: Path) -> None:
     """Raise ConfigError where no page can be written."""
     if path.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"--page {path}", got=f"ending {path.suffix!r}", wanted=".html")
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(
-            f"--page {path}",
-            got="a folder" if path.is_dir() else "no such folder",
-            wanted="a file in a folder that is there",
-        )
+    require_place(f"--page {path}", path, error=ConfigError)
 
 
 def write_comparison(

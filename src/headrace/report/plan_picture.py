@@ -12,6 +12,7 @@ import vl_convert as vl
 from headrace.errors import ConfigError
 from headrace.report.charts.theme import FULL, KINDS, Drawing, data, log_axis, second_unit, styled
 from headrace.report.plan_bars import PlanBars
+from headrace.spec import given
 from headrace.units import percent_text, seconds_text
 
 __all__ = ["FORMATS", "draw_plan", "require_place", "write_plan_picture"]
@@ -111,12 +112,7 @@ def require_place(path: Path) -> None:
         raise ConfigError(
             f"picture {path}", got=f"ending {path.suffix!r}", wanted=", ".join(FORMATS)
         )
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(
-            f"picture {path}",
-            got="a folder" if path.is_dir() else "no such folder",
-            wanted="a file in a folder that is there",
-        )
+    given.require_place(f"picture {path}", path, error=ConfigError)
 
 
 def write_plan_picture(plan: PlanBars, title: str, path: Path) -> None:

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, Literal
 
 from headrace.errors import SpecError, did_you_mean
+from headrace.spec.given import of_kind
 from headrace.spec.model_shape import ModelShape
 
 __all__ = [
@@ -247,6 +248,21 @@ class Architecture:
             hint = did_you_mean(name, PRESETS) or f"known are {', '.join(PRESETS)}"
             raise SpecError("architecture", got=repr(name), hint=hint)
         return replace(PRESETS[name], **changes)
+
+    @classmethod
+    def of(cls, value: Architecture | str) -> Architecture:
+        """A model by its name, or as it is.
+
+        Args:
+            value: A name of :meth:`preset`, or an architecture.
+
+        Returns:
+            The architecture.
+
+        Raises:
+            SpecError: For a name that is not known, and for anything else.
+        """
+        return cls.preset(value) if isinstance(value, str) else of_kind("model", value, cls)
 
     def __str__(self) -> str:
         return (

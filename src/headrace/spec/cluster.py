@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace.errors import SpecError
+from headrace.spec.given import whole
 from headrace.units import bytes_text
 
-__all__ = ["Cluster"]
+__all__ = ["MOST_DEVICES", "Cluster"]
+
+MOST_DEVICES = 1_000_000
+"""The most devices that anything is planned or forecast for; plans of more would take for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +25,7 @@ class Cluster:
         device: What they are called, such as ``cpu`` or ``h100``.
 
     Raises:
-        SpecError: For fewer than one device or one byte.
+        SpecError: For fewer than one device or one byte, and for more than a million devices.
     """
 
     devices: int
@@ -30,11 +33,11 @@ class Cluster:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.devices < math.inf:  # neither holds for NaN
-            raise SpecError("devices of a cluster", got=self.devices, wanted=">= 1, and finite")
-        if not 1 <= self.memory_bytes < math.inf:
-            got, wanted = self.memory_bytes, ">= 1 byte, and finite"
-            raise SpecError("memory of a device", got=got, wanted=wanted)
+        """Make ints of whole numbers of any kind; raises SpecError for other values."""
+        devices = whole("devices of a cluster", self.devices, least=1, most=MOST_DEVICES)
+        memory_bytes = whole("memory of a device", self.memory_bytes, least=1)
+        object.__setattr__(self, "devices", devices)
+        object.__setattr__(self, "memory_bytes", memory_bytes)
 
     def __str__(self) -> str:
         return f"{self.devices} x {self.device} with {bytes_text(self.memory_bytes)}"

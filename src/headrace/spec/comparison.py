@@ -8,7 +8,7 @@ from typing import Any
 from headrace.errors import SpecError, did_you_mean
 from headrace.spec.lengths import Lengths
 from headrace.spec.plan import Plan
-from headrace.units import counted, percent_text, seconds_text
+from headrace.units import counted, percent_text, rate_text, seconds_text
 
 __all__ = ["HEADINGS", "Comparison", "PlannedBatch", "PlannerResult", "Ratios"]
 
@@ -259,7 +259,7 @@ class Comparison:
         return (
             name,
             seconds_text(mean_s),
-            f"{rate:,.0f}",
+            rate_text(rate),
             "-" if idle is None else percent_text(idle),
             f"{ratios.mean:.3f}",
             f"{ratios.least:.3f}-{ratios.most:.3f}",

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, fields
 
 from headrace.errors import SpecError
+from headrace.spec.cluster import MOST_DEVICES
+from headrace.spec.given import whole
 
 __all__ = ["FixedLayout"]
 
@@ -21,7 +23,7 @@ _WORDS = {
     "pp": "stages",
     "vp": "virtual_stages",
 }
-_PART = re.compile(r"([a-z]+[123]?)[ =-]?([1-9][0-9]*)")
+_PART = re.compile(r"([a-z]+[123]?)[ =-]?([1-9][0-9]{0,18})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +48,8 @@ class FixedLayout:
             (``VP``).
 
     Raises:
-        SpecError: For sizes below one, for more than one of ``ZERO1``, ``ZERO2`` and ``FSDP``, and
-            for ``VP`` without ``PP``.
+        SpecError: For sizes below one, for more than a million devices, for more than one of
+            ``ZERO1``, ``ZERO2`` and ``FSDP``, and for ``VP`` without ``PP``.
     """
 
     replicas: int = 1
@@ -62,8 +64,9 @@ class FixedLayout:
     def __post_init__(self) -> None:
         """Raise SpecError for sizes below one and for parts that exclude or need each other."""
         for part in fields(self):
-            if (size := getattr(self, part.name)) < 1:
-                raise SpecError(f"{part.name} of a layout", got=size, wanted=">= 1")
+            size = getattr(self, part.name)
+            whole(f"{part.name} of a layout", size, least=1, most=MOST_DEVICES)
+        whole("devices of a layout", self.devices, least=1, most=MOST_DEVICES)
         if sum(size > 1 for size in (self.states, self.gradients, self.shards)) > 1:
             raise SpecError(
                 "layout",

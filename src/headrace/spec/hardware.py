@@ -6,13 +6,12 @@ Ranks of one node reach each other over the link ``inside``, groups that span no
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.errors import SpecError, did_you_mean
+from headrace.spec.given import of_kind, read_json
 from headrace.units import GIB, MIB
 
 __all__ = [
@@ -455,6 +454,12 @@ class Hardware:
         return sizes if len(sizes) > 1 else None
 
     @classmethod
+    def of(cls, value: Hardware | str) -> Hardware:
+        """Hardware of its text, or as it is. Raises SpecError for a name that is no preset, and for
+        anything else."""
+        return cls.parse(value) if isinstance(value, str) else of_kind("hardware", value, cls)
+
+    @classmethod
     def parse(cls, text: str) -> Hardware:
         """The inverse of ``str``. Raises SpecError for a name that is no preset."""
         names = [name.strip() for name in text.strip().split("+")]
@@ -488,13 +493,7 @@ MEASURED = "measured:"
 def _device_of_file(name: str) -> Device:
     """The measured device of ``name``, which is ``measured:FILE``, and is the device's name too.
     Raises SpecError for a file that cannot be read or is malformed."""
-    path = Path(name.removeprefix(MEASURED))
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SpecError(f"hardware {name}", got=error.strerror, wanted="a readable file")
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"hardware {name}", got=f"no JSON ({error})")
+    value = read_json(name.removeprefix(MEASURED), f"hardware {name}")
     return replace(Device.from_json(value), name=name)
 
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from headrace.errors import SpecError, did_you_mean
+from headrace.spec.given import of_kind
 from headrace.spec.hardware import Device
 
 __all__ = ["DEFAULT_IMPLEMENTATION", "Efficiency", "IMPLEMENTATIONS", "Implementation"]
@@ -104,6 +105,21 @@ class Implementation:
             hint = did_you_mean(name, IMPLEMENTATIONS) or f"known are {', '.join(IMPLEMENTATIONS)}"
             raise SpecError("implementation", got=repr(name), hint=hint)
         return IMPLEMENTATIONS[name]
+
+    @classmethod
+    def of(cls, value: Implementation | str) -> Implementation:
+        """An implementation of its name, or as it is.
+
+        Args:
+            value: A name, or an implementation.
+
+        Returns:
+            The implementation.
+
+        Raises:
+            SpecError: For a name that is not known, and for anything else.
+        """
+        return cls.named(value) if isinstance(value, str) else of_kind("implementation", value, cls)
 
     def on_device(self, device: Device) -> Efficiency:
         """What the implementation attains on a device.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -9,16 +10,20 @@ from numbers import Integral
 from typing import Any
 
 from headrace.errors import SpecError
+from headrace.spec.given import MOST_WHOLE, of_kind, shown
 
-__all__ = ["Lengths"]
+__all__ = ["MOST_SEQUENCES", "Lengths"]
 
-_MOST = 2**63 - 1
-"""Most tokens of a sequence, as arrays of 64 bits hold them."""
+MOST_SEQUENCES = 2_000_000
+"""The most sequences that a text stands for: a digit too many would take all memory."""
+
+_WORD = re.compile(r"(\d{1,30})(?:x(\d{1,30}))?")
+"""A length, or a length and a count; longer ones are no numbers of 64 bits."""
 
 
 def _no_length(i: int, got: object) -> SpecError:
     """The error for what is given as the length of sequence ``i`` and is none."""
-    return SpecError(f"length of sequence {i}", got=repr(got), wanted="an int >= 1 of 64 bits")
+    return SpecError(f"length of sequence {i}", got=shown(got), wanted="an int >= 1 of 64 bits")
 
 
 def _elements(tokens: Any) -> Iterator[Any]:
@@ -31,7 +36,7 @@ def _elements(tokens: Any) -> Iterator[Any]:
         pass
     raise SpecError(
         "lengths of a batch",
-        got=repr(tokens),
+        got=shown(tokens),
         wanted="a list of the tokens of each sequence",
         hint="hr.Lengths.parse reads a text" if isinstance(tokens, str) else None,
     )
@@ -77,12 +82,16 @@ class Lengths:
         if not self.tokens:
             raise SpecError("lengths of a batch", got="none", wanted="at least one sequence")
         for i, count in enumerate(self.tokens):
-            if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST:
+            if type(count) is not int or not 1 <= count <= MOST_WHOLE:
                 raise _no_length(i, count)
         if not self.ids:
             object.__setattr__(self, "ids", tuple(range(len(self.tokens))))
         if len(self.ids) != len(self.tokens):
             raise SpecError("ids of a batch", got=len(self.ids), wanted=len(self.tokens))
+        for i, number in enumerate(self.ids):
+            if type(number) is not int or abs(number) > MOST_WHOLE:
+                wanted = "a whole number of 64 bits"
+                raise SpecError(f"id of sequence {i}", got=shown(number), wanted=wanted)
 
     @classmethod
     def of(cls, tokens: Iterable[int], ids: Iterable[int] = ()) -> Lengths:
@@ -138,12 +147,15 @@ class Lengths:
             SpecError: For a word that is no length, and for none at all.
         """
         tokens: list[int] = []
-        for word in text.split():
-            length, times, repeat = word.partition("x")
-            repeat = repeat if times else "1"
-            if not length.isdecimal() or not repeat.isdecimal() or int(repeat) < 1:
+        for word in of_kind("lengths", text, str).split():
+            found = _WORD.fullmatch(word)
+            length, count = (int(found[1]), int(found[2] or "1")) if found else (0, 0)
+            if count < 1:
                 raise SpecError("lengths", got=repr(word), wanted="a length or LENGTHxCOUNT")
-            tokens += [int(length)] * int(repeat)
+            if len(tokens) + count > MOST_SEQUENCES:
+                wanted = f"at most {MOST_SEQUENCES:,} sequences"
+                raise SpecError("lengths", got=repr(word), wanted=wanted)
+            tokens += [length] * count
         return cls(tokens=tuple(tokens))
 
     def to_json(self) -> dict[str, list[int]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from headrace.errors import SpecError
+from headrace.spec.given import number, whole
 
 __all__ = ["HEAD_CHUNK_TOKENS", "ModelShape"]
 
@@ -45,16 +46,17 @@ class ModelShape:
         """Compute the elements of the whole model and each bucket's share of them; raises SpecError
         for counts out of range."""
         for name in ("layers", "hidden", "tensor_ranks"):
-            if getattr(self, name) < 1:
-                raise SpecError(f"{name} of a model", got=getattr(self, name), wanted=">= 1")
+            whole(f"{name} of a model", getattr(self, name), least=1)
         for counts in (self.split_elements, self.whole_elements):
-            if len(counts) != self.bucket_count or min(counts) < 0:
+            if len(counts) != self.bucket_count:
                 raise SpecError(
-                    "elements of a model", got=counts, wanted=f"{self.bucket_count} counts >= 0"
+                    "elements of a model", got=counts, wanted=f"{self.bucket_count} counts"
                 )
-        if not 0 <= self.attention_share <= 1:
-            wanted = "0 to 1"
-            raise SpecError("attention's share", got=self.attention_share, wanted=wanted)
+        for count in (*self.split_elements, *self.whole_elements, self.tied_elements):
+            whole("elements of a model", count)
+        if self.longest is not None:
+            whole("longest sequence of a model", self.longest, least=1)
+        number("attention's share", self.attention_share, least=0, most=1)
         counts = [sum(pair) for pair in zip(self.split_elements, self.whole_elements, strict=True)]
         if not sum(counts):
             raise SpecError("elements of a model", got=0, wanted=">= 1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
@@ -14,6 +14,8 @@ from typing import Any, Literal, NoReturn, get_args
 
 from headrace.errors import SpecError
 from headrace.notebook import table_html
+from headrace.spec.cluster import MOST_DEVICES
+from headrace.spec.given import number, of_kind, path_of, read_json, whole
 from headrace.spec.layer_plan import LayerPlan
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
@@ -235,8 +237,8 @@ class Plan:
             is not saved.
 
     Raises:
-        SpecError: When a sequence is missing or doubled, a rank does not exist, or the bound is
-            above the prediction.
+        SpecError: When a sequence is missing or doubled, a rank does not exist, the bound is above
+            the prediction, or a number is none.
     """
 
     lengths: Lengths
@@ -260,7 +262,8 @@ class Plan:
                 raise SpecError(
                     f"{name} of a plan", got=repr(getattr(self, name)), wanted=" or ".join(words)
                 )
-        _check_bound(self)
+        whole("devices of a plan", self.devices, least=1, most=MOST_DEVICES)
+        _check_told(self)
         seen = sorted(chain.from_iterable([micro.sequences for micro in self.micro_batches]))
         if seen != list(range(len(self.lengths))):
             missing = sorted(set(range(len(self.lengths))) - set(seen))
@@ -355,7 +358,7 @@ class Plan:
         made = copy(self)
         for name, value in changes.items():
             object.__setattr__(made, name, value)  # the class is frozen
-        _check_bound(made)
+        _check_told(made)
         return made
 
     def explain(self) -> str:
@@ -442,15 +445,15 @@ class Plan:
                 pipelines=tuple(
                     Pipeline(
                         scheme=Scheme.parse(p["scheme"]),
-                        ranks=tuple(p["ranks"]),
-                        shares=tuple(p.get("shares", ())),
+                        ranks=_wholes("rank", p["ranks"]),
+                        shares=_wholes("layers of a stage", p.get("shares", ())),
                     )
                     for p in value["pipelines"]
                 ),
                 micro_batches=tuple(
                     MicroBatch(
-                        pipeline=m["pipeline"],
-                        sequences=tuple(m["sequences"]),
+                        pipeline=whole("pipeline of a micro-batch", m["pipeline"]),
+                        sequences=_wholes("sequence", m["sequences"]),
                         layers=known[m["layers"]],
                         order=m.get("order", "natural"),  # plans of old had no other
                     )
@@ -462,7 +465,7 @@ class Plan:
                 semantics=value["semantics"],
                 planner=value["planner"],
                 seed=value["seed"],
-                why=tuple(value["why"]),
+                why=tuple(of_kind("reasons of a plan", value["why"], list)),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SpecError("plan", got=f"{type(error).__name__}: {error}", wanted="its JSON form")
@@ -510,8 +513,9 @@ class Plan:
         Raises:
             SpecError: When it cannot be written.
         """
+        place = path_of("file of a plan", path)
         try:
-            Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+            place.write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
         except OSError as error:
             raise SpecError(f"plan {path}", got=error.strerror, wanted="a writable file")
 
@@ -528,13 +532,7 @@ class Plan:
         Raises:
             SpecError: When the file cannot be read or is malformed.
         """
-        try:
-            value = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise SpecError(f"plan {path}", got=error.strerror, wanted="a readable file")
-        except ValueError as error:
-            raise SpecError(f"plan {path}", got=f"no JSON ({error})")
-        return cls.from_json(value)
+        return cls.from_json(read_json(path, f"plan {path}"))
 
     def draw(self, path: str | Path, timeline: Timeline | None = None) -> NoReturn:
         """Renamed: use ``hr.draw(plan, path)``.
@@ -553,14 +551,25 @@ class Plan:
         return table_html(str(self))
 
 
-def _check_bound(plan: Plan) -> None:
-    """Raise SpecError for a lower bound above the predicted seconds, beyond rounding."""
+def _check_told(plan: Plan) -> None:
+    """Raise SpecError for seconds that are none, for a lower bound above the predicted seconds,
+    beyond rounding, and for a seed, a planner or reasons of another kind."""
+    number("predicted seconds of a plan", plan.predicted_s, least=0)
+    number("lower bound of a plan", plan.lower_bound_s, least=0)
+    whole("seed of a plan", plan.seed)
+    for text in (plan.planner, *of_kind("reasons of a plan", plan.why, tuple)):
+        of_kind("planner or reason of a plan", text, str)
     if plan.lower_bound_s > plan.predicted_s * (1 + 1e-9):
         raise SpecError(
             "lower bound of a plan",
             got=f"{plan.lower_bound_s} s",
             wanted=f"at most the predicted {plan.predicted_s} s",
         )
+
+
+def _wholes(what: str, values: Iterable[object]) -> tuple[int, ...]:
+    """The whole numbers of a list in JSON. Raises SpecError, about ``what``, for other values."""
+    return tuple(whole(what, value) for value in values)
 
 
 def _decisions(texts: dict[str, Any], numbers: NumberReader) -> dict[str, Any]:
