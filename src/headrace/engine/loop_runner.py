@@ -32,6 +32,7 @@ from headrace.adopt.own_losses import functions_of
 from headrace.adopt.spread_model import BatchPart, Pack, SpreadModel
 from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
+from headrace.engine.kept_gradients import KeptGradients
 from headrace.engine.loop_costs import ModelProbes
 from headrace.engine.loop_start import require_own
 from headrace.engine.loss_check import LossCheck, Trial, require_loss, set_aside, share_factor
@@ -294,6 +295,7 @@ class LoopRunner:
     # What the scheduler's last step here has made; None before it.
     _scheduler_state: tuple[int | None, list[float]] | None = field(default=None, init=False)
     _hook: Any = field(default=None, init=False)  # that of the optimizer, to remove it
+    _kept: KeptGradients = field(default_factory=KeptGradients, init=False)
     # How many parameters of the optimizer were seen to be the model's.
     _parameter_count: int = field(init=False)
     # Hooks on gradients that were looked at, by id.
@@ -320,6 +322,7 @@ class LoopRunner:
         self._step_start = self._clock.mark()
         self.action = "the making of groups"
         self._require_no_gradients(number)
+        self._kept.begin(self.held.trained)
         work = self.work(number, batch, plan)
         self.targets = work.targets
         with self.held.step():
@@ -340,6 +343,7 @@ class LoopRunner:
                 yield from self._hand_out(number, batch, plan, action, work, check)
                 if self.recovery.failed:
                     return
+        self.recovery.refuse(self._kept.error())
 
     def _hand_out(
         self,
@@ -366,6 +370,8 @@ class LoopRunner:
                 got="no backward",
                 wanted="micro.backward(loss) for each micro-batch",
             )
+        if trial is None and not self.recovery.failed:
+            self._kept.look()
 
     @property
     def own_loss(self) -> float:
@@ -660,12 +666,16 @@ class LoopRunner:
                 require_loss(loss)
             if idle:
                 loss = loss * 0.0  # the backward must run for its collectives, but adds nothing
+            if trial is None:
+                self._kept.look()
             backward_start = self._clock.mark()
             if check is not None and trial == check.looked_at and not idle:
                 weighed = handed_out.weighed
                 check.seen = self.model.checked_backward(loss, weighed=weighed)
             else:
                 loss.backward()
+            if trial is None:
+                self._kept.note(self.held.trained)
             if self._watched and trial is None and not idle:
                 self._compare_functions(loss)
             if times is not None:

@@ -31,6 +31,7 @@ from headrace.errors import DataError, HeadraceError, ModelError, SpecError
 from ranks import run_ranks
 from running.adopt.foreign import gpt
 from running.engine.loops import (
+    Drawn,
     attached,
     batches,
     costs,
@@ -40,6 +41,7 @@ from running.engine.loops import (
     trained,
     weights,
 )
+from running.engine.loops import alone as one_process
 from spread import whole
 
 pytest.importorskip("transformers")
@@ -734,6 +736,89 @@ def test_steps_by_hand_are_told(what: str, tmp_path: Path) -> None:
     each on all ranks, at once."""
     for text in run_ranks(2, stepped, what, tmp_path, timeout_s=100):
         assert text.startswith(STEPPED[what])
+
+
+def clipped(model: Any, optimizer: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def dropped_by_hand(model: Any, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def noised(model: Any, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad + 1e-3
+
+
+BESIDE: dict[str, tuple[str, Callable[[Any, Any], None]]] = {
+    "a clip": ("after", clipped),
+    "a clip by one rank": ("after on rank 1", clipped),
+    "zero_grad": ("before", lambda model, optimizer: optimizer.zero_grad()),
+    "zeros": ("before", lambda model, optimizer: optimizer.zero_grad(set_to_none=False)),
+    "zero_grad at the end": ("after", lambda model, optimizer: model.zero_grad()),
+    "None": ("before", dropped_by_hand),
+    "noise": ("after", noised),
+    "zero_grad before the step": ("first", lambda model, optimizer: optimizer.zero_grad()),
+    "zeros before the step": (
+        "first",
+        lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    ),
+}
+"""What a loop does to gradients, and where: before or after each micro-batch's backward, or before
+the first one of a step alone, where there are none."""
+
+
+def beside(what: str, how: str, folder: Path) -> tuple[str, Any]:
+    """What is said to a loop that changes gradients within a step, and its weights."""
+    model, update = llama(), how != "by the loop"
+    if how == "sharded":
+        fully_shard(model)
+    optimizer, (where, change) = sgd(model), BESIDE[what]
+    options = {"update": update, "check_loss": update, "costs": costs(2), "steps": 2}
+    run = attached(model, optimizer, dataset(), folder, batch_tokens=200, **options)
+    if how != "sharded":
+        run.engine.planner = Drawn(ranks=2, layers=2, seed=3, levels=("none",))
+    try:
+        for step in run:
+            for at, micro in enumerate(step):
+                if where == "before" or (where == "first" and not at):
+                    change(model, optimizer)
+                micro.backward(model(**micro.inputs).loss)
+                if where == "after" or (where == "after on rank 1" and dist.get_rank()):
+                    change(model, optimizer)
+            if not update:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+    except HeadraceError as error:
+        return str(error), weights(model)
+    finally:
+        run.detach()
+    return "nothing", weights(model)
+
+
+def all_beside(how: str, folder: Path) -> dict[str, tuple[str, Any]]:
+    names = ("a clip", "zeros before the step") if how == "sharded" else BESIDE
+    return {what: beside(what, how, folder / str(at)) for at, what in enumerate(names)}
+
+
+@pytest.mark.parametrize("how", ["by the run", "by the loop", "sharded"])
+def test_gradients_are_left_alone_within_a_step(how: str, tmp_path: Path) -> None:
+    """Catches sums over some micro-batches and ranks that are clipped or dropped: the weights were
+    others than those of one process; and a zero_grad() that drops nothing and is refused."""
+    trained_alone = llama()
+    one_process(trained_alone, sgd(trained_alone), batches(dataset(), 2, batch_tokens=200))
+    for said in run_ranks(2, all_beside, how, tmp_path, timeout_s=100):
+        for what, (text, mine) in said.items():
+            exact = BESIDE[what][0] == "first"
+            refused = "gradients within a step.*: got a change by the loop beside micro.backward"
+            assert re.match("nothing" if exact else refused, text), (what, text)
+            ends = weights(trained_alone if exact else llama())
+            for one, other in zip(mine, ends, strict=True):
+                np.testing.assert_allclose(one, other, rtol=0, atol=1e-10, err_msg=what)
 
 
 def seeded(differ: bool, folder: Path) -> tuple[Any, list[str]]:
