@@ -463,6 +463,14 @@ ITEMS: dict[str, tuple[Any, str]] = {
         {"ids": IDS, "labels": IDS, "attention_mask": torch.zeros(7)},
         "some ones",
     ),
+    "a hole in the mask": (
+        {"ids": IDS, "labels": IDS, "attention_mask": torch.tensor([0, 1, 1, 0, 0, 1, 1])},
+        "attention_mask of .*: got ones on both sides of zeros",
+    ),
+    "a mask of pairs of tokens": (
+        {"ids": IDS, "labels": IDS, "attention_mask": torch.ones(7, 7).tril()},
+        r"attention_mask of .*: got shape \[7, 7\], wanted \[7\]",
+    ),
 }
 
 
