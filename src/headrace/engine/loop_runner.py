@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from headrace.adopt.held_weights import HeldWeights, bytes_now, require_linear_hooks
+from headrace.adopt.held_weights import AlikeWeights, HeldWeights, bytes_now, require_linear_hooks
 from headrace.adopt.labels import local_loss
 from headrace.adopt.own_losses import functions_of
 from headrace.adopt.spread_model import BatchPart, Pack, SpreadModel
@@ -296,6 +296,7 @@ class LoopRunner:
     _scheduler_state: tuple[int | None, list[float]] | None = field(default=None, init=False)
     _hook: Any = field(default=None, init=False)  # that of the optimizer, to remove it
     _kept: KeptGradients = field(default_factory=KeptGradients, init=False)
+    _alike: AlikeWeights = field(init=False)
     # How many parameters of the optimizer were seen to be the model's.
     _parameter_count: int = field(init=False)
     # Hooks on gradients that were looked at, by id.
@@ -303,7 +304,7 @@ class LoopRunner:
 
     def __post_init__(self) -> None:
         """Start the clock, and refuse calls of ``optimizer.step()`` where plans make the steps."""
-        self._clock = clock_of(self.device)
+        self._clock, self._alike = clock_of(self.device), AlikeWeights(self.held.inner)
         self.check, self._parameter_count = self.check_losses, _count_parameters(self.optimizer)
         if self.updates:
             self._hook = _unwrapped(self.optimizer).register_step_pre_hook(_refuse_steps)
@@ -490,6 +491,7 @@ class LoopRunner:
                 "loop": does,
                 "optimizer": f"learning rates {self._rates()}",
                 "samples": _samples_text(batch.lengths),
+                "weights and buffers": self._alike.text() if self.groups.ranks > 1 else "",
             },
             packs=packs,
             looks_again=self._looks_again,
@@ -896,7 +898,7 @@ def _agreed_reports(
     """Gather the reports of all ranks and compare them; ``failure`` is this rank's. Collective.
 
     Raises on every rank: HeadraceError where one could not read its samples, and PlanMismatch where
-    ranks skip and train a step, or have other learning rates or samples.
+    ranks skip and train a step, or have other learning rates, samples or weights.
     """
     messages = gather_bytes(json.dumps(asdict(own)).encode(), groups.world)
     reports = [_RankReport(**json.loads(message)) for message in messages]
@@ -908,7 +910,9 @@ def _agreed_reports(
                     f"{what} of rank {rank}",
                     got=text,
                     wanted=f"{reports[0].must_match[what]}, as on rank 0",
-                    hint="ranks must set the same rate, read the same data in the same order, and "
+                    hint="load weights on all ranks alike: run.load, or load_state_dict on each"
+                    if what == "weights and buffers"
+                    else "ranks must set the same rate, read the same data in the same order, and "
                     "call step.skip() alike",
                 )
         if report.failure is not None:

@@ -852,6 +852,40 @@ def test_ranks_begin_with_the_same_weights(tmp_path: Path) -> None:
     assert not any("weights" in text for text in quiet)
 
 
+def changed_on_one_rank(what: str, folder: Path) -> str:
+    """What is said where rank 0 alone changes something of the model before the second step."""
+    model = llama()
+    model.register_buffer("scales", torch.ones(3, dtype=torch.float64))
+    model.register_buffer("calls", torch.zeros((), dtype=torch.long))
+    model.model.norm.weight.requires_grad_(False)
+    others = {name: 1.5 * value for name, value in llama().state_dict().items()}
+    run = attached(model, sgd(model), dataset(), folder, costs=costs(2), steps=3, batch_tokens=60)
+    try:
+        for step in run:
+            if step.number == 1 and not dist.get_rank():
+                if what == "weights":
+                    model.load_state_dict(others, strict=False)
+                with torch.no_grad():
+                    if what == "frozen weights":
+                        model.model.norm.weight.mul_(2)
+                    if what == "a buffer":
+                        model.scales.mul_(2)
+            model.calls += dist.get_rank()
+            trained_step(step, model)
+    except HeadraceError as error:
+        return f"{step.number} {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("what", ["weights", "frozen weights", "a buffer", "nothing"])
+def test_ranks_go_on_with_the_same_weights(what: str, tmp_path: Path) -> None:
+    """Catches a checkpoint that the first rank alone loads within the loop: ranks trained on, each
+    a model of its own; and counts of forwards that are refused."""
+    for text in run_ranks(2, changed_on_one_rank, what, tmp_path, timeout_s=60):
+        said = "1 weights and buffers of rank 1: got .*load weights on all ranks alike"
+        assert re.match("nothing" if what == "nothing" else said, text), text
+
+
 class Gone(Exception):
     """An error of the user's own."""
 
