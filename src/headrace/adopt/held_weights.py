@@ -71,6 +71,16 @@ class HeldWeights:
         return isinstance(self.model, FSDPModule)
 
     @property
+    def computes_in(self) -> torch.dtype:
+        """The type that the model computes in, as far as its weights and autocast tell; bfloat16
+        where FSDP2 may cast single precision to it."""
+        parameter = next(self.inner.parameters())
+        device, dtype = parameter.device.type, parameter.dtype
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return torch.bfloat16 if self.sharded and dtype == torch.float32 else dtype
+
+    @property
     def semantics(self) -> Semantics:
         """The kind of plan that this model can run: ``lockstep`` where FSDP2 shards it, else
         ``free``."""
