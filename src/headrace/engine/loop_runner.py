@@ -35,7 +35,14 @@ from headrace.comm.mesh import Groups
 from headrace.engine.kept_gradients import KeptGradients
 from headrace.engine.loop_costs import ModelProbes
 from headrace.engine.loop_start import require_own
-from headrace.engine.loss_check import LossCheck, Trial, require_loss, set_aside, share_factor
+from headrace.engine.loss_check import (
+    LossCheck,
+    Trial,
+    require_loss,
+    scaled_error,
+    set_aside,
+    share_factor,
+)
 from headrace.engine.recovery import Recovery
 from headrace.engine.sample_order import LoopBatch
 from headrace.engine.sequence_sums import SequenceSums
@@ -292,6 +299,7 @@ class LoopRunner:
     # The functions of the losses that were checked, and whether others were seen since.
     _functions: frozenset[str] = field(default=frozenset(), init=False)
     _looks_again: bool = field(default=False, init=False)
+    _scaler_sought: bool = field(default=False, init=False)  # for a loss, that of a GradScaler
     # What the scheduler's last step here has made; None before it.
     _scheduler_state: tuple[int | None, list[float]] | None = field(default=None, init=False)
     _hook: Any = field(default=None, init=False)  # that of the optimizer, to remove it
@@ -670,6 +678,9 @@ class LoopRunner:
                 loss = loss * 0.0  # the backward must run for its collectives, but adds nothing
             if trial is None:
                 self._kept.look()
+                if self.updates and not self._scaler_sought:
+                    self.recovery.refuse(scaled_error(loss))
+                    self._scaler_sought = True
             backward_start = self._clock.mark()
             if check is not None and trial == check.looked_at and not idle:
                 weighed = handed_out.weighed

@@ -886,6 +886,38 @@ def test_ranks_go_on_with_the_same_weights(what: str, tmp_path: Path) -> None:
         assert re.match("nothing" if what == "nothing" else said, text), text
 
 
+def scaled(what: str, folder: Path) -> tuple[str, Any]:
+    """What is said of a loss that is multiplied, by a GradScaler or by a number, and weights."""
+    model, check = llama(), what != "without a check"
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=what != "a scaler that is off")
+    half = torch.tensor(0.5, dtype=torch.float64)
+    run = attached(model, sgd(model), dataset(), folder, costs=costs(2), steps=1, check_loss=check)
+
+    def loss(model: Any, micro: Any) -> torch.Tensor:
+        own: torch.Tensor = model(**micro.inputs).loss
+        return 2 * (half * own) if what == "a number" else scaler.scale(own)
+
+    try:
+        trained(run, model, loss)
+    except HeadraceError as error:
+        return str(error), weights(model)
+    return "nothing", weights(model)
+
+
+@pytest.mark.parametrize(
+    "what", ["a scaler", "without a check", "a scaler that is off", "a number"]
+)
+def test_a_loss_that_a_scaler_multiplies_is_refused(what: str, tmp_path: Path) -> None:
+    """Catches gradients that are a thousand times too large, as nobody divides them again."""
+    trained_alone = llama()
+    one_process(trained_alone, sgd(trained_alone), batches(dataset(), 1, batch_tokens=150))
+    exact = what in ("a number", "a scaler that is off")
+    for text, mine in run_ranks(2, scaled, what, tmp_path, timeout_s=60):
+        assert text == "nothing" if exact else "1024 times a loss, by GradScaler" in text
+        for one, other in zip(mine, weights(trained_alone if exact else llama()), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-10)
+
+
 class Gone(Exception):
     """An error of the user's own."""
 
