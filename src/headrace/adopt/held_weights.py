@@ -12,7 +12,7 @@ micro-batch has. The sum is that of one process only where the hook is linear (a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +69,16 @@ class HeldWeights:
     def sharded(self) -> bool:
         """Whether the weights are sharded by FSDP2."""
         return isinstance(self.model, FSDPModule)
+
+    @property
+    def computes_in(self) -> torch.dtype:
+        """The type that the model computes in, as far as its weights and autocast tell; bfloat16
+        where FSDP2 may cast single precision to it."""
+        parameter = next(self.inner.parameters())
+        device, dtype = parameter.device.type, parameter.dtype
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return torch.bfloat16 if self.sharded and dtype == torch.float32 else dtype
 
     @property
     def semantics(self) -> Semantics:
@@ -226,7 +236,8 @@ def _require_alike_embeddings(model: torch.nn.Module) -> None:
 
 class AlikeWeights:
     """Sees to it that all ranks have the weights of rank 0 before the first batch of a ``model``,
-    and compares some of them before later ones: they differ where gradients were not summed."""
+    and compares some of them before later ones: they differ where gradients were not summed, and
+    where one rank alone has loaded others."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """No batch was there yet."""
@@ -236,11 +247,11 @@ class AlikeWeights:
         """Before a batch: give ranks the weights of rank 0 at first, by :func:`share_weights`;
         raise ModelError on all ranks where they differ later. The first batches are looked at, and
         later those whose number is a power of two. Collective."""
-        number, self._batches = self._batches, self._batches + 1
-        if not number:
+        first, due = not self._batches, self._is_due()
+        if first:
             share_weights(HeldWeights.of(self._model, groups.ranks), groups, say)
-        elif groups.ranks > 1 and (number <= _OFTEN or not number & (number - 1)):
-            checksums = json.dumps([_checksum(x) for x in self._few()]).encode()
+        elif groups.ranks > 1 and due:
+            checksums = json.dumps([_checksum(x) for x in _few(self._trained())]).encode()
             by_rank = gather_bytes(checksums, groups.world)
             if any(of_rank != by_rank[0] for of_rank in by_rank):
                 raise ModelError(
@@ -251,15 +262,43 @@ class AlikeWeights:
                     "backward of a step, before the optimizer's step",
                 )
 
-    def _few(self) -> list[torch.Tensor]:
-        """The first elements of some parameters that are trained and that every rank has whole."""
-        whole = [
+    def text(self) -> str:
+        """Before a batch: a text of some weights and buffers, to be compared between ranks, of the
+        batches that :meth:`require` looks at; empty for others. Waits for the device."""
+        if not self._is_due():
+            return ""
+        return str([_checksum(x) for of in (self._trained(), self._kept()) for x in _few(of)])
+
+    def _is_due(self) -> bool:
+        """Count a batch; returns whether weights are compared before it."""
+        number, self._batches = self._batches, self._batches + 1
+        return number <= _OFTEN or not number & (number - 1)
+
+    def _trained(self) -> list[torch.Tensor]:
+        """The parameters that are trained, and that every rank has whole."""
+        return [
             p.detach()
             for p in self._model.parameters()
             if p.requires_grad and not isinstance(p, (DTensor, FakeTensor))
         ]
-        every = max(1, len(whole) // _FEW)
-        return [x.reshape(-1)[:_ELEMENTS] for x in whole[::every]]
+
+    def _kept(self) -> list[torch.Tensor]:
+        """What else is saved with the model and every rank has whole: parameters that are not
+        trained, and buffers, but counts of one number, which each rank's forwards may change."""
+        return [
+            x.detach()
+            for x in self._model.state_dict(keep_vars=True).values()
+            if torch.is_tensor(x)
+            and not x.requires_grad
+            and (isinstance(x, torch.nn.Parameter) or x.numel() > 1)
+            and not (x.is_meta or isinstance(x, (DTensor, FakeTensor)))
+        ]
+
+
+def _few(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The first elements of some of the tensors."""
+    every = max(1, len(tensors) // _FEW)
+    return [x.reshape(-1)[:_ELEMENTS] for x in tensors[::every]]
 
 
 def share_weights(held: HeldWeights, groups: Groups, say: Callable[[str], object]) -> None:

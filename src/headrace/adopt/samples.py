@@ -93,8 +93,8 @@ def sample_of(
     them; a single label of the sample stays at the token that ``label_place`` says. ``what`` names
     the item in errors.
 
-    Raises DataError for items without tokens, for labels that are not of the tokens, and for values
-    that are neither of tokens nor of the sample.
+    Raises DataError for items without tokens, for labels that are not of the tokens, for values
+    that are neither of tokens nor of the sample, and for masks of more than padding.
     """
     if not isinstance(item, Mapping):
         values = item if isinstance(item, tuple) else (item,)
@@ -139,10 +139,9 @@ def sample_of(
         require_documents(found, what)
     mask = found.pop("attention_mask", None)
     if mask is not None:  # drop padding
-        found = {name: x[mask != 0] for name, x in found.items()}
-        labels = labels[mask != 0]
-        if not len(labels):
-            raise DataError(f"attention_mask of {what}", got="zeros alone", wanted="some ones")
+        kept = _kept_by_mask(mask, what)
+        found = {name: x[kept] for name, x in found.items()}
+        labels = labels[kept]
     if of_sample:
         place = 0 if label_place == "first" else len(labels) - 1
         found["labels"] = torch.full_like(labels, IGNORED)
@@ -150,6 +149,24 @@ def sample_of(
     else:
         found["labels"] = predicted(labels[None], kind)[0]
     return found
+
+
+def _kept_by_mask(mask: torch.Tensor, what: str) -> torch.Tensor:
+    """Whether each token is no padding, [n], by the attention mask of an item. Raises DataError for
+    a mask that says more than which tokens on either side are padding."""
+    got = f"shape {list(mask.shape)}"
+    if mask.dim() == 1:
+        kept = mask != 0
+        runs = int(kept[0]) + int((kept[1:] & ~kept[:-1]).sum())
+        if runs == 1:
+            return kept
+        got = "ones on both sides of zeros" if runs else "zeros alone"
+    raise DataError(
+        f"attention_mask of {what}",
+        got=got,
+        wanted=f"[{len(mask)}], one run of ones: some ones, and zeros for padding on either side",
+        hint="only padding is masked; documents are told by position_ids that begin again at 0",
+    )
 
 
 def _labels(

@@ -33,7 +33,7 @@ from torch.nn import Module
 from headrace.adopt.axis_model import AxisModel
 from headrace.adopt.block_recompute import recomputed
 from headrace.adopt.held_weights import HeldWeights, share_weights
-from headrace.adopt.spread_model import BatchPart, SampleReader, SpreadModel
+from headrace.adopt.spread_model import BatchPart, Item, SampleReader, SpreadModel
 from headrace.adopt.token_model import compile as adopt
 from headrace.comm.collectives import agree, agree_each
 from headrace.comm.gpus import make_current
@@ -51,6 +51,7 @@ from headrace.engine.attach_options import (
     SpreadOptions,
     refuse_former,
 )
+from headrace.engine.former_values import FormerValues, repeated_error
 from headrace.engine.forward_pass import (
     ForwardRunner,
     MoreInputs,
@@ -403,6 +404,7 @@ class Attached:
         self._open: LoopStep | None = None  # the step that was handed out and is not done
         self._spread_model = spread_model
         self._other_models = dict[int, tuple[SpreadModel, HeldWeights]]()  # of map(model=), by id
+        self._former = FormerValues()
         self._writer: BackgroundWriter | None = None
         self._stop_asked: Callable[[], bool] = lambda: False
         self._restore = setup.model.begin(sample, setup.device)
@@ -574,7 +576,12 @@ class Attached:
         )
         for _ in step.attempts():
             pass  # the runner calls the model itself, and hands out nothing
-        return runner.gathered(batch)
+        values = runner.gathered(batch)
+        if spread is self._setup.model:
+            first = 0 if batch.starts is None else batch.starts[self.rank]
+            own_samples = [batch.read(first + at) for at in range(len(values))]
+            self._former.keep(fn, more, own_samples, values)
+        return values
 
     def backward(
         self,
@@ -590,7 +597,8 @@ class Attached:
 
         Args:
             samples: Those of :meth:`map`.
-            fn: That of :meth:`map`. The model must give the same values again: without dropout.
+            fn: That of :meth:`map`. The model must give the same values again: without dropout, and
+                with the same weights.
             gradients: Of the loss by each value, in the order of the samples: [n, ...] or [] as the
                 values are, None for zero.
             more: As for :meth:`map`.
@@ -600,6 +608,8 @@ class Attached:
 
         Raises:
             DataError: On every rank for gradients of another shape, and as :meth:`step`.
+            HeadraceError: On every rank where values are others than the last maps by ``fn`` gave
+                of these samples, with weights and optimizer as they were.
 
         Example:
             >>> values = [v.requires_grad_() for v in run.map(samples, fn)]
@@ -607,7 +617,12 @@ class Attached:
             >>> step = run.backward(samples, fn, [v.grad for v in values])
         """
         asks = f"step {self.number} by gradients"
-        beside = partial(gradients_of, gradients)
+
+        def beside(items: Sequence[Item], counts: Sequence[int]) -> list[Item]:
+            """The gradient of each sample, and the values that maps gave of it."""
+            given = zip(gradients_of(gradients, counts), items, strict=True)
+            return [one | self._former.beside(fn, more, item) for one, item in given]
+
         batch = self._given_batch(asks, samples, beside=beside, learned=False)
         step, runner, spread = self._step_of_batch(batch), self._runner, self._setup.model
         # Values times gradients are no sum over labels, so the check of losses waits for a step.
@@ -618,7 +633,10 @@ class Attached:
                     added: Mapping[str, Any] = {} if more is None else more(micro)
                     outputs = self.model(**inputs_of(runner.part, spread), **added)
                     if micro.sequences:
-                        loss = weighted(fn(outputs, micro), micro, batch)
+                        values = fn(outputs, micro)
+                        loss = weighted(values, micro, batch)
+                        dtype = self._setup.held.computes_in
+                        runner.recovery.refuse(repeated_error(values, micro, batch, dtype))
                     else:
                         loss = spread.number(outputs)  # an idle turn: any scalar, times 0 later
                     micro.backward(loss)

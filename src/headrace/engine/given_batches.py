@@ -160,7 +160,7 @@ class GivenOrder:
         groups: Groups,
         *,
         together: Iterable[Sequence[int]] = (),
-        beside: Callable[[Sequence[int]], Sequence[Item]] | None = None,
+        beside: Callable[[Sequence[Item], Sequence[int]], Sequence[Item]] | None = None,
         open_step: Exception | None = None,
         learned: bool = True,
     ) -> LoopBatch:
@@ -172,7 +172,7 @@ class GivenOrder:
             samples: Items as those of a data set.
             groups: The groups of this rank.
             together: Groups of samples that stay in one micro-batch, by their numbers.
-            beside: Given the tokens of each sample, makes the tensors that go with each.
+            beside: Given the samples and the tokens of each, makes the tensors that go with each.
             open_step: What is wrong with the step before, if anything is.
             learned: Whether samples must have labels, and one of their tokens a loss.
 
@@ -239,7 +239,7 @@ class GivenOrder:
         self,
         samples: Iterable[Any],
         together: Iterable[Sequence[int]],
-        beside: Callable[[Sequence[int]], Sequence[Item]] | None,
+        beside: Callable[[Sequence[Item], Sequence[int]], Sequence[Item]] | None,
         *,
         labelled: bool,
     ) -> _Given:
@@ -253,7 +253,7 @@ class GivenOrder:
             items=items,
             units=units,
             counts=counts,
-            beside=[] if beside is None else beside(counts),
+            beside=[] if beside is None else beside(items, counts),
         )
         self._require_short(given.lengths, units)
         if any(len(unit) > 1 for unit in units):

@@ -26,15 +26,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from headrace.adopt.held_weights import HeldWeights, bytes_now, require_linear_hooks
+from headrace.adopt.held_weights import AlikeWeights, HeldWeights, bytes_now, require_linear_hooks
 from headrace.adopt.labels import local_loss
 from headrace.adopt.own_losses import functions_of
 from headrace.adopt.spread_model import BatchPart, Pack, SpreadModel
 from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
+from headrace.engine.kept_gradients import KeptGradients
 from headrace.engine.loop_costs import ModelProbes
 from headrace.engine.loop_start import require_own
-from headrace.engine.loss_check import LossCheck, Trial, require_loss, set_aside, share_factor
+from headrace.engine.loss_check import (
+    LossCheck,
+    Trial,
+    require_loss,
+    scaled_error,
+    set_aside,
+    share_factor,
+)
 from headrace.engine.recovery import Recovery
 from headrace.engine.sample_order import LoopBatch
 from headrace.engine.sequence_sums import SequenceSums
@@ -291,9 +299,12 @@ class LoopRunner:
     # The functions of the losses that were checked, and whether others were seen since.
     _functions: frozenset[str] = field(default=frozenset(), init=False)
     _looks_again: bool = field(default=False, init=False)
+    _scaler_sought: bool = field(default=False, init=False)  # for a loss, that of a GradScaler
     # What the scheduler's last step here has made; None before it.
     _scheduler_state: tuple[int | None, list[float]] | None = field(default=None, init=False)
     _hook: Any = field(default=None, init=False)  # that of the optimizer, to remove it
+    _kept: KeptGradients = field(default_factory=KeptGradients, init=False)
+    _alike: AlikeWeights = field(init=False)
     # How many parameters of the optimizer were seen to be the model's.
     _parameter_count: int = field(init=False)
     # Hooks on gradients that were looked at, by id.
@@ -301,7 +312,7 @@ class LoopRunner:
 
     def __post_init__(self) -> None:
         """Start the clock, and refuse calls of ``optimizer.step()`` where plans make the steps."""
-        self._clock = clock_of(self.device)
+        self._clock, self._alike = clock_of(self.device), AlikeWeights(self.held.inner)
         self.check, self._parameter_count = self.check_losses, _count_parameters(self.optimizer)
         if self.updates:
             self._hook = _unwrapped(self.optimizer).register_step_pre_hook(_refuse_steps)
@@ -320,6 +331,7 @@ class LoopRunner:
         self._step_start = self._clock.mark()
         self.action = "the making of groups"
         self._require_no_gradients(number)
+        self._kept.begin(self.held.trained)
         work = self.work(number, batch, plan)
         self.targets = work.targets
         with self.held.step():
@@ -340,6 +352,7 @@ class LoopRunner:
                 yield from self._hand_out(number, batch, plan, action, work, check)
                 if self.recovery.failed:
                     return
+        self.recovery.refuse(self._kept.error())
 
     def _hand_out(
         self,
@@ -366,6 +379,8 @@ class LoopRunner:
                 got="no backward",
                 wanted="micro.backward(loss) for each micro-batch",
             )
+        if trial is None and not self.recovery.failed:
+            self._kept.look()
 
     @property
     def own_loss(self) -> float:
@@ -484,6 +499,7 @@ class LoopRunner:
                 "loop": does,
                 "optimizer": f"learning rates {self._rates()}",
                 "samples": _samples_text(batch.lengths),
+                "weights and buffers": self._alike.text() if self.groups.ranks > 1 else "",
             },
             packs=packs,
             looks_again=self._looks_again,
@@ -660,12 +676,19 @@ class LoopRunner:
                 require_loss(loss)
             if idle:
                 loss = loss * 0.0  # the backward must run for its collectives, but adds nothing
+            if trial is None:
+                self._kept.look()
+                if self.updates and not self._scaler_sought:
+                    self.recovery.refuse(scaled_error(loss))
+                    self._scaler_sought = True
             backward_start = self._clock.mark()
             if check is not None and trial == check.looked_at and not idle:
                 weighed = handed_out.weighed
                 check.seen = self.model.checked_backward(loss, weighed=weighed)
             else:
                 loss.backward()
+            if trial is None:
+                self._kept.note(self.held.trained)
             if self._watched and trial is None and not idle:
                 self._compare_functions(loss)
             if times is not None:
@@ -886,7 +909,7 @@ def _agreed_reports(
     """Gather the reports of all ranks and compare them; ``failure`` is this rank's. Collective.
 
     Raises on every rank: HeadraceError where one could not read its samples, and PlanMismatch where
-    ranks skip and train a step, or have other learning rates or samples.
+    ranks skip and train a step, or have other learning rates, samples or weights.
     """
     messages = gather_bytes(json.dumps(asdict(own)).encode(), groups.world)
     reports = [_RankReport(**json.loads(message)) for message in messages]
@@ -898,7 +921,9 @@ def _agreed_reports(
                     f"{what} of rank {rank}",
                     got=text,
                     wanted=f"{reports[0].must_match[what]}, as on rank 0",
-                    hint="ranks must set the same rate, read the same data in the same order, and "
+                    hint="load weights on all ranks alike: run.load, or load_state_dict on each"
+                    if what == "weights and buffers"
+                    else "ranks must set the same rate, read the same data in the same order, and "
                     "call step.skip() alike",
                 )
         if report.failure is not None:

@@ -37,12 +37,13 @@ gradients of these calls are dropped.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -50,7 +51,7 @@ from headrace.adopt.spread_model import BatchPart, Watcher
 from headrace.errors import ModelError
 from headrace.ops.loss import IGNORED
 
-__all__ = ["LossCheck", "Trial", "require_loss", "set_aside", "share_factor"]
+__all__ = ["LossCheck", "Trial", "require_loss", "scaled_error", "set_aside", "share_factor"]
 
 Trial = Literal["doubled", "even", "odd", "uneven"]
 """A second loss of the same micro-batch: as of a step with twice the targets, with every other
@@ -63,6 +64,9 @@ ratio of places makes up for it."""
 _FEW = 16
 """Labelled tokens whose gradients are compared: at least so many, where there are, and fewer than
 three times as many, as each keeps a row of logits in three forwards."""
+
+_LAST = 4
+"""The last functions of a loss that are looked at for a GradScaler."""
 
 _TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Relative differences that sums in another order may have; 3 % in half types."""
@@ -92,6 +96,32 @@ def require_loss(loss: torch.Tensor) -> None:
         if loss is None
         else None,
     )
+
+
+def scaled_error(loss: torch.Tensor) -> ModelError | None:
+    """The error for a loss [] that a GradScaler of torch has multiplied; None for any other. Takes
+    a while for one that is multiplied by a tensor of a single number."""
+    node: Any = loss.grad_fn
+    for _ in range(_LAST):
+        factor = getattr(node, "_saved_other", None)
+        if isinstance(factor, torch.Tensor) and factor.numel() == 1 and _is_of_scaler(factor):
+            return ModelError(
+                "loss of a micro-batch",
+                got=f"{float(factor):g} times a loss, by GradScaler.scale(loss)",
+                wanted="the loss: nobody divides the gradients again",
+                hint="leave the scaler out, or give it enabled=False: a step whose loss or "
+                "gradient is not finite is refused in any case; bf16 needs none",
+            )
+        node = next((parent for parent, _ in getattr(node, "next_functions", ())), None)
+    return None
+
+
+def _is_of_scaler(factor: torch.Tensor) -> bool:
+    """Whether a tensor is the factor that a GradScaler keeps."""
+    holders = gc.get_referrers(factor)
+    # An object holds its attributes itself, or in a dict.
+    holders += gc.get_referrers(*(one for one in holders if isinstance(one, dict)))
+    return any(isinstance(owner, torch.amp.GradScaler) for owner in holders)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

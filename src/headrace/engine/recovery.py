@@ -18,7 +18,7 @@ There are two ways to leave, as there are two owners of the world:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -83,6 +83,8 @@ class Recovery:
     # The action in which this rank ran out of memory in this attempt, None where it did not.
     _ran_out_in: str | None = field(default=None, init=False)
     _failed: bool = field(default=False, init=False)
+    # What this rank refuses of the attempt, which all ranks are told of at its end.
+    _refusal: HeadraceError | None = field(default=None, init=False)
 
     @property
     def failed(self) -> bool:
@@ -91,8 +93,13 @@ class Recovery:
 
     def begin(self) -> None:
         """Begin an attempt at a step."""
-        self._ran_out_in, self._failed = None, False
+        self._ran_out_in, self._failed, self._refusal = None, False, None
         self.way.begin()
+
+    def refuse(self, error: HeadraceError | None) -> None:
+        """Have all ranks raise an ``error`` of this one, if it is one and the first of the attempt,
+        where they meet at the attempt's end: others may wait for this rank until then."""
+        self._refusal = self._refusal or error
 
     def survives(self, error: BaseException, action: str) -> bool:
         """Note that this rank's attempt ended with an error, and tell the others where it was a
@@ -131,7 +138,8 @@ class Recovery:
             ranks meet only after a failure the loss is returned as it is.
 
         Raises:
-            HeadraceError: When the attempt failed and no rank ran out of memory.
+            HeadraceError: When the attempt failed and no rank ran out of memory, and on all ranks
+                where one has refused the attempt (:meth:`refuse`).
             PlanMismatch: Where a rank has left the attempt and asks for something else.
         """
         failed = self._failed
@@ -140,7 +148,9 @@ class Recovery:
         elif not self.way.meets_always:
             return loss, None
         self.way.end()
-        payload = json.dumps([loss, self._ran_out_in]).encode()
+        own = self._refusal
+        refused = None if own is None else [own.what, own.got, own.wanted, own.hint]
+        payload = json.dumps([loss, self._ran_out_in, refused]).encode()
         by_rank = [json.loads(text) for text in gather_bytes(payload, self.groups.world)]
         for rank, answer in enumerate(by_rank):
             if not isinstance(answer, list):  # an object: what a rank says that left its loop
@@ -149,14 +159,29 @@ class Recovery:
                     got=f"a loop that left it, and {answer.get('asks')}",
                     wanted="a loop over all its micro-batches",
                 )
-        actions = tuple((rank, action) for rank, (_, action) in enumerate(by_rank) if action)
+        actions = tuple((rank, action) for rank, (_, action, _) in enumerate(by_rank) if action)
+        if not actions:
+            self._require_none_refused([fields for _, _, fields in by_rank], drop_attempt)
         if failed and not actions:
             raise HeadraceError("step", got="a broken connection", wanted="ranks that all answer")
         if actions and not failed:  # only other ranks ran out: this one leaves now
             self.way.leave(drop_attempt)
             self.way.end()
         exhausted = Exhausted(actions=actions) if actions else None
-        return sum(part for part, _ in by_rank), exhausted
+        return sum(part for part, _, _ in by_rank), exhausted
+
+    def _require_none_refused(
+        self, by_rank: Sequence[list[str] | None], drop_attempt: Callable[[], None]
+    ) -> None:
+        """Raise HeadraceError where a rank has refused the attempt: its own error, or that of the
+        first one that has, whose fields are in ``by_rank``."""
+        for rank, fields in enumerate(by_rank):
+            if fields is not None:
+                drop_attempt()
+                if self._refusal is not None:
+                    raise self._refusal
+                what, got, wanted, hint = fields
+                raise HeadraceError(f"{what} on rank {rank}", got=got, wanted=wanted, hint=hint)
 
 
 @dataclass(slots=True, kw_only=True)

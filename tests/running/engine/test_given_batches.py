@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import headrace as hr
 from headrace.engine.attach import Attached
-from headrace.errors import ModelError
+from headrace.errors import HeadraceError, ModelError
 from ranks import run_ranks
 from running.adopt.foreign import gpt
 from running.engine.loops import VOCABULARY, Drawn, attached, costs, llama, weights
@@ -388,6 +388,51 @@ def test_two_passes_for_any_loss(how: str, ranks: int, kind: str, tmp_path: Path
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     require_equal(found, (losses, weights(model)))
+
+
+def other_passes(folder: Path, kind: str) -> dict[str, tuple[str, bool]]:
+    """What is said of second passes with other values than the first, and whether the weights are
+    as they were before; of one after maps of another model and by another function."""
+    run, model, _, _ = given("alone", 2, folder)
+    fn, found = token_values if kind == "tokens" else sequence_values, dict[str, tuple[str, bool]]()
+    for case in ("dropout", "weights", "nothing"):
+        batch = BATCHES[0]
+        values = [v.requires_grad_() for v in run.map(batch, fn)]
+        coupled(values).backward()
+        hook = model.model.layers[1].register_forward_pre_hook(
+            lambda _, given: (torch.nn.functional.dropout(given[0], 0.1), *given[1:])
+        )
+        if case != "dropout":
+            hook.remove()
+        with torch.no_grad():
+            for parameter in model.parameters() if case == "weights" else ():
+                parameter.mul_(1.01)
+        if case == "nothing":
+            run.map(batch, fn, model=reference())
+            run.map(batch, lambda outputs, micro: 2 * fn(outputs, micro))
+        before = [x.copy() for x in weights(model)]
+        try:
+            run.backward(batch, fn, [v.grad for v in values])
+            said = "nothing"
+        except HeadraceError as error:
+            said = str(error)
+        hook.remove()
+        same = all((x == y).all() for x, y in zip(before, weights(model), strict=True))
+        found[case] = said, same and all(p.grad is None for p in model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["tokens", "sequences"])
+def test_a_second_pass_has_the_values_of_the_first(kind: str, tmp_path: Path) -> None:
+    """Catches gradients of one loss by values that are those of another: of states that dropout
+    drew anew, or of weights that were changed; and passes that are the same and are refused."""
+    for found in run_ranks(2, other_passes, tmp_path, kind, timeout_s=60):
+        for case in ("dropout", "weights"):
+            text, same = found[case]
+            assert text.startswith("values of run.backward"), (case, text)
+            assert "others than run.map gave" in text
+            assert same, case
+        assert found["nothing"] == ("nothing", False)
 
 
 def exhausted(folder: Path, update: bool) -> Any:

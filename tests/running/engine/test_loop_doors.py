@@ -31,6 +31,7 @@ from headrace.errors import DataError, HeadraceError, ModelError, SpecError
 from ranks import run_ranks
 from running.adopt.foreign import gpt
 from running.engine.loops import (
+    Drawn,
     attached,
     batches,
     costs,
@@ -40,6 +41,7 @@ from running.engine.loops import (
     trained,
     weights,
 )
+from running.engine.loops import alone as one_process
 from spread import whole
 
 pytest.importorskip("transformers")
@@ -461,6 +463,14 @@ ITEMS: dict[str, tuple[Any, str]] = {
         {"ids": IDS, "labels": IDS, "attention_mask": torch.zeros(7)},
         "some ones",
     ),
+    "a hole in the mask": (
+        {"ids": IDS, "labels": IDS, "attention_mask": torch.tensor([0, 1, 1, 0, 0, 1, 1])},
+        "attention_mask of .*: got ones on both sides of zeros",
+    ),
+    "a mask of pairs of tokens": (
+        {"ids": IDS, "labels": IDS, "attention_mask": torch.ones(7, 7).tril()},
+        r"attention_mask of .*: got shape \[7, 7\], wanted \[7\]",
+    ),
 }
 
 
@@ -736,6 +746,89 @@ def test_steps_by_hand_are_told(what: str, tmp_path: Path) -> None:
         assert text.startswith(STEPPED[what])
 
 
+def clipped(model: Any, optimizer: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def dropped_by_hand(model: Any, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def noised(model: Any, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad + 1e-3
+
+
+BESIDE: dict[str, tuple[str, Callable[[Any, Any], None]]] = {
+    "a clip": ("after", clipped),
+    "a clip by one rank": ("after on rank 1", clipped),
+    "zero_grad": ("before", lambda model, optimizer: optimizer.zero_grad()),
+    "zeros": ("before", lambda model, optimizer: optimizer.zero_grad(set_to_none=False)),
+    "zero_grad at the end": ("after", lambda model, optimizer: model.zero_grad()),
+    "None": ("before", dropped_by_hand),
+    "noise": ("after", noised),
+    "zero_grad before the step": ("first", lambda model, optimizer: optimizer.zero_grad()),
+    "zeros before the step": (
+        "first",
+        lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    ),
+}
+"""What a loop does to gradients, and where: before or after each micro-batch's backward, or before
+the first one of a step alone, where there are none."""
+
+
+def beside(what: str, how: str, folder: Path) -> tuple[str, Any]:
+    """What is said to a loop that changes gradients within a step, and its weights."""
+    model, update = llama(), how != "by the loop"
+    if how == "sharded":
+        fully_shard(model)
+    optimizer, (where, change) = sgd(model), BESIDE[what]
+    options = {"update": update, "check_loss": update, "costs": costs(2), "steps": 2}
+    run = attached(model, optimizer, dataset(), folder, batch_tokens=200, **options)
+    if how != "sharded":
+        run.engine.planner = Drawn(ranks=2, layers=2, seed=3, levels=("none",))
+    try:
+        for step in run:
+            for at, micro in enumerate(step):
+                if where == "before" or (where == "first" and not at):
+                    change(model, optimizer)
+                micro.backward(model(**micro.inputs).loss)
+                if where == "after" or (where == "after on rank 1" and dist.get_rank()):
+                    change(model, optimizer)
+            if not update:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+    except HeadraceError as error:
+        return str(error), weights(model)
+    finally:
+        run.detach()
+    return "nothing", weights(model)
+
+
+def all_beside(how: str, folder: Path) -> dict[str, tuple[str, Any]]:
+    names = ("a clip", "zeros before the step") if how == "sharded" else BESIDE
+    return {what: beside(what, how, folder / str(at)) for at, what in enumerate(names)}
+
+
+@pytest.mark.parametrize("how", ["by the run", "by the loop", "sharded"])
+def test_gradients_are_left_alone_within_a_step(how: str, tmp_path: Path) -> None:
+    """Catches sums over some micro-batches and ranks that are clipped or dropped: the weights were
+    others than those of one process; and a zero_grad() that drops nothing and is refused."""
+    trained_alone = llama()
+    one_process(trained_alone, sgd(trained_alone), batches(dataset(), 2, batch_tokens=200))
+    for said in run_ranks(2, all_beside, how, tmp_path, timeout_s=100):
+        for what, (text, mine) in said.items():
+            exact = BESIDE[what][0] == "first"
+            refused = "gradients within a step.*: got a change by the loop beside micro.backward"
+            assert re.match("nothing" if exact else refused, text), (what, text)
+            ends = weights(trained_alone if exact else llama())
+            for one, other in zip(mine, ends, strict=True):
+                np.testing.assert_allclose(one, other, rtol=0, atol=1e-10, err_msg=what)
+
+
 def seeded(differ: bool, folder: Path) -> tuple[Any, list[str]]:
     """Weights after two steps of ranks that began with weights of their own, or with the first
     rank's."""
@@ -757,6 +850,72 @@ def test_ranks_begin_with_the_same_weights(tmp_path: Path) -> None:
         assert all(map(np.array_equal, ends, same))
         assert all("weights of rank 1" in text for text in said[:1])
     assert not any("weights" in text for text in quiet)
+
+
+def changed_on_one_rank(what: str, folder: Path) -> str:
+    """What is said where rank 0 alone changes something of the model before the second step."""
+    model = llama()
+    model.register_buffer("scales", torch.ones(3, dtype=torch.float64))
+    model.register_buffer("calls", torch.zeros((), dtype=torch.long))
+    model.model.norm.weight.requires_grad_(False)
+    others = {name: 1.5 * value for name, value in llama().state_dict().items()}
+    run = attached(model, sgd(model), dataset(), folder, costs=costs(2), steps=3, batch_tokens=60)
+    try:
+        for step in run:
+            if step.number == 1 and not dist.get_rank():
+                if what == "weights":
+                    model.load_state_dict(others, strict=False)
+                with torch.no_grad():
+                    if what == "frozen weights":
+                        model.model.norm.weight.mul_(2)
+                    if what == "a buffer":
+                        model.scales.mul_(2)
+            model.calls += dist.get_rank()
+            trained_step(step, model)
+    except HeadraceError as error:
+        return f"{step.number} {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("what", ["weights", "frozen weights", "a buffer", "nothing"])
+def test_ranks_go_on_with_the_same_weights(what: str, tmp_path: Path) -> None:
+    """Catches a checkpoint that the first rank alone loads within the loop: ranks trained on, each
+    a model of its own; and counts of forwards that are refused."""
+    for text in run_ranks(2, changed_on_one_rank, what, tmp_path, timeout_s=60):
+        said = "1 weights and buffers of rank 1: got .*load weights on all ranks alike"
+        assert re.match("nothing" if what == "nothing" else said, text), text
+
+
+def scaled(what: str, folder: Path) -> tuple[str, Any]:
+    """What is said of a loss that is multiplied, by a GradScaler or by a number, and weights."""
+    model, check = llama(), what != "without a check"
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=what != "a scaler that is off")
+    half = torch.tensor(0.5, dtype=torch.float64)
+    run = attached(model, sgd(model), dataset(), folder, costs=costs(2), steps=1, check_loss=check)
+
+    def loss(model: Any, micro: Any) -> torch.Tensor:
+        own: torch.Tensor = model(**micro.inputs).loss
+        return 2 * (half * own) if what == "a number" else scaler.scale(own)
+
+    try:
+        trained(run, model, loss)
+    except HeadraceError as error:
+        return str(error), weights(model)
+    return "nothing", weights(model)
+
+
+@pytest.mark.parametrize(
+    "what", ["a scaler", "without a check", "a scaler that is off", "a number"]
+)
+def test_a_loss_that_a_scaler_multiplies_is_refused(what: str, tmp_path: Path) -> None:
+    """Catches gradients that are a thousand times too large, as nobody divides them again."""
+    trained_alone = llama()
+    one_process(trained_alone, sgd(trained_alone), batches(dataset(), 1, batch_tokens=150))
+    exact = what in ("a number", "a scaler that is off")
+    for text, mine in run_ranks(2, scaled, what, tmp_path, timeout_s=60):
+        assert text == "nothing" if exact else "1024 times a loss, by GradScaler" in text
+        for one, other in zip(mine, weights(trained_alone if exact else llama()), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-10)
 
 
 class Gone(Exception):

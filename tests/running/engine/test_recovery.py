@@ -89,7 +89,7 @@ class Planner:
             raise InfeasiblePlan("memory", got="too little")
         return self._planned(lengths, SECOND)
 
-    def observe(self, predicted_s: float, measured_s: float) -> None:
+    def observe(self, predicted_s: float, measured_s: float, *, retries: int = 0) -> None:
         pass
 
     def learn(self, step: Step) -> tuple[str, ...]:
