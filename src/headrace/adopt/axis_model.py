@@ -46,7 +46,6 @@ from headrace.adopt.gradients import (
     SummedBackward,
     SummedGradients,
     add_plainly,
-    add_up,
     is_wrapped,
 )
 from headrace.adopt.held_weights import AlikeWeights, require_linear_hooks
@@ -965,10 +964,19 @@ class AxisModel:
                 world = self._groups.world
                 Transfer(dist.all_reduce(whole, group=world, async_op=True), world, whole).wait()
                 require_linear_hooks(self.model, self._hooks_seen)
-                if not is_wrapped(self.model) and not self._summed.are_there(self.model):
-                    add_up(self.model.parameters(), world)
-                    self._summed.note(self.model)
+                self._summed.add_up(self.model, world, self._error_of_sum(loss, alike=alike))
         return whole
+
+    def _error_of_sum(self, loss: torch.Tensor, *, alike: bool) -> ModelError | None:
+        """What is wrong on this rank with gradients that are to be summed, of a loss that ranks
+        may have ``alike``; None where nothing is."""
+        ran, self._summed_backward.ran = self._summed_backward.ran, False
+        if self.ranks == 1:
+            return None
+        error = self._summed_backward.error()
+        if error is None and not (ran or alike):
+            error = self._own_losses.error_after(loss, weighed=self._guards.divides)
+        return error
 
     def join(self, groups: Groups, *, label_name: str) -> None:
         """Prepare for a training loop that reads samples from a data set: use the process groups of

@@ -68,35 +68,73 @@ def require_known_wrapper(model: torch.nn.Module) -> None:
 
 class SummedBackward:
     """Runs backwards of a ``model`` so that gradients are sums over ranks. DDP divides its sums by
-    the number of ranks, so losses are multiplied by it, and backwards that are begun otherwise are
-    refused."""
+    the number of ranks, so losses are multiplied by it. Backwards that are begun otherwise pass by
+    every look at losses: they are refused, at once under DDP, else when gradients are summed.
+
+    Attributes:
+        ran: Whether a backward was run since the caller last set this to False.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Nothing runs yet."""
-        self._averaged, self._runs = isinstance(model, DistributedDataParallel), False
+        self.ran = False
+        self._model, self._averaged = model, isinstance(model, DistributedDataParallel)
+        self._runs = self._begun_otherwise = False
 
     def run(self, loss: torch.Tensor) -> None:
         """Run the backward of a loss."""
-        self._runs = True
+        self._begun_otherwise = self.error() is not None  # not where gradients were dropped since
+        self.ran = self._runs = True
         try:
             (loss * dist.get_world_size() if self._averaged else loss).backward()
         finally:
             self._runs = False
 
     def require(self, results: Iterable[torch.Tensor]) -> None:
-        """Have any other backward of the model's ``results`` raise ModelError, under DDP."""
-        for result in results if self._averaged else ():
+        """Have any other backward of the model's ``results`` noted; under DDP it raises
+        ModelError."""
+        for result in results:
             if result.grad_fn is not None:
-                result.grad_fn.register_prehook(self._refuse)
+                result.grad_fn.register_prehook(self._look)
 
-    def _refuse(self, _: Sequence[torch.Tensor]) -> None:
+    def error(self) -> ModelError | None:
+        """What is wrong where another backward has added to gradients that are still there."""
+        gradients = (p.grad for p in self._model.parameters() if p.grad is not None)
+        if not self._begun_otherwise or not any(bool(grad.any()) for grad in gradients):
+            return None
+        return ModelError(
+            "loss.backward() of a spread model",
+            got="a loss that nobody has looked at",
+            wanted="run.backward(loss), which refuses what is no sum over the part",
+        )
+
+    def _look(self, _: Sequence[torch.Tensor]) -> None:
         """The hook before the backward of a result."""
-        if not self._runs:
+        if self._runs or self._begun_otherwise:
+            return
+        if self._averaged:
             raise ModelError(
                 "loss.backward() of a model under DDP",
                 got="gradients that DDP divides by the number of ranks",
                 wanted="run.backward(loss), which undoes it",
             )
+        self._begun_otherwise = _adds_gradients(self._model)
+
+
+def _adds_gradients(model: torch.nn.Module) -> bool:
+    """Whether the backward at work adds to gradients of ``model``, which ``torch.autograd.grad``
+    does not."""
+    if isinstance(model, FSDPModule):  # its graphs have other parameters
+        return True
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            try:
+                if torch._C._will_engine_execute_node(node):  # noqa: SLF001
+                    return True
+            except RuntimeError:  # autograd.grad was asked for this gradient
+                return False
+    return False
 
 
 def add_plainly(model: torch.nn.Module) -> None:
@@ -108,15 +146,23 @@ def add_plainly(model: torch.nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def add_up(parameters: Iterable[torch.nn.Parameter], world: dist.ProcessGroup) -> None:
+def add_up(
+    parameters: Iterable[torch.nn.Parameter],
+    world: dist.ProcessGroup,
+    error: ModelError | None = None,
+) -> None:
     """Sum the gradients of all ranks of ``world`` in place; a parameter that none of them used
-    stays without one, so that optimizers pass it over as they would in one process. Collective."""
+    stays without one, so that optimizers pass it over as they would in one process. Where a rank
+    has an ``error``, all raise one instead. Collective."""
     trained = [p for p in parameters if p.requires_grad]
-    # How many ranks have a gradient of each parameter. The counts stay in host memory: this
-    # function branches on them, and reading them from a device would wait for it.
-    counts = torch.tensor([float(p.grad is not None) for p in trained])
+    # How many ranks have an error, and a gradient of each parameter. The counts stay in host
+    # memory: this function branches on them, and reading them from a device would wait for it.
+    counts = torch.tensor([float(x is not None) for x in (error, *(p.grad for p in trained))])
     Transfer(dist.all_reduce(counts, group=world, async_op=True), world, counts).wait()
-    for bucket in _buckets(p for p, count in zip(trained, counts.tolist(), strict=True) if count):
+    refused, *used = counts.tolist()
+    if refused:
+        raise error or ModelError("add_up", got="what another rank refuses")
+    for bucket in _buckets(p for p, count in zip(trained, used, strict=True) if count):
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         Transfer(dist.all_reduce(flat, group=world, async_op=True), world, flat).wait()
@@ -130,10 +176,23 @@ class SummedGradients:
     again."""
 
     def __init__(self) -> None:
-        # Of each sum where its data is and how often it was written to, by the parameter's id.
-        self._sums = dict[int, tuple[int, int]]()
+        # Of each sum, and of each gradient after the last backward, where its data is and how
+        # often it was written to, by the parameter's id.
+        self._sums, self._parts = dict[int, tuple[int, int]](), dict[int, tuple[int, int]]()
 
-    def note(self, model: torch.nn.Module) -> None:
+    def add_up(
+        self, model: torch.nn.Module, world: dist.ProcessGroup, error: ModelError | None
+    ) -> None:
+        """Sum the gradients of ``model`` over ``world``, where no wrapper does and they are no
+        sums already, and note them. Where a rank has an ``error``, all raise one instead.
+        Collective."""
+        if isinstance(model, FSDPModule):
+            add_up((), world, error)
+        elif not is_wrapped(model) and not self.are_there(model):
+            add_up(model.parameters(), world, error)
+            self._note(model)
+
+    def _note(self, model: torch.nn.Module) -> None:
         """Note that the gradients of ``model`` have just been summed over ranks."""
         self._sums = {
             id(p): (p.grad.data_ptr(), p.grad._version)  # noqa: SLF001

@@ -234,9 +234,31 @@ class OwnLosses:
             found = found or _said_of_indices([row[middle:] for row in rows])
             if not found:
                 return None
+        return self._error_of(found or "what another rank refuses")
+
+    def error_after(self, loss: torch.Tensor, *, weighed: bool = False) -> ModelError | None:
+        """What is wrong with a loss whose gradients were made without :meth:`require_sum`, on this
+        rank, as far as its graph still tells.
+
+        Args:
+            loss: The loss, [].
+            weighed: Whether the user weighs means by this rank's share.
+
+        Returns:
+            The error; None where nothing is wrong.
+        """
+        nodes = _nodes_before_results(loss.grad_fn)
+        try:
+            found = _found(nodes, _parts_made_of(nodes), weighed=weighed)
+        except RuntimeError:  # of tensors that a backward has freed
+            found = ""
+        return self._error_of(found) if found else None
+
+    def _error_of(self, found: str) -> ModelError:
+        """The error for a loss of which this was found."""
         return ModelError(
             "loss of a part",
-            got=found or "what another rank refuses",
+            got=found,
             wanted="a sum over this rank's part, divided by what the whole step has",
             hint=self._hint,
         )
@@ -640,7 +662,11 @@ def _shape_of(node: Any) -> tuple[int, ...] | None:
     if sizes is not None:
         return tuple(map(int, sizes))
     for name in ("_saved_self", "_saved_input", "_saved_result"):
-        kept = getattr(node, name, None)
+        try:
+            kept = getattr(node, name, None)
+        except RuntimeError:  # a backward has freed it: what it was made by knows its shape
+            parent, number = node.next_functions[0]
+            return None if parent is None else tuple(parent._input_metadata[number].shape)  # noqa: SLF001
         if isinstance(kept, torch.Tensor):
             return tuple(kept.shape)
     return None

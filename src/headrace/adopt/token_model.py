@@ -48,7 +48,6 @@ from headrace.adopt.gradients import (
     SummedBackward,
     SummedGradients,
     add_plainly,
-    add_up,
     is_wrapped,
     require_known_wrapper,
 )
@@ -843,10 +842,17 @@ class TokenModel:
                 world = self._groups.world
                 Transfer(dist.all_reduce(total, group=world, async_op=True), world, total).wait()
                 require_linear_hooks(self.model, self._hooks_seen)
-                if not is_wrapped(self.model) and not self._summed.are_there(self.model):
-                    add_up(self.model.parameters(), world)
-                    self._summed.note(self.model)
+                self._summed.add_up(self.model, world, self._error_of_sum(loss))
         return total
+
+    def _error_of_sum(self, loss: torch.Tensor) -> ModelError | None:
+        """What is wrong on this rank with gradients that are to be summed; None where nothing
+        is."""
+        ran, self._summed_backward.ran = self._summed_backward.ran, False
+        if self._world == 1:
+            return None
+        error = self._summed_backward.error()
+        return self._own_losses.error_after(loss) if error is None and not ran else error
 
     def probe(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Test whether the model can be run on parts of its tokens, unless that was done already

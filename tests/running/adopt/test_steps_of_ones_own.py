@@ -157,6 +157,51 @@ def test_another_loss_leaves_gradients_as_they_are(kind: str) -> None:
         assert "got gradients that are summed over ranks already, and were changed since" in said
 
 
+def _begun_otherwise(kind: str, how: str) -> tuple[float, float, float] | str:
+    """(loss, that of one process, error of the gradients) where autograd makes the gradients."""
+    model, run, loss_of = KINDS[kind]()
+    alone, loss = copy.deepcopy(model), loss_of(0)
+    if how == "backward":
+        loss.backward()
+    elif how == "backward of a step before":
+        loss.backward()
+        model.zero_grad(set_to_none=False)
+        loss = loss_of(0)
+        run.backward(loss)
+    else:
+        if how == "autograd.grad of a mean":
+            draw = {"tokens": lambda: drawn(2, 20), "axis": lambda: {"x": field(0)}}[kind]()
+            out = run(**{k: x for k, x in run.shard(draw).inputs.items() if k != "labels"})
+            loss = (out[0] if kind == "tokens" else out).square().mean()
+        trained = [*model.parameters()]
+        for p, grad in zip(trained, torch.autograd.grad(loss, trained), strict=True):
+            p.grad = grad
+    try:
+        found = float(run.add_up(loss))
+    except ModelError as error:
+        return str(error)
+    own = plain(kind, alone, 0)
+    own.backward()
+    return found, float(own), error_of(model, alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_backwards_that_nobody_looks_at_are_refused(kind: str) -> None:
+    """A loss passed by every look at it where autograd was asked for its gradients."""
+    for said in run_ranks(2, _begun_otherwise, kind, "backward"):
+        assert "loss.backward() of a spread model: got a loss that nobody has looked at" in said
+    for said in run_ranks(2, _begun_otherwise, kind, "autograd.grad of a mean"):
+        assert "loss of a part: got a mean over" in said
+
+
+@pytest.mark.parametrize("how", ["backward of a step before", "autograd.grad"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_are_asked_for_are_summed(kind: str, how: str) -> None:
+    for found, wanted, error in run_ranks(2, _begun_otherwise, kind, how):
+        assert found == pytest.approx(wanted, rel=EXACT)
+        assert error < EXACT
+
+
 def _unseeded(kind: str) -> tuple[float, float, list[float], list[str]]:
     """(loss, that of rank 0's weights, sums of weights after the forward, warnings)."""
     model, run, loss_of = KINDS[kind]()
