@@ -881,6 +881,7 @@ class AxisModel:
             self._manager.end_backward()
             # Recomputes may have left other shards and another axis.
             self._manager.shards, shards.axis = shards, axis
+        self._summed.note_parts(self.model)
         if counts_often:
             for parameter in self.model.parameters():
                 parameter.grad = None

@@ -30,6 +30,8 @@ _BUCKET_BYTES = 32 << 20
 _FLOOR = 1e-3
 """The fraction of the largest value of all gradients below which a gradient may be rounding
 alone."""
+_Written = dict[int, tuple[int, int]]
+"""Where the data of gradients is and how often it was written to, by the parameters' ids."""
 _WRAPPERS = (DistributedDataParallel, FSDPModule)
 
 
@@ -172,13 +174,13 @@ def add_up(
 
 
 class SummedGradients:
-    """Knows which gradients of a model are sums over ranks already, so that none is summed
-    again."""
+    """Knows which gradients of a model are sums over ranks already, so that none is summed again,
+    and which were changed since a backward, so that no rank's part is clipped by its own norm."""
 
     def __init__(self) -> None:
         # Of each sum, and of each gradient after the last backward, where its data is and how
         # often it was written to, by the parameter's id.
-        self._sums, self._parts = dict[int, tuple[int, int]](), dict[int, tuple[int, int]]()
+        self._sums, self._parts = _Written(), _Written()
 
     def add_up(
         self, model: torch.nn.Module, world: dist.ProcessGroup, error: ModelError | None
@@ -189,22 +191,31 @@ class SummedGradients:
         if isinstance(model, FSDPModule):
             add_up((), world, error)
         elif not is_wrapped(model) and not self.are_there(model):
-            add_up(model.parameters(), world, error)
-            self._note(model)
+            add_up(model.parameters(), world, error or self._error_of_parts(model))
+            self._sums, self._parts = _written(model), _Written()
 
-    def _note(self, model: torch.nn.Module) -> None:
-        """Note that the gradients of ``model`` have just been summed over ranks."""
-        self._sums = {
-            id(p): (p.grad.data_ptr(), p.grad._version)  # noqa: SLF001
-            for p in model.parameters()
-            if p.grad is not None
-        }
+    def note_parts(self, model: torch.nn.Module) -> None:
+        """Note that a backward has just added this rank's part to the gradients of ``model``."""
+        self._parts = _Written() if is_wrapped(model) else _written(model)
+
+    def _error_of_parts(self, model: torch.nn.Module) -> ModelError | None:
+        """What is wrong where gradients were written to since a backward, and not made zero."""
+        changed = (gradient for gradient, differs in _kept(model, self._parts) if differs)
+        if not any(bool(gradient.any()) for gradient in changed):
+            return None
+        return ModelError(
+            "add_up",
+            got="gradients of this rank's part that were changed after run.backward",
+            wanted="gradients as backwards leave them",
+            hint="clip or scale gradients once they are summed, after run.add_up(loss); a term of "
+            "weights alone is run.backward(loss + run.share * term)",
+        )
 
     def are_there(self, model: torch.nn.Module) -> bool:
         """Whether the gradients of ``model`` are noted sums: no backward has run since, and another
         loss that is added up leaves them as they are. Raises ModelError where they were written to
         since."""
-        kept = list(self._kept(model))
+        kept = list(_kept(model, self._sums))
         if any(changed for _, changed in kept):
             raise ModelError(
                 "add_up",
@@ -217,7 +228,7 @@ class SummedGradients:
     def require_dropped(self, model: torch.nn.Module) -> None:
         """Raise ModelError before a backward of ``model`` that would add to sums over ranks, on all
         ranks alike. Only the first backward after a sum is looked at."""
-        kept = list(self._kept(model))
+        kept = list(_kept(model, self._sums))
         self._sums = {}
         if any(bool(gradient.any()) for gradient, _ in kept):
             raise ModelError(
@@ -228,15 +239,25 @@ class SummedGradients:
                 "sum of their losses to one add_up, after the last",
             )
 
-    def _kept(self, model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, bool]]:
-        """The gradients of ``model`` that are noted sums, each with whether it was written to
-        since."""
-        for p in model.parameters() if self._sums else ():
-            if p.grad is not None and id(p) in self._sums:
-                at, version = self._sums[id(p)]
-                now = p.grad._version  # noqa: SLF001
-                if p.grad.data_ptr() == at and now >= version:
-                    yield p.grad, now > version
+
+def _written(model: torch.nn.Module) -> _Written:
+    """Where the gradients of ``model`` are now, and how often they were written to."""
+    return {
+        id(p): (p.grad.data_ptr(), p.grad._version)  # noqa: SLF001
+        for p in model.parameters()
+        if p.grad is not None
+    }
+
+
+def _kept(model: torch.nn.Module, noted: _Written) -> Iterator[tuple[torch.Tensor, bool]]:
+    """The gradients of ``model`` that are still where they were ``noted``, each with whether it
+    was written to since."""
+    for p in model.parameters() if noted else ():
+        if p.grad is not None and id(p) in noted:
+            at, version = noted[id(p)]
+            now = p.grad._version  # noqa: SLF001
+            if p.grad.data_ptr() == at and now >= version:
+                yield p.grad, now > version
 
 
 def gradient_error(

@@ -788,6 +788,7 @@ class TokenModel:
             self._own_losses.require_sum(loss, targets=now.targets or 0)
         with self._watch.during("backward"):
             self._summed_backward.run(loss)
+        self._summed.note_parts(self.model)
 
     def watch(self, watcher: Watcher | None) -> None:
         """Have the results of spread forwards in a loop looked at, and noted for

@@ -202,6 +202,32 @@ def test_gradients_that_are_asked_for_are_summed(kind: str, how: str) -> None:
         assert error < EXACT
 
 
+def _changed_before(kind: str, how: str) -> str:
+    """What is said of gradients that are changed before they are summed."""
+    model, run, loss_of = KINDS[kind]()
+    loss = loss_of(0)
+    run.backward(loss)
+    if how == "clipped":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    else:  # a step that is left out
+        model.zero_grad(set_to_none=how == "to none")
+    try:
+        run.add_up(loss)
+    except ModelError as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_clipped_after_they_are_summed(kind: str) -> None:
+    """Each rank would clip its part by the norm of this part."""
+    for said in run_ranks(2, _changed_before, kind, "clipped"):
+        assert "got gradients of this rank's part that were changed after run.backward" in said
+        assert "after run.add_up(loss)" in said
+    for how in ("to none", "to zeros"):
+        assert run_ranks(2, _changed_before, kind, how) == ["taken", "taken"]
+
+
 def _unseeded(kind: str) -> tuple[float, float, list[float], list[str]]:
     """(loss, that of rank 0's weights, sums of weights after the forward, warnings)."""
     model, run, loss_of = KINDS[kind]()
