@@ -14,7 +14,7 @@ Shape legend: b rows of s tokens on this rank; V tokens in a vocabulary.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isfinite, prod
@@ -33,6 +33,8 @@ __all__ = ["OwnLosses", "Parted", "functions_of", "note_whole"]
 
 _MARK = "headrace part"
 """The key under which a node of autograd has the :class:`Parted` results that it made."""
+_SHARERS = "headrace sharers"
+"""The key under which it has the group of ranks that share the batch of its forward."""
 _NODES = 1_000
 """Nodes between a loss and the results that are looked at, at most."""
 _OFTEN = 8
@@ -157,12 +159,18 @@ class OwnLosses:
         self._mean: tuple[torch.Tensor, int] | None = None
         self._group: dist.ProcessGroup | None = None  # the ranks that share the last part noted
 
-    def note(self, results: Iterable[tuple[torch.Tensor, Parted | None]]) -> None:
-        """Note the results of a forward; None for those that are no parts."""
+    def note(
+        self,
+        results: Iterable[tuple[torch.Tensor, Parted | None]],
+        sharers: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Note the results of a forward; None for those that are no parts. Of losses among these
+        that the model makes, ``sharers`` have the other terms."""
         for result, parted in results:
             node: Any = result.grad_fn  # torch's types have its metadata as a function
             if node is not None:
                 node.metadata[_MARK] = parted
+                node.metadata[_SHARERS] = sharers
             if parted is not None:
                 self._group = parted.group
 
@@ -178,7 +186,14 @@ class OwnLosses:
             if logits is not None and logits.requires_grad and count:
                 self._mean = _cross_entropy_sum(logits.detach(), labels) / count, count
 
-    def require_sum(self, loss: torch.Tensor, *, targets: int = 0, weighed: bool = False) -> None:
+    def require_sum(
+        self,
+        loss: torch.Tensor,
+        *,
+        targets: int = 0,
+        weighed: bool = False,
+        miscounted: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         """Raise ModelError, on all ranks that share the part, where a loss is no sum over it.
         Collective among these, now and then.
 
@@ -186,16 +201,23 @@ class OwnLosses:
             loss: The loss, [].
             targets: The labels of the whole step.
             weighed: Whether the user weighs means by this rank's share.
+            miscounted: As for :meth:`error`; it is called where the loss is looked at.
         """
         self._backwards += 1
         if not _is_due(self._backwards):
             return
-        error = self.error(loss, targets=targets, weighed=weighed)
+        error = self.error(loss, targets=targets, weighed=weighed, miscounted=miscounted())
         if error is not None:
             raise error
 
     def error(
-        self, loss: torch.Tensor, *, targets: int = 0, weighed: bool = False, alike: bool = True
+        self,
+        loss: torch.Tensor,
+        *,
+        targets: int = 0,
+        weighed: bool = False,
+        alike: bool = True,
+        miscounted: float = 0.0,
     ) -> ModelError | None:
         """What is wrong with a loss that is no sum over the part, on all ranks that share the part;
         None where nothing is. Collective among these.
@@ -206,11 +228,16 @@ class OwnLosses:
             weighed: Whether the user weighs means by this rank's share.
             alike: Whether what parts are multiplied with must be alike on all ranks: not where
                 shares are, which differ.
+            miscounted: By how much mean losses count other labels than the step does: a number
+                whose sum over ranks is 0 where they count as many.
 
         Returns:
             The error.
         """
         nodes = _nodes_before_results(loss.grad_fn)
+        # A loss that the model makes is among its results, and no part: it may be left unused.
+        if all(node.metadata.get(_MARK, nodes) is not None for node in nodes) and nodes:
+            miscounted = 0.0
         made_of = _parts_made_of(nodes)
         factors = _factors(nodes, made_of)
         found = (
@@ -222,15 +249,19 @@ class OwnLosses:
         parts = filter(None, (node.metadata.get(_MARK) for node in nodes))
         # Nothing is known of a graph that is too large; that of another rank may be smaller.
         group = next((part.group for part in parts), None) if nodes else self._group
+        sharers = (node.metadata.get(_SHARERS) for node in nodes)
+        group = group or next(filter(None, sharers), None)
         if group is None and not found:
-            return None
+            return _miscounting() if miscounted else None
         indices = _indices(nodes, made_of)
         told = [[float(len(own)), *_checksums(own)] for own in (factors, indices)]
-        rows = gather_floats([bool(found), *told[0], *told[1]], group)
+        rows = gather_floats([bool(found), miscounted, *told[0], *told[1]], group)
         others = group is not None and any(row[0] for row in rows)
         if not found and not others:
-            middle = 1 + len(told[0])
-            found = _said_of_factors([row[1:middle] for row in rows]) if alike else ""
+            if sum(row[1] for row in rows):
+                return _miscounting()
+            middle = 2 + len(told[0])
+            found = _said_of_factors([row[2:middle] for row in rows]) if alike else ""
             found = found or _said_of_indices([row[middle:] for row in rows])
             if not found:
                 return None
@@ -273,6 +304,18 @@ class OwnLosses:
         same = bool((loss.detach() - mean).abs() <= tolerance * mean.abs())
         wrong = same and count != targets
         return f"the mean cross entropy of the {count} labels of one rank" if wrong else ""
+
+
+def _miscounting() -> ModelError:
+    """The error for means that the model makes of other labels than those of the step."""
+    return ModelError(
+        "mean cross entropy that the model makes",
+        got="other labels than those that are counted as the step's targets",
+        wanted="as many labels that are not -100",
+        hint="leave labels out of the batch (-100) rather than in the forward; sum other losses "
+        '(reduction="sum") over a number of the whole step, or say shard(..., targets=) for one '
+        "whose labels the model chooses",
+    )
 
 
 def note_whole(x: torch.Tensor) -> None:

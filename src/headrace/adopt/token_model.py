@@ -281,6 +281,9 @@ class TokenModel:
         # This rank's labels [b, s_r], in the places that predict them, for its token ids.
         self._labels_by_tokens: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
         self._last_called: Placement | None = None  # of the last batch that a forward was run on
+        # Its labels [b, s_r]; None where it has none, or the user has said how many count.
+        self._last_labels: torch.Tensor | None = None
+        self._told = weakref.WeakSet[Placement]()  # of whose targets the user has said the number
         self._part: BatchPart | None = None  # the part given to take(), until release()
         self._hooks_seen = dict[int, Any]()  # hooks on gradients that were looked at, by id
         self._own_losses = OwnLosses(
@@ -406,6 +409,7 @@ class TokenModel:
         world = dist.get_world_size() if self._groups is not None else 1
         blocks = replica_blocks(world, replicas)
         members = blocks[0] if ranks is None else tuple(ranks)  # one block has all ranks
+        told = targets is not None
         if replicas > 1 and ranks is None:
             members = next(block for block in blocks if self._rank in block)
             if targets is None:
@@ -442,6 +446,8 @@ class TokenModel:
             batch["labels"] = predicted(batch["labels"], self.labels)
         part = self.place(batch, members, targets=targets, exchange=exchange)
         self._batch_by_tokens[part.inputs[self.tokens]] = whole
+        if told:
+            self._told.add(part.placed)
         if self._check is not None and len(members) == world:
             self._check = None
             self._compare_with_plain(part, batch)
@@ -546,7 +552,8 @@ class TokenModel:
         """Spread the model: its forwards work on ``part`` from now on, and refuse the tokens of
         others."""
         self._slot.take(part.placed)
-        self._part = part
+        self._part, self._last_labels = part, part.labels
+        part.placed.counted.clear()
 
     def release(self) -> None:
         """Make the model the user's plain one again."""
@@ -592,6 +599,9 @@ class TokenModel:
         self._slot.end_backward()  # of an earlier backward that failed
         before = self._slot.held
         self._slot.take(placement)
+        placement.counted.clear()
+        own_labels = self._labels_by_tokens.get(inputs[self.tokens])
+        self._last_labels = None if placement in self._told else own_labels
         try:
             labels = inputs.pop(self._label_name, None) if self._from_transformers else None
             with self._watch.during("forward"):
@@ -605,9 +615,9 @@ class TokenModel:
         results = [*result_tensors(outputs)]
         self._summed_backward.require(results)
         if self._world > 1:
-            self._own_losses.note((x, _part_of(x, placement)) for x in results)
-            own = None if labelled else self._labels_by_tokens.get(inputs[self.tokens])
-            self._own_losses.note_labels(results, own)
+            parted = ((x, _part_of(x, placement)) for x in results)
+            self._own_losses.note(parted, placement.group)
+            self._own_losses.note_labels(results, None if labelled else own_labels)
         return self._with_backward_hooks(outputs, placement)
 
     def install(self) -> Callable[[], None]:
@@ -785,7 +795,9 @@ class TokenModel:
         self._summed.require_dropped(self.model)
         now = self._last_called
         if self._world > 1 and now is not None:
-            self._own_losses.require_sum(loss, targets=now.targets or 0)
+            self._own_losses.require_sum(
+                loss, targets=now.targets or 0, miscounted=self._miscounted
+            )
         with self._watch.during("backward"):
             self._summed_backward.run(loss)
         self._summed.note_parts(self.model)
@@ -808,7 +820,8 @@ class TokenModel:
         if self._loss_head is not None:  # it gives the loss in the place of logits
             results = [x for x in results if x.shape[2:] != (1,)]
         self._watcher(results)
-        self._own_losses.note((x, _part_of(x, placement, alone=True)) for x in results)
+        parted = ((x, _part_of(x, placement, alone=True)) for x in results)
+        self._own_losses.note(parted, placement.group)
 
     def checked_backward(self, loss: torch.Tensor, *, weighed: bool) -> ModelError | None:
         """Run the backward of a loss in a loop, and tell what is wrong where its graph shows that
@@ -821,9 +834,22 @@ class TokenModel:
         Returns:
             The error; None where nothing is wrong.
         """
-        error = self._own_losses.error(loss, weighed=weighed, alike=not weighed)
+        error = self._own_losses.error(
+            loss, weighed=weighed, alike=not weighed, miscounted=self._miscounted()
+        )
         loss.backward()
         return error
+
+    def _miscounted(self) -> float:
+        """By how much the means that the model made in its last forward count other labels than
+        its part has: a number whose sum over ranks is 0 where each counts as many. Waits for the
+        device."""
+        now, labels = self._last_called, self._last_labels
+        if now is None or labels is None or not now.counted:
+            return 0.0
+        wanted = int((labels != IGNORED).sum())
+        # Factors that differ by mean, so that what one counts too much makes up for no other.
+        return sum((1.0 + 104_729 * at) * (int(x) - wanted) for at, x in enumerate(now.counted))
 
     def add_up(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of all ranks together, once gradients are there: call it after the last

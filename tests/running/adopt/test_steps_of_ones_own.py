@@ -285,6 +285,63 @@ def test_a_mean_over_other_labels_is_refused(ranks: int, backend: str | None) ->
         assert "got ignore_index=0 and a mean" in said
 
 
+class MaskedGpt(Gpt):
+    """Leaves labels out in its forward, and has the mean loss of other labels, too."""
+
+    def forward(self, ids: Any, labels: Any = None, kept: Any = None, more: Any = None) -> Any:
+        logits, _ = super().forward(ids)
+        if labels is None:
+            return logits, None
+        if kept is not None:
+            labels = labels.masked_fill(kept == 0, IGNORED)
+        loss = f.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        if more is not None:
+            loss = loss + f.cross_entropy(logits.flatten(0, 1), more.flatten())
+        return logits, loss
+
+
+def _miscounted(how: str, backend: str | None) -> tuple[float, float, float] | str:
+    """(loss, that of one process, error of the gradients), or what is said of the loss."""
+    model, batch = gpt(), drawn(2, 20)
+    model.__class__ = MaskedGpt
+    alone, labels, told = copy.deepcopy(model), batch["labels"], None
+    if how in ("a mask", "a mask that is told", "unused"):
+        batch["kept"] = (torch.arange(20) % 4 > 1).long().expand(2, 20).contiguous()
+        told = int(((labels != IGNORED) & (batch["kept"] > 0)).sum()) if "told" in how else None
+    if how == "other labels":
+        batch["more"] = labels.masked_fill(labels % 2 == 0, IGNORED)
+    if how == "as many labels":  # at other places
+        batch["more"] = labels.flip(1)
+    run = hr.compile(model, backend=backend)
+    part = run.shard(batch, targets=told)
+    own, wanted = run(**part.inputs), alone(**batch)
+    loss, one = own[1], wanted[1]
+    if how == "unused":
+        loss, one = (x.square().sum() for x in (own[0], wanted[0]))
+    try:
+        run.backward(loss)
+    except ModelError as error:
+        return str(error)
+    found = float(run.add_up(loss))
+    one.backward()
+    return found, float(one), error_of(model, alone)
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_mean_over_labels_that_nobody_counted_is_refused(backend: str | None) -> None:
+    """It would be divided by the number of others."""
+    for how in ("a mask", "other labels"):
+        for said in run_ranks(2, _miscounted, how, backend):
+            assert "mean cross entropy that the model makes: got other labels than" in said
+
+
+@pytest.mark.parametrize("how", ["a mask that is told", "as many labels", "unused"])
+def test_a_mean_over_as_many_labels_is_exact(how: str) -> None:
+    for found, wanted, error in run_ranks(2, _miscounted, how, None):
+        assert found == pytest.approx(wanted, rel=EXACT)
+        assert error < EXACT
+
+
 def _skipping(places: list[int], mask: list[int] | None) -> str:
     run, batch = hr.compile(gpt()), drawn(1, len(places))
     batch["position_ids"] = torch.tensor([places])
