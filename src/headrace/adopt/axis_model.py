@@ -162,8 +162,9 @@ class AxisModel:
         self._watch = CallWatch()
         self._hooks_seen = dict[int, Any]()  # hooks on gradients that were looked at, by id
         self._own_losses = OwnLosses(
+            model,
             "error.square().sum() / target.numel() of the whole target; a mean over as many places "
-            "on every rank, or over a rank's samples, counts loss * run.share"
+            "on every rank, or over a rank's samples, counts loss * run.share",
         )
         self._watcher: Watcher | None = None  # sees the results of forwards in a loop
         self._summed, self._summed_backward = SummedGradients(), SummedBackward(model)
@@ -862,6 +863,8 @@ class AxisModel:
         self._alike_of_backwards.add(alike)
         if self.ranks > 1 and not alike:
             self._own_losses.require_sum(loss, weighed=guards.divides)
+        elif self.ranks > 1:
+            self._own_losses.require_own(loss)
         if guards.made and not guards.divides:
             _, own_samples, all_samples = shards.samples
             parts = all_samples / max(1, own_samples)
@@ -1037,8 +1040,9 @@ class AxisModel:
         function that undoes the latter. Raises ModelError for a model that cannot be run on
         shards."""
         self._own_losses = OwnLosses(
+            self.model,
             "error.square().sum() / micro.targets; a mean over as many places on every rank takes "
-            "micro.share * mean"
+            "micro.share * mean",
         )
         grown = {name: value.to(device) for name, value in self._grown(sample).items()}
         inputs = {name: value for name, value in grown.items() if name in self._argument_names}

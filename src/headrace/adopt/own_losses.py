@@ -148,16 +148,17 @@ class Parted:
 
 
 class OwnLosses:
-    """Looks at the losses of the spread forwards of one model. ``hint`` says how they are made."""
+    """Looks at the losses of the spread forwards of one ``model``. ``hint`` says how they are
+    made."""
 
-    def __init__(self, hint: str) -> None:
+    def __init__(self, model: torch.nn.Module, hint: str) -> None:
         """Nothing was called yet."""
-        self._hint = hint
+        self._model, self._hint = model, hint
         self._calls = self._backwards = 0
         # Of the last forward that was looked at: the mean cross entropy [] of this rank's labels,
         # and their number.
         self._mean: tuple[torch.Tensor, int] | None = None
-        self._group: dist.ProcessGroup | None = None  # the ranks that share the last part noted
+        self._last: Parted | None = None  # the last part that was noted
 
     def note(
         self,
@@ -172,7 +173,7 @@ class OwnLosses:
                 node.metadata[_MARK] = parted
                 node.metadata[_SHARERS] = sharers
             if parted is not None:
-                self._group = parted.group
+                self._last = parted
 
     def note_labels(self, results: Iterable[torch.Tensor], labels: torch.Tensor | None) -> None:
         """Note the results of a forward, among them perhaps logits [b, s, V], whose part has
@@ -241,14 +242,16 @@ class OwnLosses:
         made_of = _parts_made_of(nodes)
         factors = _factors(nodes, made_of)
         found = (
-            _found(nodes, made_of, weighed=weighed)
+            self._learnt_beside(nodes)
+            or _found(nodes, made_of, weighed=weighed)
             or self._mean_by_hand(loss, targets)
             or _divided_by_tokens(nodes, factors, targets)
         )
         # Ranks that share a part run the same code, and so make losses of the same results.
         parts = filter(None, (node.metadata.get(_MARK) for node in nodes))
         # Nothing is known of a graph that is too large; that of another rank may be smaller.
-        group = next((part.group for part in parts), None) if nodes else self._group
+        known = parts if nodes else filter(None, [self._last])
+        group = next((part.group for part in known), None)
         sharers = (node.metadata.get(_SHARERS) for node in nodes)
         group = group or next(filter(None, sharers), None)
         if group is None and not found:
@@ -280,19 +283,43 @@ class OwnLosses:
         """
         nodes = _nodes_before_results(loss.grad_fn)
         try:
-            found = _found(nodes, _parts_made_of(nodes), weighed=weighed)
+            found = self._learnt_beside(nodes)
+            found = found or _found(nodes, _parts_made_of(nodes), weighed=weighed)
         except RuntimeError:  # of tensors that a backward has freed
             found = ""
         return self._error_of(found) if found else None
 
+    def require_own(self, loss: torch.Tensor) -> None:
+        """Raise ModelError for a loss that ranks have alike, [], by which others than the model's
+        weights learn: their gradients are summed by nobody."""
+        found = self._learnt_beside(_nodes_before_results(loss.grad_fn))
+        if found:
+            raise self._error_of(found)
+
+    def _learnt_beside(self, nodes: Sequence[Any]) -> str:
+        """What is said of weights between a loss and the results of forwards that are not the
+        model's; nothing where there are none. What a user makes of tokens (detached logits, a
+        disturbance of each token) has gradients of its own rank."""
+        leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+        learnt = [x for x in leaves if isinstance(x, torch.nn.Parameter) or self._is_learnt(x)]
+        own = set(map(id, self._model.parameters())) if learnt else set[int]()
+        shapes = (list(x.shape) for x in learnt if id(x) not in own)
+        said = "weights {} beside the model, whose gradients nobody sums"
+        return next((said.format(shape) for shape in shapes), "")
+
+    def _is_learnt(self, leaf: torch.Tensor) -> bool:
+        """Whether a leaf of autograd's that is no parameter is a number, or a few, of no token."""
+        return leaf.dim() < 2 and not (self._last and self._last.dims_in(leaf.shape))
+
     def _error_of(self, found: str) -> ModelError:
         """The error for a loss of which this was found."""
-        return ModelError(
-            "loss of a part",
-            got=found,
-            wanted="a sum over this rank's part, divided by what the whole step has",
-            hint=self._hint,
-        )
+        if found.startswith("weights"):
+            wanted = "the model's own"
+            hint = "make one module of both, or torch.no_grad() around what is not to learn"
+        else:
+            wanted = "a sum over this rank's part, divided by what the whole step has"
+            hint = self._hint
+        return ModelError("loss of a part", got=found, wanted=wanted, hint=hint)
 
     def _mean_by_hand(self, loss: torch.Tensor, targets: int) -> str:
         """What is said of a loss that is the mean cross entropy of this rank's labels; nothing

@@ -287,8 +287,9 @@ class TokenModel:
         self._part: BatchPart | None = None  # the part given to take(), until release()
         self._hooks_seen = dict[int, Any]()  # hooks on gradients that were looked at, by id
         self._own_losses = OwnLosses(
+            model,
             "run.loss(logits, part.labels), or reduction='sum' and / part.targets; "
-            "part.labels are in the places that predict them, run.mean(values) is over all tokens"
+            "part.labels are in the places that predict them, run.mean(values) is over all tokens",
         )
         self._watcher: Watcher | None = None  # sees the results of forwards in a loop
         self._summed, self._summed_backward = SummedGradients(), SummedBackward(model)
@@ -983,8 +984,9 @@ class TokenModel:
         :meth:`install`; returns a function that undoes it and detaches the model."""
         self._watches = False  # the training loop watches for lost ranks itself
         self._own_losses = OwnLosses(
+            self.model,
             "micro.loss(logits), or reduction='sum' and / micro.targets; micro.labels are in the "
-            "places that predict them, and are not shifted once more"
+            "places that predict them, and are not shifted once more",
         )
         row = {name: value.to(device) for name, value in packed([sample]).items()}
         self.probe(row)

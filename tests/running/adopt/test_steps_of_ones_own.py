@@ -228,6 +228,44 @@ def test_gradients_are_clipped_after_they_are_summed(kind: str) -> None:
         assert run_ranks(2, _changed_before, kind, how) == ["taken", "taken"]
 
 
+def _learnt_beside(kind: str, how: str) -> tuple[float, float, float] | str:
+    """(loss, that of one process, error of the gradients) of weights beside the model, or of a
+    disturbance of each token, or what is said of it."""
+    model, run, _ = KINDS[kind]()
+    alone = copy.deepcopy(model)
+    whole = {"ids": drawn(2, 20)["ids"]} if kind == "tokens" else {"x": field(0)}
+    out, wanted = run(**run.shard(whole).inputs), alone(**whole)
+    out, wanted = (out[0], wanted[0]) if kind == "tokens" else (out, wanted)
+    if how == "a head":
+        head = torch.nn.Linear(out.shape[-1], 3).double()
+        loss, one = head(out).square().sum(), head(wanted).square().sum()
+    elif how == "a temperature":
+        hot = torch.ones((), dtype=out.dtype, requires_grad=True)
+        loss, one = (hot * out).square().sum(), (hot * wanted).square().sum()
+    else:
+        noise, all_noise = (torch.ones_like(x).requires_grad_() for x in (out, wanted))
+        loss, one = (noise * out).square().sum(), (all_noise * wanted).square().sum()
+    try:
+        run.backward(loss)
+    except ModelError as error:
+        return str(error)
+    found = float(run.add_up(loss))
+    one.backward()
+    return found, float(one), error_of(model, alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_beside_the_model_are_refused(kind: str) -> None:
+    """Each rank would train its own by its part."""
+    for how, shape in (("a head", "[3, "), ("a temperature", "[]")):
+        for said in run_ranks(2, _learnt_beside, kind, how):
+            assert f"loss of a part: got weights {shape}" in said
+            assert "beside the model" in said
+    for found, wanted, error in run_ranks(2, _learnt_beside, kind, "a disturbance"):
+        assert found == pytest.approx(wanted, rel=EXACT)
+        assert error < EXACT
+
+
 def _unseeded(kind: str) -> tuple[float, float, list[float], list[str]]:
     """(loss, that of rank 0's weights, sums of weights after the forward, warnings)."""
     model, run, loss_of = KINDS[kind]()
