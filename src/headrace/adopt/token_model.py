@@ -38,8 +38,8 @@ from headrace.adopt.call_arguments import (
     plain,
     plain_arguments,
     refuse_arguments,
+    refuse_configured,
     refuse_embedded,
-    refuse_router_losses,
     tensors_of,
 )
 from headrace.adopt.entry_points import ChosenLevels, EntryPointName, entry_point_of
@@ -1231,7 +1231,7 @@ class TokenModel:
             if self._own_loss is not None:
                 raise self._own_loss
         if self._from_transformers:
-            refuse_router_losses(getattr(self.inner, "config", None))
+            refuse_configured(getattr(self.inner, "config", None))
         if self._loss_head is not None:
             self._loss_head.expect(labels, self._slot.now.targets)
 

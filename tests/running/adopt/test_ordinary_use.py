@@ -275,6 +275,7 @@ REFUSED_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "shift_labels": (torch.zeros(2, 20).long(), "shift_labels: got Tensor beside labels"),
     "attention_mask": (torch.ones(2, 20), r"attention_mask: got Tensor.*give it to shard\(\)"),
     "logits_to_keep": (2, "logits_to_keep: got 2.*run.gather"),
+    "output_attentions": (True, "output_attentions: got True, wanted none; .* makes no maps"),
     "inputs_embeds": (torch.zeros(2, 20, 48), "input inputs_embeds: got what is no number"),
 }
 
@@ -1011,6 +1012,16 @@ def test_losses_of_routers_that_are_asked_for_later() -> None:
     model.config.output_router_logits = True
     with pytest.raises(ModelError, match="output_router_logits: got True"):
         run(**shard.inputs)
+
+
+def test_maps_of_attention_that_a_configuration_asks_for_are_refused() -> None:
+    """Catches an empty tuple in the place of maps, of which a loss is 0."""
+    model: Any = foreign_model("llama", 0)
+    model.set_attn_implementation("eager")
+    run = hr.compile(model)
+    model.config.output_attentions = True
+    with pytest.raises(ModelError, match="output_attentions: got True, wanted none"):
+        run(**run.shard(tokens(2, 20)).inputs)
 
 
 def test_attention_of_a_class_of_its_own_is_named() -> None:
