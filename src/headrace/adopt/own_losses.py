@@ -300,7 +300,15 @@ class OwnLosses:
         """What is said of weights between a loss and the results of forwards that are not the
         model's; nothing where there are none. What a user makes of tokens (detached logits, a
         disturbance of each token) has gradients of its own rank."""
-        leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+        # A number that is only added to a loss, as one to begin with, learns nothing.
+        used = [
+            parent
+            for node in nodes
+            for parent, _ in node.next_functions
+            if hasattr(parent, "variable")
+            and (parent.variable.dim() or _kind(node) not in ("Add", "Sub"))
+        ]
+        leaves = [node.variable for node in used]
         learnt = [x for x in leaves if isinstance(x, torch.nn.Parameter) or self._is_learnt(x)]
         own = set(map(id, self._model.parameters())) if learnt else set[int]()
         shapes = (list(x.shape) for x in learnt if id(x) not in own)

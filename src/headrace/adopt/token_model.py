@@ -83,7 +83,7 @@ from headrace.adopt.placement import (
     require_documents,
     require_tokens,
 )
-from headrace.adopt.replaced_calls import compiled_within
+from headrace.adopt.replaced_calls import compiled_within, modules_run_as_written
 from headrace.adopt.samples import LabelPlace, TokenReader, named_labels, packed
 from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack, Watcher
 from headrace.adopt.token_probe import (
@@ -298,6 +298,10 @@ class TokenModel:
         self.label_place: LabelPlace | None = None
         self._hooks = ExitStack()  # removes the hooks on the user's modules
         self._hooks.callback(hook_before(inner, self._refuse_sharded, named=True))
+        for module in modules_run_as_written(inner):
+            # Models within the model, such as the layers without the head.
+            if module is not inner and self.tokens in _names_of_own_forward(module):
+                self._hooks.callback(hook_before(module, self._refuse_within, named=True))
         # Watches for lost ranks, unless a training loop does so itself.
         self._watch, self._watches = CallWatch(), True
         self._alike_weights = AlikeWeights(model)  # a training loop sees to them itself
@@ -1151,6 +1155,21 @@ class TokenModel:
             )
         return None
 
+    def _refuse_within(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """The hook before a model within the model: raises ModelError where it is called with a
+        part while the model is plain."""
+        if torch.compiler.is_compiling() or self._slot.held is not None:
+            return
+        given = [x for x in (*args, *named.values()) if isinstance(x, torch.Tensor)]
+        if any(plain(x) is not x or x in self._placement_by_tokens for x in given):
+            raise ModelError(
+                f"inputs of shard() given to {type(module).__name__}(...) within the model",
+                got="a forward outside of run(**shard.inputs)",
+                wanted="run(**shard.inputs)",
+                hint="outside of it the model is the plain one, for whole batches: "
+                "output_hidden_states=True gives the states of layers",
+            )
+
     def _require_own(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Raise ModelError where the model, spread for a micro-batch, is called with other tokens
         than its part, as it would take them to have the documents and positions of the micro-batch;
@@ -1577,6 +1596,14 @@ def arguments_of(model: Any) -> dict[str, inspect.Parameter]:
             if not _passes_arguments_on(dict(rest)):
                 break
     return found
+
+
+def _names_of_own_forward(module: torch.nn.Module) -> Iterable[str]:
+    """The names of the arguments of a module's forward; none for torch's own modules, which work
+    on each token alone or are called by what has attention."""
+    if type(module).__module__.startswith("torch."):
+        return ()
+    return inspect.signature(module.forward).parameters
 
 
 def _passes_arguments_on(arguments: Mapping[str, inspect.Parameter]) -> bool:

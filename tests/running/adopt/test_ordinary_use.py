@@ -1579,6 +1579,30 @@ def test_gradients_that_were_not_summed_are_noticed(how: str) -> None:
         assert said[0].startswith("weights of the model: got others than on rank 0")
 
 
+def of_the_backbone() -> list[str]:
+    """What is said of the layers of a model, called without its head, with a part and a copy."""
+    model: Any = foreign_model("llama", 0)
+    run = hr.compile(model)
+    part = run.shard(tokens(2, 21))
+    ids, places = part.inputs["input_ids"], part.inputs["position_ids"]
+    said = []
+    for given in ({"input_ids": ids}, {"inputs_embeds": model.model.embed_tokens(ids)}):
+        try:
+            model.model(**given, position_ids=places)
+        except ModelError as error:
+            said.append(str(error))
+    model.model(ids.clone())  # the plain model
+    run.backward(run(**part.inputs).loss)
+    return said
+
+
+def test_layers_that_are_called_with_a_part_are_refused() -> None:
+    """Catches tokens of one rank that see no others, as in losses by chunks of logits."""
+    for said in run_ranks(2, of_the_backbone):
+        assert len(said) == 2
+        assert all("given to LlamaModel(...) within the model" in text for text in said)
+
+
 def of_other_groups() -> float:
     """A step of two batches, one of two ranks and one of all three: both forwards are run before
     the first backward. Returns the loss of all."""
