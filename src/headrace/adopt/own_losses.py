@@ -29,12 +29,14 @@ from headrace.comm.collectives import gather_floats
 from headrace.errors import ModelError
 from headrace.ops.loss import IGNORED
 
-__all__ = ["OwnLosses", "Parted", "functions_of", "note_whole"]
+__all__ = ["OwnLosses", "Parted", "functions_of", "note_alike", "note_whole"]
 
 _MARK = "headrace part"
 """The key under which a node of autograd has the :class:`Parted` results that it made."""
 _SHARERS = "headrace sharers"
 """The key under which it has the group of ranks that share the batch of its forward."""
+_ALIKE = "headrace alike"
+"""The key of nodes whose results ranks have alike, as those of ``run.mean``."""
 _NODES = 1_000
 """Nodes between a loss and the results that are looked at, at most."""
 _OFTEN = 8
@@ -193,6 +195,7 @@ class OwnLosses:
         *,
         targets: int = 0,
         weighed: bool = False,
+        shares: bool = True,
         miscounted: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Raise ModelError, on all ranks that share the part, where a loss is no sum over it.
@@ -202,12 +205,15 @@ class OwnLosses:
             loss: The loss, [].
             targets: The labels of the whole step.
             weighed: Whether the user weighs means by this rank's share.
+            shares: Whether the user has asked for this rank's share: terms are taken to have it.
             miscounted: As for :meth:`error`; it is called where the loss is looked at.
         """
         self._backwards += 1
         if not _is_due(self._backwards):
             return
-        error = self.error(loss, targets=targets, weighed=weighed, miscounted=miscounted())
+        error = self.error(
+            loss, targets=targets, weighed=weighed, shares=shares, miscounted=miscounted()
+        )
         if error is not None:
             raise error
 
@@ -218,6 +224,7 @@ class OwnLosses:
         targets: int = 0,
         weighed: bool = False,
         alike: bool = True,
+        shares: bool = True,
         miscounted: float = 0.0,
     ) -> ModelError | None:
         """What is wrong with a loss that is no sum over the part, on all ranks that share the part;
@@ -229,6 +236,7 @@ class OwnLosses:
             weighed: Whether the user weighs means by this rank's share.
             alike: Whether what parts are multiplied with must be alike on all ranks: not where
                 shares are, which differ.
+            shares: Whether terms that ranks have alike are taken to have this rank's share.
             miscounted: By how much mean losses count other labels than the step does: a number
                 whose sum over ranks is 0 where they count as many.
 
@@ -243,6 +251,7 @@ class OwnLosses:
         factors = _factors(nodes, made_of)
         found = (
             self._learnt_beside(nodes)
+            or ("" if shares else self._added_by_all(nodes))
             or _found(nodes, made_of, weighed=weighed)
             or self._mean_by_hand(loss, targets)
             or _divided_by_tokens(nodes, factors, targets)
@@ -315,6 +324,22 @@ class OwnLosses:
         said = "weights {} beside the model, whose gradients nobody sums"
         return next((said.format(shape) for shape in shapes), "")
 
+    def _added_by_all(self, nodes: Sequence[Any]) -> str:
+        """What is said of a loss with a term that all ranks which share a part add alike: of the
+        model's weights, or of means over all tokens; nothing of others."""
+        part = self._last
+        if not nodes or part is None or part.group is None:
+            return ""
+        own = set(map(id, self._model.parameters()))
+        for term in _terms(nodes[-1]):
+            inner = _nodes_before_results(term, _ALIKE)
+            leaves = [node.variable for node in inner if hasattr(node, "variable")]
+            is_alike = any(_ALIKE in node.metadata for node in inner) or bool(leaves)
+            is_alike &= all(id(leaf) in own for leaf in leaves)
+            if is_alike and not any(_MARK in node.metadata or _is_of(part, node) for node in inner):
+                return "terms of weights, or of run.mean, that every rank adds"
+        return ""
+
     def _is_learnt(self, leaf: torch.Tensor) -> bool:
         """Whether a leaf of autograd's that is no parameter is a number, or a few, of no token."""
         return leaf.dim() < 2 and not (self._last and self._last.dims_in(leaf.shape))
@@ -324,6 +349,8 @@ class OwnLosses:
         if found.startswith("weights"):
             wanted = "the model's own"
             hint = "make one module of both, or torch.no_grad() around what is not to learn"
+        elif found.startswith("terms"):
+            wanted, hint = "run.share of each", "write loss + run.share * term"
         else:
             wanted = "a sum over this rank's part, divided by what the whole step has"
             hint = self._hint
@@ -351,6 +378,13 @@ def _miscounting() -> ModelError:
         '(reduction="sum") over a number of the whole step, or say shard(..., targets=) for one '
         "whose labels the model chooses",
     )
+
+
+def note_alike(x: torch.Tensor) -> None:
+    """Note that ranks which share a part have a tensor alike, and each may add terms of it."""
+    node: Any = x.grad_fn
+    if node is not None:
+        node.metadata[_ALIKE] = True
 
 
 def note_whole(x: torch.Tensor) -> None:
@@ -653,9 +687,31 @@ def _covers(taken: Sequence[tuple[int, int, int]]) -> bool:
     return all(one[1] == other[0] for one, other in pairwise(borders))
 
 
-def _nodes_before_results(last: Any) -> list[Any]:
+def _terms(last: Any) -> Iterator[Any]:
+    """Yield the nodes whose results, each perhaps times a number, are added up to that of
+    ``last``."""
+    stack = [last]
+    while stack:
+        node = stack.pop()
+        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        kind, ends = _kind(node), _MARK in node.metadata or _ALIKE in node.metadata
+        adds = kind in ("Add", "Sub", "Neg", "ToCopy", "Stack", "Sum")
+        adds = adds and len(node._input_metadata[0].shape) < 2  # noqa: SLF001
+        if parents and not ends and (adds or (kind in ("Mul", "Div") and len(parents) == 1)):
+            stack += parents
+        else:
+            yield node
+
+
+def _is_of(part: Parted, node: Any) -> bool:
+    """Whether a node made something of the tokens of a part, by the shapes of its results."""
+    return any(part.dims_in(tuple(x.shape)) for x in getattr(node, "_input_metadata", ()))
+
+
+def _nodes_before_results(last: Any, *ends: str) -> list[Any]:
     """The nodes of autograd from the results of forwards up to ``last``, each after those that it
-    depends on; none where they are too many. Nodes behind results are left out."""
+    depends on; none where they are too many. Nodes behind results are left out, and those behind
+    nodes with one of the keys ``ends``."""
     order, seen, stack = list[Any](), set[Any](), [(last, False)]
     while stack:
         node, done = stack.pop()
@@ -666,7 +722,7 @@ def _nodes_before_results(last: Any) -> list[Any]:
             if len(seen) > _NODES:
                 return []
             stack.append((node, True))
-            if _MARK not in node.metadata:
+            if not any(key in node.metadata for key in (_MARK, *ends)):
                 stack += [(parent, False) for parent, _ in node.next_functions]
     return order
 

@@ -68,7 +68,7 @@ from headrace.adopt.labels import (
 from headrace.adopt.model_layers import Layers, find_layers
 from headrace.adopt.operators import ModelSlot, StandIn
 from headrace.adopt.own_hooks import hook_after, hook_before
-from headrace.adopt.own_losses import OwnLosses, Parted
+from headrace.adopt.own_losses import OwnLosses, Parted, note_alike
 from headrace.adopt.placement import (
     EXCHANGES,
     Exchange,
@@ -283,6 +283,7 @@ class TokenModel:
         self._last_called: Placement | None = None  # of the last batch that a forward was run on
         # Its labels [b, s_r]; None where it has none, or the user has said how many count.
         self._last_labels: torch.Tensor | None = None
+        self._shares = False  # whether the user has asked for a rank's share
         self._told = weakref.WeakSet[Placement]()  # of whose targets the user has said the number
         self._part: BatchPart | None = None  # the part given to take(), until release()
         self._hooks_seen = dict[int, Any]()  # hooks on gradients that were looked at, by id
@@ -723,7 +724,9 @@ class TokenModel:
     def share(self) -> float:
         """One over the number of ranks that share the last batch. Losses of ranks are summed, so a
         term that all of these ranks compute alike takes this factor, as in
-        ``loss + run.share * penalty``. Raises ModelError before a call."""
+        ``loss + run.share * penalty``. Who never asks for it has such terms refused. Raises
+        ModelError before a call."""
+        self._shares = True
         return 1 / self._last_placement("share").tokens.ranks
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
@@ -752,7 +755,9 @@ class TokenModel:
                 wanted=f"[{now.rows}, {now.width}, ...] of the last call of run(**shard.inputs)",
             )
         local_sum = values.sum(dim=(0, 1))[None]  # [1, ...], gathered to [ranks, ...]
-        return gather(local_sum, 0, now.group).sum(dim=0) / sum(now.tokens.sizes)
+        mean = gather(local_sum, 0, now.group).sum(dim=0) / sum(now.tokens.sizes)
+        note_alike(mean)
+        return mean
 
     def _last_placement(self, what: str) -> Placement:
         """The placement that the model works on now, or of the last batch that it was called with;
@@ -801,7 +806,10 @@ class TokenModel:
         now = self._last_called
         if self._world > 1 and now is not None:
             self._own_losses.require_sum(
-                loss, targets=now.targets or 0, miscounted=self._miscounted
+                loss,
+                targets=now.targets or 0,
+                shares=self._shares or isinstance(self.model, FSDPModule),
+                miscounted=self._miscounted,
             )
         with self._watch.during("backward"):
             self._summed_backward.run(loss)

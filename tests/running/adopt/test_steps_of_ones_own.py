@@ -266,6 +266,52 @@ def test_weights_beside_the_model_are_refused(kind: str) -> None:
         assert error < EXACT
 
 
+def _added_by_all(how: str) -> tuple[float, float, float] | str:
+    """(loss, that of one process, error of the gradients) of a term that ranks have alike, or what
+    is said of it."""
+    model, run, _ = by_tokens()
+    alone, batch = copy.deepcopy(model), drawn(2, 20)
+    kept = list[torch.Tensor]()
+    model.blocks[0].register_forward_hook(lambda _, __, out: kept.append(out))
+    loss, one = run(**run.shard(batch).inputs)[1], alone(**batch)[1]
+    x, y = run(**run.shard({"ids": batch["ids"]}).inputs)[0], alone(batch["ids"])[0]
+    if how.startswith("a penalty"):
+        own, other = (sum(p.square().sum() for p in m.parameters()) for m in (model, alone))
+    elif how.startswith("a mean"):
+        own, other = run.mean(x.tanh()).square().sum(), y.tanh().mean((0, 1)).square().sum()
+    elif how == "centred":  # of each token, though by a mean over all
+        own = (x - run.mean(x)).square().sum()
+        other = (y - y.mean((0, 1))).square().sum()
+    else:  # states of a layer, which are no result of the forward
+        alone.blocks[0].register_forward_hook(lambda _, __, out: kept.append(out))
+        alone(batch["ids"])
+        own, other = (state.square().sum() for state in kept[-2:])
+    share = run.share if "share" in how else 1
+    loss, one = loss + 0.01 * own * share, one + 0.01 * other
+    try:
+        run.backward(loss)
+    except ModelError as error:
+        return str(error)
+    found = float(run.add_up(loss))
+    one.backward()
+    return found, float(one), error_of(model, alone)
+
+
+@pytest.mark.parametrize("how", ["a penalty", "a mean"])
+def test_a_term_that_every_rank_adds_is_refused(how: str) -> None:
+    """It would count for each of them."""
+    for said in run_ranks(2, _added_by_all, how):
+        assert "got terms of weights, or of run.mean, that every rank adds" in said
+        assert "write loss + run.share * term" in said
+
+
+@pytest.mark.parametrize("how", ["a penalty, share", "a mean, share", "centred", "of a layer"])
+def test_terms_with_their_share_or_of_tokens_are_exact(how: str) -> None:
+    for found, wanted, error in run_ranks(2, _added_by_all, how):
+        assert found == pytest.approx(wanted, rel=EXACT)
+        assert error < EXACT
+
+
 def _unseeded(kind: str) -> tuple[float, float, list[float], list[str]]:
     """(loss, that of rank 0's weights, sums of weights after the forward, warnings)."""
     model, run, loss_of = KINDS[kind]()
