@@ -46,7 +46,6 @@ from headrace.adopt.gradients import (
     SummedBackward,
     SummedGradients,
     add_plainly,
-    add_up,
     is_wrapped,
 )
 from headrace.adopt.held_weights import AlikeWeights, require_linear_hooks
@@ -163,8 +162,9 @@ class AxisModel:
         self._watch = CallWatch()
         self._hooks_seen = dict[int, Any]()  # hooks on gradients that were looked at, by id
         self._own_losses = OwnLosses(
+            model,
             "error.square().sum() / target.numel() of the whole target; a mean over as many places "
-            "on every rank, or over a rank's samples, counts loss * run.share"
+            "on every rank, or over a rank's samples, counts loss * run.share",
         )
         self._watcher: Watcher | None = None  # sees the results of forwards in a loop
         self._summed, self._summed_backward = SummedGradients(), SummedBackward(model)
@@ -863,6 +863,8 @@ class AxisModel:
         self._alike_of_backwards.add(alike)
         if self.ranks > 1 and not alike:
             self._own_losses.require_sum(loss, weighed=guards.divides)
+        elif self.ranks > 1:
+            self._own_losses.require_own(loss)
         if guards.made and not guards.divides:
             _, own_samples, all_samples = shards.samples
             parts = all_samples / max(1, own_samples)
@@ -882,6 +884,7 @@ class AxisModel:
             self._manager.end_backward()
             # Recomputes may have left other shards and another axis.
             self._manager.shards, shards.axis = shards, axis
+        self._summed.note_parts(self.model)
         if counts_often:
             for parameter in self.model.parameters():
                 parameter.grad = None
@@ -965,10 +968,19 @@ class AxisModel:
                 world = self._groups.world
                 Transfer(dist.all_reduce(whole, group=world, async_op=True), world, whole).wait()
                 require_linear_hooks(self.model, self._hooks_seen)
-                if not is_wrapped(self.model) and not self._summed.are_there(self.model):
-                    add_up(self.model.parameters(), world)
-                    self._summed.note(self.model)
+                self._summed.add_up(self.model, world, self._error_of_sum(loss, alike=alike))
         return whole
+
+    def _error_of_sum(self, loss: torch.Tensor, *, alike: bool) -> ModelError | None:
+        """What is wrong on this rank with gradients that are to be summed, of a loss that ranks
+        may have ``alike``; None where nothing is."""
+        ran, self._summed_backward.ran = self._summed_backward.ran, False
+        if self.ranks == 1:
+            return None
+        error = self._summed_backward.error()
+        if error is None and not (ran or alike):
+            error = self._own_losses.error_after(loss, weighed=self._guards.divides)
+        return error
 
     def join(self, groups: Groups, *, label_name: str) -> None:
         """Prepare for a training loop that reads samples from a data set: use the process groups of
@@ -1028,8 +1040,9 @@ class AxisModel:
         function that undoes the latter. Raises ModelError for a model that cannot be run on
         shards."""
         self._own_losses = OwnLosses(
+            self.model,
             "error.square().sum() / micro.targets; a mean over as many places on every rank takes "
-            "micro.share * mean"
+            "micro.share * mean",
         )
         grown = {name: value.to(device) for name, value in self._grown(sample).items()}
         inputs = {name: value for name, value in grown.items() if name in self._argument_names}

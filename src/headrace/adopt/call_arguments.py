@@ -22,8 +22,8 @@ __all__ = [
     "plain",
     "plain_arguments",
     "refuse_arguments",
+    "refuse_configured",
     "refuse_embedded",
-    "refuse_router_losses",
     "tensors_of",
 ]
 
@@ -33,11 +33,14 @@ sound."""
 
 _ROUTER_LOSSES = "the loss of the router is a mean over tokens of one rank"
 
+_ATTENTION_MAPS = "attention of tokens that are spread over ranks makes no maps"
+
 _REFUSED_OPTIONS = {
     "use_cache": "a cache of this rank's tokens knows none of others: generate with the model, "
     "which is the plain one outside of run(...)",
     "past_key_values": "a cache of this rank's tokens knows none of others",
     "output_router_logits": _ROUTER_LOSSES,
+    "output_attentions": _ATTENTION_MAPS,
     "logits_to_keep": "it would keep the last tokens of every rank: take logits of all, and keep "
     "those of run.gather(logits)",
     "attention_mask": "the part knows its padding from shard(): give it to shard()",
@@ -71,10 +74,12 @@ def refuse_arguments(arguments: Mapping[str, Any], tokens: str, *, labelled: boo
             )
 
 
-def refuse_router_losses(config: Any) -> None:
-    """Raise ModelError where a configuration asks for the losses of routers."""
-    if getattr(config, "output_router_logits", False):
-        raise ModelError("output_router_logits", got="True", wanted="none", hint=_ROUTER_LOSSES)
+def refuse_configured(config: Any) -> None:
+    """Raise ModelError where a configuration asks for the losses of routers, or for maps of
+    attention."""
+    for name in ("output_router_logits", "output_attentions"):
+        if getattr(config, name, False):
+            raise ModelError(name, got="True", wanted="none", hint=_REFUSED_OPTIONS[name])
 
 
 def refuse_embedded(given: Mapping[str, Any], tokens: str) -> None:

@@ -30,6 +30,8 @@ _BUCKET_BYTES = 32 << 20
 _FLOOR = 1e-3
 """The fraction of the largest value of all gradients below which a gradient may be rounding
 alone."""
+_Written = dict[int, tuple[int, int]]
+"""Where the data of gradients is and how often it was written to, by the parameters' ids."""
 _WRAPPERS = (DistributedDataParallel, FSDPModule)
 
 
@@ -68,35 +70,73 @@ def require_known_wrapper(model: torch.nn.Module) -> None:
 
 class SummedBackward:
     """Runs backwards of a ``model`` so that gradients are sums over ranks. DDP divides its sums by
-    the number of ranks, so losses are multiplied by it, and backwards that are begun otherwise are
-    refused."""
+    the number of ranks, so losses are multiplied by it. Backwards that are begun otherwise pass by
+    every look at losses: they are refused, at once under DDP, else when gradients are summed.
+
+    Attributes:
+        ran: Whether a backward was run since the caller last set this to False.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Nothing runs yet."""
-        self._averaged, self._runs = isinstance(model, DistributedDataParallel), False
+        self.ran = False
+        self._model, self._averaged = model, isinstance(model, DistributedDataParallel)
+        self._runs = self._begun_otherwise = False
 
     def run(self, loss: torch.Tensor) -> None:
         """Run the backward of a loss."""
-        self._runs = True
+        self._begun_otherwise = self.error() is not None  # not where gradients were dropped since
+        self.ran = self._runs = True
         try:
             (loss * dist.get_world_size() if self._averaged else loss).backward()
         finally:
             self._runs = False
 
     def require(self, results: Iterable[torch.Tensor]) -> None:
-        """Have any other backward of the model's ``results`` raise ModelError, under DDP."""
-        for result in results if self._averaged else ():
+        """Have any other backward of the model's ``results`` noted; under DDP it raises
+        ModelError."""
+        for result in results:
             if result.grad_fn is not None:
-                result.grad_fn.register_prehook(self._refuse)
+                result.grad_fn.register_prehook(self._look)
 
-    def _refuse(self, _: Sequence[torch.Tensor]) -> None:
+    def error(self) -> ModelError | None:
+        """What is wrong where another backward has added to gradients that are still there."""
+        gradients = (p.grad for p in self._model.parameters() if p.grad is not None)
+        if not self._begun_otherwise or not any(bool(grad.any()) for grad in gradients):
+            return None
+        return ModelError(
+            "loss.backward() of a spread model",
+            got="a loss that nobody has looked at",
+            wanted="run.backward(loss), which refuses what is no sum over the part",
+        )
+
+    def _look(self, _: Sequence[torch.Tensor]) -> None:
         """The hook before the backward of a result."""
-        if not self._runs:
+        if self._runs or self._begun_otherwise:
+            return
+        if self._averaged:
             raise ModelError(
                 "loss.backward() of a model under DDP",
                 got="gradients that DDP divides by the number of ranks",
                 wanted="run.backward(loss), which undoes it",
             )
+        self._begun_otherwise = _adds_gradients(self._model)
+
+
+def _adds_gradients(model: torch.nn.Module) -> bool:
+    """Whether the backward at work adds to gradients of ``model``, which ``torch.autograd.grad``
+    does not."""
+    if isinstance(model, FSDPModule):  # its graphs have other parameters
+        return True
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            try:
+                if torch._C._will_engine_execute_node(node):  # noqa: SLF001
+                    return True
+            except RuntimeError:  # autograd.grad was asked for this gradient
+                return False
+    return False
 
 
 def add_plainly(model: torch.nn.Module) -> None:
@@ -108,15 +148,23 @@ def add_plainly(model: torch.nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def add_up(parameters: Iterable[torch.nn.Parameter], world: dist.ProcessGroup) -> None:
+def add_up(
+    parameters: Iterable[torch.nn.Parameter],
+    world: dist.ProcessGroup,
+    error: ModelError | None = None,
+) -> None:
     """Sum the gradients of all ranks of ``world`` in place; a parameter that none of them used
-    stays without one, so that optimizers pass it over as they would in one process. Collective."""
+    stays without one, so that optimizers pass it over as they would in one process. Where a rank
+    has an ``error``, all raise one instead. Collective."""
     trained = [p for p in parameters if p.requires_grad]
-    # How many ranks have a gradient of each parameter. The counts stay in host memory: this
-    # function branches on them, and reading them from a device would wait for it.
-    counts = torch.tensor([float(p.grad is not None) for p in trained])
+    # How many ranks have an error, and a gradient of each parameter. The counts stay in host
+    # memory: this function branches on them, and reading them from a device would wait for it.
+    counts = torch.tensor([float(x is not None) for x in (error, *(p.grad for p in trained))])
     Transfer(dist.all_reduce(counts, group=world, async_op=True), world, counts).wait()
-    for bucket in _buckets(p for p, count in zip(trained, counts.tolist(), strict=True) if count):
+    refused, *used = counts.tolist()
+    if refused:
+        raise error or ModelError("add_up", got="what another rank refuses")
+    for bucket in _buckets(p for p, count in zip(trained, used, strict=True) if count):
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         Transfer(dist.all_reduce(flat, group=world, async_op=True), world, flat).wait()
@@ -126,26 +174,48 @@ def add_up(parameters: Iterable[torch.nn.Parameter], world: dist.ProcessGroup) -
 
 
 class SummedGradients:
-    """Knows which gradients of a model are sums over ranks already, so that none is summed
-    again."""
+    """Knows which gradients of a model are sums over ranks already, so that none is summed again,
+    and which were changed since a backward, so that no rank's part is clipped by its own norm."""
 
     def __init__(self) -> None:
-        # Of each sum where its data is and how often it was written to, by the parameter's id.
-        self._sums = dict[int, tuple[int, int]]()
+        # Of each sum, and of each gradient after the last backward, where its data is and how
+        # often it was written to, by the parameter's id.
+        self._sums, self._parts = _Written(), _Written()
 
-    def note(self, model: torch.nn.Module) -> None:
-        """Note that the gradients of ``model`` have just been summed over ranks."""
-        self._sums = {
-            id(p): (p.grad.data_ptr(), p.grad._version)  # noqa: SLF001
-            for p in model.parameters()
-            if p.grad is not None
-        }
+    def add_up(
+        self, model: torch.nn.Module, world: dist.ProcessGroup, error: ModelError | None
+    ) -> None:
+        """Sum the gradients of ``model`` over ``world``, where no wrapper does and they are no
+        sums already, and note them. Where a rank has an ``error``, all raise one instead.
+        Collective."""
+        if isinstance(model, FSDPModule):
+            add_up((), world, error)
+        elif not is_wrapped(model) and not self.are_there(model):
+            add_up(model.parameters(), world, error or self._error_of_parts(model))
+            self._sums, self._parts = _written(model), _Written()
+
+    def note_parts(self, model: torch.nn.Module) -> None:
+        """Note that a backward has just added this rank's part to the gradients of ``model``."""
+        self._parts = _Written() if is_wrapped(model) else _written(model)
+
+    def _error_of_parts(self, model: torch.nn.Module) -> ModelError | None:
+        """What is wrong where gradients were written to since a backward, and not made zero."""
+        changed = (gradient for gradient, differs in _kept(model, self._parts) if differs)
+        if not any(bool(gradient.any()) for gradient in changed):
+            return None
+        return ModelError(
+            "add_up",
+            got="gradients of this rank's part that were changed after run.backward",
+            wanted="gradients as backwards leave them",
+            hint="clip or scale gradients once they are summed, after run.add_up(loss); a term of "
+            "weights alone is run.backward(loss + run.share * term)",
+        )
 
     def are_there(self, model: torch.nn.Module) -> bool:
         """Whether the gradients of ``model`` are noted sums: no backward has run since, and another
         loss that is added up leaves them as they are. Raises ModelError where they were written to
         since."""
-        kept = list(self._kept(model))
+        kept = list(_kept(model, self._sums))
         if any(changed for _, changed in kept):
             raise ModelError(
                 "add_up",
@@ -158,7 +228,7 @@ class SummedGradients:
     def require_dropped(self, model: torch.nn.Module) -> None:
         """Raise ModelError before a backward of ``model`` that would add to sums over ranks, on all
         ranks alike. Only the first backward after a sum is looked at."""
-        kept = list(self._kept(model))
+        kept = list(_kept(model, self._sums))
         self._sums = {}
         if any(bool(gradient.any()) for gradient, _ in kept):
             raise ModelError(
@@ -169,15 +239,25 @@ class SummedGradients:
                 "sum of their losses to one add_up, after the last",
             )
 
-    def _kept(self, model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, bool]]:
-        """The gradients of ``model`` that are noted sums, each with whether it was written to
-        since."""
-        for p in model.parameters() if self._sums else ():
-            if p.grad is not None and id(p) in self._sums:
-                at, version = self._sums[id(p)]
-                now = p.grad._version  # noqa: SLF001
-                if p.grad.data_ptr() == at and now >= version:
-                    yield p.grad, now > version
+
+def _written(model: torch.nn.Module) -> _Written:
+    """Where the gradients of ``model`` are now, and how often they were written to."""
+    return {
+        id(p): (p.grad.data_ptr(), p.grad._version)  # noqa: SLF001
+        for p in model.parameters()
+        if p.grad is not None
+    }
+
+
+def _kept(model: torch.nn.Module, noted: _Written) -> Iterator[tuple[torch.Tensor, bool]]:
+    """The gradients of ``model`` that are still where they were ``noted``, each with whether it
+    was written to since."""
+    for p in model.parameters() if noted else ():
+        if p.grad is not None and id(p) in noted:
+            at, version = noted[id(p)]
+            now = p.grad._version  # noqa: SLF001
+            if p.grad.data_ptr() == at and now >= version:
+                yield p.grad, now > version
 
 
 def gradient_error(

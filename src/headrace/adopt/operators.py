@@ -9,7 +9,7 @@ that is known only then.
 
     attend(q, k, v, handle, causal, window, joins, softcap, sinks) -> out, kept, lse, serial
     positions(like, handle)     [s] int64   the places of the local tokens in their rows
-    targets(like, handle)       []          tokens of the step that have a loss
+    targets(like, labels, handle)  []       tokens of the step that have a loss
 
 ``serial`` is the number of the placement: a backward finds the one of its forward, however
 many batches came in between.
@@ -43,6 +43,7 @@ from headrace.adopt.placement import Placement
 from headrace.errors import ModelError
 from headrace.methods.switched import SwitchedCore
 from headrace.ops.core import Core, Heads, sink_gradient, sunk, wide_dtype
+from headrace.ops.loss import IGNORED
 
 __all__ = [
     "ModelSlot",
@@ -555,10 +556,12 @@ def _(like: Tensor, handle: int) -> Tensor:
 
 
 @torch.library.custom_op("headrace::targets", mutates_args=())
-def targets(like: Tensor, handle: int) -> Tensor:
+def targets(like: Tensor, labels: Tensor, handle: int) -> Tensor:
     """The number of tokens of the step that have a loss, at least 1, as a tensor [] in the dtype of
-    ``like``. Raises ModelError where a batch came without labels."""
-    found = _current_in(handle).targets
+    ``like``; the placement is told how many of this rank's ``labels`` have one. Raises ModelError
+    where a batch came without labels."""
+    now = _current_in(handle)
+    found = now.targets
     if found is None:
         raise ModelError(
             "loss of the model",
@@ -566,10 +569,12 @@ def targets(like: Tensor, handle: int) -> Tensor:
             wanted="labels, or their number",
             hint="say which input they are (compile: label_name), or shard(batch, targets=...)",
         )
+    if isinstance(now, Placement) and not labels.is_floating_point():
+        now.counted.append((labels != IGNORED).sum())
     return like.new_tensor(float(max(1, found)))
 
 
 @targets.register_fake
-def _(like: Tensor, handle: int) -> Tensor:
+def _(like: Tensor, labels: Tensor, handle: int) -> Tensor:
     """An empty result of ``targets``, for tracing."""
     return like.new_empty(())

@@ -14,7 +14,7 @@ Shape legend: b rows of s tokens on this rank; V tokens in a vocabulary.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isfinite, prod
@@ -29,10 +29,14 @@ from headrace.comm.collectives import gather_floats
 from headrace.errors import ModelError
 from headrace.ops.loss import IGNORED
 
-__all__ = ["OwnLosses", "Parted", "functions_of", "note_whole"]
+__all__ = ["OwnLosses", "Parted", "functions_of", "note_alike", "note_whole"]
 
 _MARK = "headrace part"
 """The key under which a node of autograd has the :class:`Parted` results that it made."""
+_SHARERS = "headrace sharers"
+"""The key under which it has the group of ranks that share the batch of its forward."""
+_ALIKE = "headrace alike"
+"""The key of nodes whose results ranks have alike, as those of ``run.mean``."""
 _NODES = 1_000
 """Nodes between a loss and the results that are looked at, at most."""
 _OFTEN = 8
@@ -146,25 +150,32 @@ class Parted:
 
 
 class OwnLosses:
-    """Looks at the losses of the spread forwards of one model. ``hint`` says how they are made."""
+    """Looks at the losses of the spread forwards of one ``model``. ``hint`` says how they are
+    made."""
 
-    def __init__(self, hint: str) -> None:
+    def __init__(self, model: torch.nn.Module, hint: str) -> None:
         """Nothing was called yet."""
-        self._hint = hint
+        self._model, self._hint = model, hint
         self._calls = self._backwards = 0
         # Of the last forward that was looked at: the mean cross entropy [] of this rank's labels,
         # and their number.
         self._mean: tuple[torch.Tensor, int] | None = None
-        self._group: dist.ProcessGroup | None = None  # the ranks that share the last part noted
+        self._last: Parted | None = None  # the last part that was noted
 
-    def note(self, results: Iterable[tuple[torch.Tensor, Parted | None]]) -> None:
-        """Note the results of a forward; None for those that are no parts."""
+    def note(
+        self,
+        results: Iterable[tuple[torch.Tensor, Parted | None]],
+        sharers: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Note the results of a forward; None for those that are no parts. Of losses among these
+        that the model makes, ``sharers`` have the other terms."""
         for result, parted in results:
             node: Any = result.grad_fn  # torch's types have its metadata as a function
             if node is not None:
                 node.metadata[_MARK] = parted
+                node.metadata[_SHARERS] = sharers
             if parted is not None:
-                self._group = parted.group
+                self._last = parted
 
     def note_labels(self, results: Iterable[torch.Tensor], labels: torch.Tensor | None) -> None:
         """Note the results of a forward, among them perhaps logits [b, s, V], whose part has
@@ -178,7 +189,15 @@ class OwnLosses:
             if logits is not None and logits.requires_grad and count:
                 self._mean = _cross_entropy_sum(logits.detach(), labels) / count, count
 
-    def require_sum(self, loss: torch.Tensor, *, targets: int = 0, weighed: bool = False) -> None:
+    def require_sum(
+        self,
+        loss: torch.Tensor,
+        *,
+        targets: int = 0,
+        weighed: bool = False,
+        shares: bool = True,
+        miscounted: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         """Raise ModelError, on all ranks that share the part, where a loss is no sum over it.
         Collective among these, now and then.
 
@@ -186,16 +205,27 @@ class OwnLosses:
             loss: The loss, [].
             targets: The labels of the whole step.
             weighed: Whether the user weighs means by this rank's share.
+            shares: Whether the user has asked for this rank's share: terms are taken to have it.
+            miscounted: As for :meth:`error`; it is called where the loss is looked at.
         """
         self._backwards += 1
         if not _is_due(self._backwards):
             return
-        error = self.error(loss, targets=targets, weighed=weighed)
+        error = self.error(
+            loss, targets=targets, weighed=weighed, shares=shares, miscounted=miscounted()
+        )
         if error is not None:
             raise error
 
     def error(
-        self, loss: torch.Tensor, *, targets: int = 0, weighed: bool = False, alike: bool = True
+        self,
+        loss: torch.Tensor,
+        *,
+        targets: int = 0,
+        weighed: bool = False,
+        alike: bool = True,
+        shares: bool = True,
+        miscounted: float = 0.0,
     ) -> ModelError | None:
         """What is wrong with a loss that is no sum over the part, on all ranks that share the part;
         None where nothing is. Collective among these.
@@ -206,40 +236,125 @@ class OwnLosses:
             weighed: Whether the user weighs means by this rank's share.
             alike: Whether what parts are multiplied with must be alike on all ranks: not where
                 shares are, which differ.
+            shares: Whether terms that ranks have alike are taken to have this rank's share.
+            miscounted: By how much mean losses count other labels than the step does: a number
+                whose sum over ranks is 0 where they count as many.
 
         Returns:
             The error.
         """
         nodes = _nodes_before_results(loss.grad_fn)
+        # A loss that the model makes is among its results, and no part: it may be left unused.
+        if all(node.metadata.get(_MARK, nodes) is not None for node in nodes) and nodes:
+            miscounted = 0.0
         made_of = _parts_made_of(nodes)
         factors = _factors(nodes, made_of)
         found = (
-            _found(nodes, made_of, weighed=weighed)
+            self._learnt_beside(nodes)
+            or ("" if shares else self._added_by_all(nodes))
+            or _found(nodes, made_of, weighed=weighed)
             or self._mean_by_hand(loss, targets)
             or _divided_by_tokens(nodes, factors, targets)
         )
         # Ranks that share a part run the same code, and so make losses of the same results.
         parts = filter(None, (node.metadata.get(_MARK) for node in nodes))
         # Nothing is known of a graph that is too large; that of another rank may be smaller.
-        group = next((part.group for part in parts), None) if nodes else self._group
+        known = parts if nodes else filter(None, [self._last])
+        group = next((part.group for part in known), None)
+        sharers = (node.metadata.get(_SHARERS) for node in nodes)
+        group = group or next(filter(None, sharers), None)
         if group is None and not found:
-            return None
+            return _miscounting() if miscounted else None
         indices = _indices(nodes, made_of)
         told = [[float(len(own)), *_checksums(own)] for own in (factors, indices)]
-        rows = gather_floats([bool(found), *told[0], *told[1]], group)
+        rows = gather_floats([bool(found), miscounted, *told[0], *told[1]], group)
         others = group is not None and any(row[0] for row in rows)
         if not found and not others:
-            middle = 1 + len(told[0])
-            found = _said_of_factors([row[1:middle] for row in rows]) if alike else ""
+            if sum(row[1] for row in rows):
+                return _miscounting()
+            middle = 2 + len(told[0])
+            found = _said_of_factors([row[2:middle] for row in rows]) if alike else ""
             found = found or _said_of_indices([row[middle:] for row in rows])
             if not found:
                 return None
-        return ModelError(
-            "loss of a part",
-            got=found or "what another rank refuses",
-            wanted="a sum over this rank's part, divided by what the whole step has",
-            hint=self._hint,
-        )
+        return self._error_of(found or "what another rank refuses")
+
+    def error_after(self, loss: torch.Tensor, *, weighed: bool = False) -> ModelError | None:
+        """What is wrong with a loss whose gradients were made without :meth:`require_sum`, on this
+        rank, as far as its graph still tells.
+
+        Args:
+            loss: The loss, [].
+            weighed: Whether the user weighs means by this rank's share.
+
+        Returns:
+            The error; None where nothing is wrong.
+        """
+        nodes = _nodes_before_results(loss.grad_fn)
+        try:
+            found = self._learnt_beside(nodes)
+            found = found or _found(nodes, _parts_made_of(nodes), weighed=weighed)
+        except RuntimeError:  # of tensors that a backward has freed
+            found = ""
+        return self._error_of(found) if found else None
+
+    def require_own(self, loss: torch.Tensor) -> None:
+        """Raise ModelError for a loss that ranks have alike, [], by which others than the model's
+        weights learn: their gradients are summed by nobody."""
+        found = self._learnt_beside(_nodes_before_results(loss.grad_fn))
+        if found:
+            raise self._error_of(found)
+
+    def _learnt_beside(self, nodes: Sequence[Any]) -> str:
+        """What is said of weights between a loss and the results of forwards that are not the
+        model's; nothing where there are none. What a user makes of tokens (detached logits, a
+        disturbance of each token) has gradients of its own rank."""
+        # A number that is only added to a loss, as one to begin with, learns nothing.
+        used = [
+            parent
+            for node in nodes
+            for parent, _ in node.next_functions
+            if hasattr(parent, "variable")
+            and (parent.variable.dim() or _kind(node) not in ("Add", "Sub"))
+        ]
+        leaves = [node.variable for node in used]
+        learnt = [x for x in leaves if isinstance(x, torch.nn.Parameter) or self._is_learnt(x)]
+        own = set(map(id, self._model.parameters())) if learnt else set[int]()
+        shapes = (list(x.shape) for x in learnt if id(x) not in own)
+        said = "weights {} beside the model, whose gradients nobody sums"
+        return next((said.format(shape) for shape in shapes), "")
+
+    def _added_by_all(self, nodes: Sequence[Any]) -> str:
+        """What is said of a loss with a term that all ranks which share a part add alike: of the
+        model's weights, or of means over all tokens; nothing of others."""
+        part = self._last
+        if not nodes or part is None or part.group is None:
+            return ""
+        own = set(map(id, self._model.parameters()))
+        for term in _terms(nodes[-1]):
+            inner = _nodes_before_results(term, _ALIKE)
+            leaves = [node.variable for node in inner if hasattr(node, "variable")]
+            is_alike = any(_ALIKE in node.metadata for node in inner) or bool(leaves)
+            is_alike &= all(id(leaf) in own for leaf in leaves)
+            if is_alike and not any(_MARK in node.metadata or _is_of(part, node) for node in inner):
+                return "terms of weights, or of run.mean, that every rank adds"
+        return ""
+
+    def _is_learnt(self, leaf: torch.Tensor) -> bool:
+        """Whether a leaf of autograd's that is no parameter is a number, or a few, of no token."""
+        return leaf.dim() < 2 and not (self._last and self._last.dims_in(leaf.shape))
+
+    def _error_of(self, found: str) -> ModelError:
+        """The error for a loss of which this was found."""
+        if found.startswith("weights"):
+            wanted = "the model's own"
+            hint = "make one module of both, or torch.no_grad() around what is not to learn"
+        elif found.startswith("terms"):
+            wanted, hint = "run.share of each", "write loss + run.share * term"
+        else:
+            wanted = "a sum over this rank's part, divided by what the whole step has"
+            hint = self._hint
+        return ModelError("loss of a part", got=found, wanted=wanted, hint=hint)
 
     def _mean_by_hand(self, loss: torch.Tensor, targets: int) -> str:
         """What is said of a loss that is the mean cross entropy of this rank's labels; nothing
@@ -251,6 +366,25 @@ class OwnLosses:
         same = bool((loss.detach() - mean).abs() <= tolerance * mean.abs())
         wrong = same and count != targets
         return f"the mean cross entropy of the {count} labels of one rank" if wrong else ""
+
+
+def _miscounting() -> ModelError:
+    """The error for means that the model makes of other labels than those of the step."""
+    return ModelError(
+        "mean cross entropy that the model makes",
+        got="other labels than those that are counted as the step's targets",
+        wanted="as many labels that are not -100",
+        hint="leave labels out of the batch (-100) rather than in the forward; sum other losses "
+        '(reduction="sum") over a number of the whole step, or say shard(..., targets=) for one '
+        "whose labels the model chooses",
+    )
+
+
+def note_alike(x: torch.Tensor) -> None:
+    """Note that ranks which share a part have a tensor alike, and each may add terms of it."""
+    node: Any = x.grad_fn
+    if node is not None:
+        node.metadata[_ALIKE] = True
 
 
 def note_whole(x: torch.Tensor) -> None:
@@ -553,9 +687,31 @@ def _covers(taken: Sequence[tuple[int, int, int]]) -> bool:
     return all(one[1] == other[0] for one, other in pairwise(borders))
 
 
-def _nodes_before_results(last: Any) -> list[Any]:
+def _terms(last: Any) -> Iterator[Any]:
+    """Yield the nodes whose results, each perhaps times a number, are added up to that of
+    ``last``."""
+    stack = [last]
+    while stack:
+        node = stack.pop()
+        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        kind, ends = _kind(node), _MARK in node.metadata or _ALIKE in node.metadata
+        adds = kind in ("Add", "Sub", "Neg", "ToCopy", "Stack", "Sum")
+        adds = adds and len(node._input_metadata[0].shape) < 2  # noqa: SLF001
+        if parents and not ends and (adds or (kind in ("Mul", "Div") and len(parents) == 1)):
+            stack += parents
+        else:
+            yield node
+
+
+def _is_of(part: Parted, node: Any) -> bool:
+    """Whether a node made something of the tokens of a part, by the shapes of its results."""
+    return any(part.dims_in(tuple(x.shape)) for x in getattr(node, "_input_metadata", ()))
+
+
+def _nodes_before_results(last: Any, *ends: str) -> list[Any]:
     """The nodes of autograd from the results of forwards up to ``last``, each after those that it
-    depends on; none where they are too many. Nodes behind results are left out."""
+    depends on; none where they are too many. Nodes behind results are left out, and those behind
+    nodes with one of the keys ``ends``."""
     order, seen, stack = list[Any](), set[Any](), [(last, False)]
     while stack:
         node, done = stack.pop()
@@ -566,7 +722,7 @@ def _nodes_before_results(last: Any) -> list[Any]:
             if len(seen) > _NODES:
                 return []
             stack.append((node, True))
-            if _MARK not in node.metadata:
+            if not any(key in node.metadata for key in (_MARK, *ends)):
                 stack += [(parent, False) for parent, _ in node.next_functions]
     return order
 
@@ -640,7 +796,11 @@ def _shape_of(node: Any) -> tuple[int, ...] | None:
     if sizes is not None:
         return tuple(map(int, sizes))
     for name in ("_saved_self", "_saved_input", "_saved_result"):
-        kept = getattr(node, name, None)
+        try:
+            kept = getattr(node, name, None)
+        except RuntimeError:  # a backward has freed it: what it was made by knows its shape
+            parent, number = node.next_functions[0]
+            return None if parent is None else tuple(parent._input_metadata[number].shape)  # noqa: SLF001
         if isinstance(kept, torch.Tensor):
             return tuple(kept.shape)
     return None

@@ -15,6 +15,7 @@ attention depends on tokens of other ranks; it reaches them by one of four excha
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -57,6 +58,9 @@ Exchange = Literal["ulysses", "ring", "gather", "2d"]
 EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 
 _serials = count(1)
+
+_MEANS = 16
+"""Mean losses of a model's own, of one forward, whose labels are counted."""
 
 
 def placed_rows(documents: tuple[tuple[int, ...], ...], ranks: int, order: TokenOrder) -> TokenPlan:
@@ -114,7 +118,8 @@ class Placement:
     ``exchange`` is how ranks meet in attention. ``targets`` is the number of tokens of the whole
     step that have a loss, None where it is not known. ``places`` [S] are position ids of a row's
     tokens, None where they are counted from 0. ``serial`` is the placement's unique number: an
-    operator's backward finds the placement of its forward by it.
+    operator's backward finds the placement of its forward by it. ``counted`` has, for the last mean
+    losses of the model's own, how many [] of the labels that this rank gave them have a loss.
     """
 
     tokens: TokenPlan
@@ -126,6 +131,9 @@ class Placement:
     places: np.ndarray | None = None
     subgroup: Callable[[Members], dist.ProcessGroup | None] = lambda members: None
     serial: int = field(default_factory=lambda: next(_serials))
+    counted: deque[torch.Tensor] = field(
+        default_factory=lambda: deque(maxlen=_MEANS), init=False, repr=False
+    )
     _cores: dict[tuple[Heads, bool, int, torch.device], Core] = field(
         default_factory=dict, init=False, repr=False
     )

@@ -239,7 +239,7 @@ def cross_entropy(
     total = functional.cross_entropy(
         logits, labels, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
     )
-    return total / targets(total.detach(), handle)
+    return total / targets(total.detach(), labels, handle)
 
 
 _REPLACED: Mapping[Callable[..., Any], Callable[..., Any]] = {

@@ -38,8 +38,8 @@ from headrace.adopt.call_arguments import (
     plain,
     plain_arguments,
     refuse_arguments,
+    refuse_configured,
     refuse_embedded,
-    refuse_router_losses,
     tensors_of,
 )
 from headrace.adopt.entry_points import ChosenLevels, EntryPointName, entry_point_of
@@ -48,7 +48,6 @@ from headrace.adopt.gradients import (
     SummedBackward,
     SummedGradients,
     add_plainly,
-    add_up,
     is_wrapped,
     require_known_wrapper,
 )
@@ -69,7 +68,7 @@ from headrace.adopt.labels import (
 from headrace.adopt.model_layers import Layers, find_layers
 from headrace.adopt.operators import ModelSlot, StandIn
 from headrace.adopt.own_hooks import hook_after, hook_before
-from headrace.adopt.own_losses import OwnLosses, Parted
+from headrace.adopt.own_losses import OwnLosses, Parted, note_alike
 from headrace.adopt.placement import (
     EXCHANGES,
     Exchange,
@@ -84,7 +83,7 @@ from headrace.adopt.placement import (
     require_documents,
     require_tokens,
 )
-from headrace.adopt.replaced_calls import compiled_within
+from headrace.adopt.replaced_calls import compiled_within, modules_run_as_written
 from headrace.adopt.samples import LabelPlace, TokenReader, named_labels, packed
 from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack, Watcher
 from headrace.adopt.token_probe import (
@@ -282,11 +281,16 @@ class TokenModel:
         # This rank's labels [b, s_r], in the places that predict them, for its token ids.
         self._labels_by_tokens: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
         self._last_called: Placement | None = None  # of the last batch that a forward was run on
+        # Its labels [b, s_r]; None where it has none, or the user has said how many count.
+        self._last_labels: torch.Tensor | None = None
+        self._shares = False  # whether the user has asked for a rank's share
+        self._told = weakref.WeakSet[Placement]()  # of whose targets the user has said the number
         self._part: BatchPart | None = None  # the part given to take(), until release()
         self._hooks_seen = dict[int, Any]()  # hooks on gradients that were looked at, by id
         self._own_losses = OwnLosses(
+            model,
             "run.loss(logits, part.labels), or reduction='sum' and / part.targets; "
-            "part.labels are in the places that predict them, run.mean(values) is over all tokens"
+            "part.labels are in the places that predict them, run.mean(values) is over all tokens",
         )
         self._watcher: Watcher | None = None  # sees the results of forwards in a loop
         self._summed, self._summed_backward = SummedGradients(), SummedBackward(model)
@@ -295,6 +299,10 @@ class TokenModel:
         self.label_place: LabelPlace | None = None
         self._hooks = ExitStack()  # removes the hooks on the user's modules
         self._hooks.callback(hook_before(inner, self._refuse_sharded, named=True))
+        for module in modules_run_as_written(inner):
+            # Models within the model, such as the layers without the head.
+            if module is not inner and self.tokens in _names_of_own_forward(module):
+                self._hooks.callback(hook_before(module, self._refuse_within, named=True))
         # Watches for lost ranks, unless a training loop does so itself.
         self._watch, self._watches = CallWatch(), True
         self._alike_weights = AlikeWeights(model)  # a training loop sees to them itself
@@ -407,6 +415,7 @@ class TokenModel:
         world = dist.get_world_size() if self._groups is not None else 1
         blocks = replica_blocks(world, replicas)
         members = blocks[0] if ranks is None else tuple(ranks)  # one block has all ranks
+        told = targets is not None
         if replicas > 1 and ranks is None:
             members = next(block for block in blocks if self._rank in block)
             if targets is None:
@@ -443,6 +452,8 @@ class TokenModel:
             batch["labels"] = predicted(batch["labels"], self.labels)
         part = self.place(batch, members, targets=targets, exchange=exchange)
         self._batch_by_tokens[part.inputs[self.tokens]] = whole
+        if told:
+            self._told.add(part.placed)
         if self._check is not None and len(members) == world:
             self._check = None
             self._compare_with_plain(part, batch)
@@ -547,7 +558,8 @@ class TokenModel:
         """Spread the model: its forwards work on ``part`` from now on, and refuse the tokens of
         others."""
         self._slot.take(part.placed)
-        self._part = part
+        self._part, self._last_labels = part, part.labels
+        part.placed.counted.clear()
 
     def release(self) -> None:
         """Make the model the user's plain one again."""
@@ -593,6 +605,9 @@ class TokenModel:
         self._slot.end_backward()  # of an earlier backward that failed
         before = self._slot.held
         self._slot.take(placement)
+        placement.counted.clear()
+        own_labels = self._labels_by_tokens.get(inputs[self.tokens])
+        self._last_labels = None if placement in self._told else own_labels
         try:
             labels = inputs.pop(self._label_name, None) if self._from_transformers else None
             with self._watch.during("forward"):
@@ -606,9 +621,9 @@ class TokenModel:
         results = [*result_tensors(outputs)]
         self._summed_backward.require(results)
         if self._world > 1:
-            self._own_losses.note((x, _part_of(x, placement)) for x in results)
-            own = None if labelled else self._labels_by_tokens.get(inputs[self.tokens])
-            self._own_losses.note_labels(results, own)
+            parted = ((x, _part_of(x, placement)) for x in results)
+            self._own_losses.note(parted, placement.group)
+            self._own_losses.note_labels(results, None if labelled else own_labels)
         return self._with_backward_hooks(outputs, placement)
 
     def install(self) -> Callable[[], None]:
@@ -709,7 +724,9 @@ class TokenModel:
     def share(self) -> float:
         """One over the number of ranks that share the last batch. Losses of ranks are summed, so a
         term that all of these ranks compute alike takes this factor, as in
-        ``loss + run.share * penalty``. Raises ModelError before a call."""
+        ``loss + run.share * penalty``. Who never asks for it has such terms refused. Raises
+        ModelError before a call."""
+        self._shares = True
         return 1 / self._last_placement("share").tokens.ranks
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
@@ -738,7 +755,9 @@ class TokenModel:
                 wanted=f"[{now.rows}, {now.width}, ...] of the last call of run(**shard.inputs)",
             )
         local_sum = values.sum(dim=(0, 1))[None]  # [1, ...], gathered to [ranks, ...]
-        return gather(local_sum, 0, now.group).sum(dim=0) / sum(now.tokens.sizes)
+        mean = gather(local_sum, 0, now.group).sum(dim=0) / sum(now.tokens.sizes)
+        note_alike(mean)
+        return mean
 
     def _last_placement(self, what: str) -> Placement:
         """The placement that the model works on now, or of the last batch that it was called with;
@@ -786,9 +805,15 @@ class TokenModel:
         self._summed.require_dropped(self.model)
         now = self._last_called
         if self._world > 1 and now is not None:
-            self._own_losses.require_sum(loss, targets=now.targets or 0)
+            self._own_losses.require_sum(
+                loss,
+                targets=now.targets or 0,
+                shares=self._shares or isinstance(self.model, FSDPModule),
+                miscounted=self._miscounted,
+            )
         with self._watch.during("backward"):
             self._summed_backward.run(loss)
+        self._summed.note_parts(self.model)
 
     def watch(self, watcher: Watcher | None) -> None:
         """Have the results of spread forwards in a loop looked at, and noted for
@@ -808,7 +833,8 @@ class TokenModel:
         if self._loss_head is not None:  # it gives the loss in the place of logits
             results = [x for x in results if x.shape[2:] != (1,)]
         self._watcher(results)
-        self._own_losses.note((x, _part_of(x, placement, alone=True)) for x in results)
+        parted = ((x, _part_of(x, placement, alone=True)) for x in results)
+        self._own_losses.note(parted, placement.group)
 
     def checked_backward(self, loss: torch.Tensor, *, weighed: bool) -> ModelError | None:
         """Run the backward of a loss in a loop, and tell what is wrong where its graph shows that
@@ -821,9 +847,22 @@ class TokenModel:
         Returns:
             The error; None where nothing is wrong.
         """
-        error = self._own_losses.error(loss, weighed=weighed, alike=not weighed)
+        error = self._own_losses.error(
+            loss, weighed=weighed, alike=not weighed, miscounted=self._miscounted()
+        )
         loss.backward()
         return error
+
+    def _miscounted(self) -> float:
+        """By how much the means that the model made in its last forward count other labels than
+        its part has: a number whose sum over ranks is 0 where each counts as many. Waits for the
+        device."""
+        now, labels = self._last_called, self._last_labels
+        if now is None or labels is None or not now.counted:
+            return 0.0
+        wanted = int((labels != IGNORED).sum())
+        # Factors that differ by mean, so that what one counts too much makes up for no other.
+        return sum((1.0 + 104_729 * at) * (int(x) - wanted) for at, x in enumerate(now.counted))
 
     def add_up(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of all ranks together, once gradients are there: call it after the last
@@ -843,10 +882,17 @@ class TokenModel:
                 world = self._groups.world
                 Transfer(dist.all_reduce(total, group=world, async_op=True), world, total).wait()
                 require_linear_hooks(self.model, self._hooks_seen)
-                if not is_wrapped(self.model) and not self._summed.are_there(self.model):
-                    add_up(self.model.parameters(), world)
-                    self._summed.note(self.model)
+                self._summed.add_up(self.model, world, self._error_of_sum(loss))
         return total
+
+    def _error_of_sum(self, loss: torch.Tensor) -> ModelError | None:
+        """What is wrong on this rank with gradients that are to be summed; None where nothing
+        is."""
+        ran, self._summed_backward.ran = self._summed_backward.ran, False
+        if self._world == 1:
+            return None
+        error = self._summed_backward.error()
+        return self._own_losses.error_after(loss) if error is None and not ran else error
 
     def probe(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Test whether the model can be run on parts of its tokens, unless that was done already
@@ -950,8 +996,9 @@ class TokenModel:
         :meth:`install`; returns a function that undoes it and detaches the model."""
         self._watches = False  # the training loop watches for lost ranks itself
         self._own_losses = OwnLosses(
+            self.model,
             "micro.loss(logits), or reduction='sum' and / micro.targets; micro.labels are in the "
-            "places that predict them, and are not shifted once more"
+            "places that predict them, and are not shifted once more",
         )
         row = {name: value.to(device) for name, value in packed([sample]).items()}
         self.probe(row)
@@ -1116,6 +1163,21 @@ class TokenModel:
             )
         return None
 
+    def _refuse_within(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """The hook before a model within the model: raises ModelError where it is called with a
+        part while the model is plain."""
+        if torch.compiler.is_compiling() or self._slot.held is not None:
+            return
+        given = [x for x in (*args, *named.values()) if isinstance(x, torch.Tensor)]
+        if any(plain(x) is not x or x in self._placement_by_tokens for x in given):
+            raise ModelError(
+                f"inputs of shard() given to {type(module).__name__}(...) within the model",
+                got="a forward outside of run(**shard.inputs)",
+                wanted="run(**shard.inputs)",
+                hint="outside of it the model is the plain one, for whole batches: "
+                "output_hidden_states=True gives the states of layers",
+            )
+
     def _require_own(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Raise ModelError where the model, spread for a micro-batch, is called with other tokens
         than its part, as it would take them to have the documents and positions of the micro-batch;
@@ -1196,7 +1258,7 @@ class TokenModel:
             if self._own_loss is not None:
                 raise self._own_loss
         if self._from_transformers:
-            refuse_router_losses(getattr(self.inner, "config", None))
+            refuse_configured(getattr(self.inner, "config", None))
         if self._loss_head is not None:
             self._loss_head.expect(labels, self._slot.now.targets)
 
@@ -1542,6 +1604,14 @@ def arguments_of(model: Any) -> dict[str, inspect.Parameter]:
             if not _passes_arguments_on(dict(rest)):
                 break
     return found
+
+
+def _names_of_own_forward(module: torch.nn.Module) -> Iterable[str]:
+    """The names of the arguments of a module's forward; none for torch's own modules, which work
+    on each token alone or are called by what has attention."""
+    if type(module).__module__.startswith("torch."):
+        return ()
+    return inspect.signature(module.forward).parameters
 
 
 def _passes_arguments_on(arguments: Mapping[str, inspect.Parameter]) -> bool:

@@ -275,6 +275,7 @@ REFUSED_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "shift_labels": (torch.zeros(2, 20).long(), "shift_labels: got Tensor beside labels"),
     "attention_mask": (torch.ones(2, 20), r"attention_mask: got Tensor.*give it to shard\(\)"),
     "logits_to_keep": (2, "logits_to_keep: got 2.*run.gather"),
+    "output_attentions": (True, "output_attentions: got True, wanted none; .* makes no maps"),
     "inputs_embeds": (torch.zeros(2, 20, 48), "input inputs_embeds: got what is no number"),
 }
 
@@ -1013,6 +1014,16 @@ def test_losses_of_routers_that_are_asked_for_later() -> None:
         run(**shard.inputs)
 
 
+def test_maps_of_attention_that_a_configuration_asks_for_are_refused() -> None:
+    """Catches an empty tuple in the place of maps, of which a loss is 0."""
+    model: Any = foreign_model("llama", 0)
+    model.set_attn_implementation("eager")
+    run = hr.compile(model)
+    model.config.output_attentions = True
+    with pytest.raises(ModelError, match="output_attentions: got True, wanted none"):
+        run(**run.shard(tokens(2, 20)).inputs)
+
+
 def test_attention_of_a_class_of_its_own_is_named() -> None:
     """Catches a refusal that does not say of what."""
     with pytest.raises(ModelError, match=r"model with BloomAttention.*set_attn_implementation"):
@@ -1566,6 +1577,30 @@ def test_gradients_that_were_not_summed_are_noticed(how: str) -> None:
     for said in run_ranks(2, trained_apart, how, False):
         assert len(said) == 2
         assert said[0].startswith("weights of the model: got others than on rank 0")
+
+
+def of_the_backbone() -> list[str]:
+    """What is said of the layers of a model, called without its head, with a part and a copy."""
+    model: Any = foreign_model("llama", 0)
+    run = hr.compile(model)
+    part = run.shard(tokens(2, 21))
+    ids, places = part.inputs["input_ids"], part.inputs["position_ids"]
+    said = []
+    for given in ({"input_ids": ids}, {"inputs_embeds": model.model.embed_tokens(ids)}):
+        try:
+            model.model(**given, position_ids=places)
+        except ModelError as error:
+            said.append(str(error))
+    model.model(ids.clone())  # the plain model
+    run.backward(run(**part.inputs).loss)
+    return said
+
+
+def test_layers_that_are_called_with_a_part_are_refused() -> None:
+    """Catches tokens of one rank that see no others, as in losses by chunks of logits."""
+    for said in run_ranks(2, of_the_backbone):
+        assert len(said) == 2
+        assert all("given to LlamaModel(...) within the model" in text for text in said)
 
 
 def of_other_groups() -> float:

@@ -157,6 +157,161 @@ def test_another_loss_leaves_gradients_as_they_are(kind: str) -> None:
         assert "got gradients that are summed over ranks already, and were changed since" in said
 
 
+def _begun_otherwise(kind: str, how: str) -> tuple[float, float, float] | str:
+    """(loss, that of one process, error of the gradients) where autograd makes the gradients."""
+    model, run, loss_of = KINDS[kind]()
+    alone, loss = copy.deepcopy(model), loss_of(0)
+    if how == "backward":
+        loss.backward()
+    elif how == "backward of a step before":
+        loss.backward()
+        model.zero_grad(set_to_none=False)
+        loss = loss_of(0)
+        run.backward(loss)
+    else:
+        if how == "autograd.grad of a mean":
+            draw = {"tokens": lambda: drawn(2, 20), "axis": lambda: {"x": field(0)}}[kind]()
+            out = run(**{k: x for k, x in run.shard(draw).inputs.items() if k != "labels"})
+            loss = (out[0] if kind == "tokens" else out).square().mean()
+        trained = [*model.parameters()]
+        for p, grad in zip(trained, torch.autograd.grad(loss, trained), strict=True):
+            p.grad = grad
+    try:
+        found = float(run.add_up(loss))
+    except ModelError as error:
+        return str(error)
+    own = plain(kind, alone, 0)
+    own.backward()
+    return found, float(own), error_of(model, alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_backwards_that_nobody_looks_at_are_refused(kind: str) -> None:
+    """A loss passed by every look at it where autograd was asked for its gradients."""
+    for said in run_ranks(2, _begun_otherwise, kind, "backward"):
+        assert "loss.backward() of a spread model: got a loss that nobody has looked at" in said
+    for said in run_ranks(2, _begun_otherwise, kind, "autograd.grad of a mean"):
+        assert "loss of a part: got a mean over" in said
+
+
+@pytest.mark.parametrize("how", ["backward of a step before", "autograd.grad"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_are_asked_for_are_summed(kind: str, how: str) -> None:
+    for found, wanted, error in run_ranks(2, _begun_otherwise, kind, how):
+        assert found == pytest.approx(wanted, rel=EXACT)
+        assert error < EXACT
+
+
+def _changed_before(kind: str, how: str) -> str:
+    """What is said of gradients that are changed before they are summed."""
+    model, run, loss_of = KINDS[kind]()
+    loss = loss_of(0)
+    run.backward(loss)
+    if how == "clipped":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    else:  # a step that is left out
+        model.zero_grad(set_to_none=how == "to none")
+    try:
+        run.add_up(loss)
+    except ModelError as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_clipped_after_they_are_summed(kind: str) -> None:
+    """Each rank would clip its part by the norm of this part."""
+    for said in run_ranks(2, _changed_before, kind, "clipped"):
+        assert "got gradients of this rank's part that were changed after run.backward" in said
+        assert "after run.add_up(loss)" in said
+    for how in ("to none", "to zeros"):
+        assert run_ranks(2, _changed_before, kind, how) == ["taken", "taken"]
+
+
+def _learnt_beside(kind: str, how: str) -> tuple[float, float, float] | str:
+    """(loss, that of one process, error of the gradients) of weights beside the model, or of a
+    disturbance of each token, or what is said of it."""
+    model, run, _ = KINDS[kind]()
+    alone = copy.deepcopy(model)
+    whole = {"ids": drawn(2, 20)["ids"]} if kind == "tokens" else {"x": field(0)}
+    out, wanted = run(**run.shard(whole).inputs), alone(**whole)
+    out, wanted = (out[0], wanted[0]) if kind == "tokens" else (out, wanted)
+    if how == "a head":
+        head = torch.nn.Linear(out.shape[-1], 3).double()
+        loss, one = head(out).square().sum(), head(wanted).square().sum()
+    elif how == "a temperature":
+        hot = torch.ones((), dtype=out.dtype, requires_grad=True)
+        loss, one = (hot * out).square().sum(), (hot * wanted).square().sum()
+    else:
+        noise, all_noise = (torch.ones_like(x).requires_grad_() for x in (out, wanted))
+        loss, one = (noise * out).square().sum(), (all_noise * wanted).square().sum()
+    try:
+        run.backward(loss)
+    except ModelError as error:
+        return str(error)
+    found = float(run.add_up(loss))
+    one.backward()
+    return found, float(one), error_of(model, alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_beside_the_model_are_refused(kind: str) -> None:
+    """Each rank would train its own by its part."""
+    for how, shape in (("a head", "[3"), ("a temperature", "[]")):
+        for said in run_ranks(2, _learnt_beside, kind, how):
+            assert f"loss of a part: got weights {shape}" in said
+            assert "beside the model" in said
+    for found, wanted, error in run_ranks(2, _learnt_beside, kind, "a disturbance"):
+        assert found == pytest.approx(wanted, rel=EXACT)
+        assert error < EXACT
+
+
+def _added_by_all(how: str) -> tuple[float, float, float] | str:
+    """(loss, that of one process, error of the gradients) of a term that ranks have alike, or what
+    is said of it."""
+    model, run, _ = by_tokens()
+    alone, batch = copy.deepcopy(model), drawn(2, 20)
+    kept = list[torch.Tensor]()
+    model.blocks[0].register_forward_hook(lambda _, __, out: kept.append(out))
+    loss, one = run(**run.shard(batch).inputs)[1], alone(**batch)[1]
+    x, y = run(**run.shard({"ids": batch["ids"]}).inputs)[0], alone(batch["ids"])[0]
+    if how.startswith("a penalty"):
+        own, other = (sum(p.square().sum() for p in m.parameters()) for m in (model, alone))
+    elif how.startswith("a mean"):
+        own, other = run.mean(x.tanh()).square().sum(), y.tanh().mean((0, 1)).square().sum()
+    elif how == "centred":  # of each token, though by a mean over all
+        own = (x - run.mean(x)).square().sum()
+        other = (y - y.mean((0, 1))).square().sum()
+    else:  # states of a layer, which are no result of the forward
+        alone.blocks[0].register_forward_hook(lambda _, __, out: kept.append(out))
+        alone(batch["ids"])
+        own, other = (state.square().sum() for state in kept[-2:])
+    share = run.share if "share" in how else 1
+    loss, one = loss + 0.01 * own * share, one + 0.01 * other
+    try:
+        run.backward(loss)
+    except ModelError as error:
+        return str(error)
+    found = float(run.add_up(loss))
+    one.backward()
+    return found, float(one), error_of(model, alone)
+
+
+@pytest.mark.parametrize("how", ["a penalty", "a mean"])
+def test_a_term_that_every_rank_adds_is_refused(how: str) -> None:
+    """It would count for each of them."""
+    for said in run_ranks(2, _added_by_all, how):
+        assert "got terms of weights, or of run.mean, that every rank adds" in said
+        assert "write loss + run.share * term" in said
+
+
+@pytest.mark.parametrize("how", ["a penalty, share", "a mean, share", "centred", "of a layer"])
+def test_terms_with_their_share_or_of_tokens_are_exact(how: str) -> None:
+    for found, wanted, error in run_ranks(2, _added_by_all, how):
+        assert found == pytest.approx(wanted, rel=EXACT)
+        assert error < EXACT
+
+
 def _unseeded(kind: str) -> tuple[float, float, list[float], list[str]]:
     """(loss, that of rank 0's weights, sums of weights after the forward, warnings)."""
     model, run, loss_of = KINDS[kind]()
@@ -212,6 +367,63 @@ def test_a_mean_over_other_labels_is_refused(ranks: int, backend: str | None) ->
     """It would be divided by the labels that are not -100, whatever the model leaves out."""
     for said in run_ranks(ranks, _padded, backend):
         assert "got ignore_index=0 and a mean" in said
+
+
+class MaskedGpt(Gpt):
+    """Leaves labels out in its forward, and has the mean loss of other labels, too."""
+
+    def forward(self, ids: Any, labels: Any = None, kept: Any = None, more: Any = None) -> Any:
+        logits, _ = super().forward(ids)
+        if labels is None:
+            return logits, None
+        if kept is not None:
+            labels = labels.masked_fill(kept == 0, IGNORED)
+        loss = f.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        if more is not None:
+            loss = loss + f.cross_entropy(logits.flatten(0, 1), more.flatten())
+        return logits, loss
+
+
+def _miscounted(how: str, backend: str | None) -> tuple[float, float, float] | str:
+    """(loss, that of one process, error of the gradients), or what is said of the loss."""
+    model, batch = gpt(), drawn(2, 20)
+    model.__class__ = MaskedGpt
+    alone, labels, told = copy.deepcopy(model), batch["labels"], None
+    if how in ("a mask", "a mask that is told", "unused"):
+        batch["kept"] = (torch.arange(20) % 4 > 1).long().expand(2, 20).contiguous()
+        told = int(((labels != IGNORED) & (batch["kept"] > 0)).sum()) if "told" in how else None
+    if how == "other labels":
+        batch["more"] = labels.masked_fill(labels % 2 == 0, IGNORED)
+    if how == "as many labels":  # at other places
+        batch["more"] = labels.flip(1)
+    run = hr.compile(model, backend=backend)
+    part = run.shard(batch, targets=told)
+    own, wanted = run(**part.inputs), alone(**batch)
+    loss, one = own[1], wanted[1]
+    if how == "unused":
+        loss, one = (x.square().sum() for x in (own[0], wanted[0]))
+    try:
+        run.backward(loss)
+    except ModelError as error:
+        return str(error)
+    found = float(run.add_up(loss))
+    one.backward()
+    return found, float(one), error_of(model, alone)
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_mean_over_labels_that_nobody_counted_is_refused(backend: str | None) -> None:
+    """It would be divided by the number of others."""
+    for how in ("a mask", "other labels"):
+        for said in run_ranks(2, _miscounted, how, backend):
+            assert "mean cross entropy that the model makes: got other labels than" in said
+
+
+@pytest.mark.parametrize("how", ["a mask that is told", "as many labels", "unused"])
+def test_a_mean_over_as_many_labels_is_exact(how: str) -> None:
+    for found, wanted, error in run_ranks(2, _miscounted, how, None):
+        assert found == pytest.approx(wanted, rel=EXACT)
+        assert error < EXACT
 
 
 def _skipping(places: list[int], mask: list[int] | None) -> str:
