@@ -813,7 +813,9 @@ class Attached:
         extra = self._checkpoints().load(Path(folder), self._setup.say)
         if extra is None:
             return False
-        self._order.restore(extra["data"])
+        # A stream is read up to this place, in which a rank may fail alone.
+        failure = self._failure_of(partial(self._order.restore, extra["data"]))
+        self._require_agreement("a stream that goes on", failure)
         self._open = None
         self.number, self._state = int(extra["step"]), dict(extra["data"])
         if self._runner.scheduler is not None:
