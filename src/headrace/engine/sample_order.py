@@ -508,10 +508,7 @@ class StreamOrder:
                 wanted="a new iterator for each loop, to go on where a run was",
                 hint="write __iter__ with yield, and leave __next__ out",
             )
-        elif (
-            position["epoch"]
-            or not self._read_items == self._position["items"] <= position["items"]
-        ):
+        elif position["epoch"] or not self._read_items == taken <= position["items"]:
             raise DataError(
                 "stream of samples",
                 got=f"a generator that has given {counted(self._read_items, 'item')}",

@@ -73,6 +73,9 @@ _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
 """Relative differences that the loss of a batch may have when its samples are spread over ranks, as
 sums are then in another order; 3e-2 for other types."""
 
+_VALUES = ("logps/chosen", "logps/rejected", "min_reward", "mean_reward", "max_reward")
+"""Metrics that TRL's trainers of whole sequences make of the values of samples."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerOptions:
@@ -379,10 +382,9 @@ class _Planned(_Trainer):
         same samples spread over all ranks. Collective. Raises ModelError on all ranks where they
         differ."""
         assert self._run is not None, "made before the first step"
-        few = sorted(items, key=_tokens_of)[:2]  # the shortest, as every rank computes them whole
-        with_loss = [item for item in few if _has_target(item)]
-        if not with_loss:
-            few = [item for item in items if _has_target(item)][:2]
+        few = _short_ones(items)
+        if not any(map(_has_target, few)):
+            few = _short_ones([item for item in items if _has_target(item)])
         if not few:
             return  # the step itself raises an error for samples without a label
         batch = self._prepare_inputs(self.data_collator([item.item for item in few]))
@@ -396,9 +398,8 @@ class _Planned(_Trainer):
                 assert part.labels is not None, "looked for above"
                 own_loss = self._part_loss(model, part.inputs, part.labels, part.targets)
         total = sum(row[0] for row in gather_floats([float(own_loss)], dist.group.WORLD))
-        wanted, dtype = float(plain), next(self.model.parameters()).dtype
-        half = self.args.bf16 or dtype not in _TOLERANCES
-        limit = (3e-2 if half else _TOLERANCES[dtype]) * max(abs(wanted), abs(total))
+        wanted = float(plain)
+        limit = self._tolerance * max(abs(wanted), abs(total))
         # ``not <=`` refuses a total that is NaN, too.
         if math.isfinite(wanted) and not abs(total - wanted) <= limit:
             raise ModelError(
@@ -408,6 +409,41 @@ class _Planned(_Trainer):
                 hint="a loss is a sum over tokens with a label, divided by num_items_in_batch; a "
                 "data collator gives the same of a sample alone and in a batch",
             )
+
+    @property
+    def _tolerance(self) -> float:
+        """The relative difference that the loss of a batch may have when it is spread."""
+        dtype = next(self.model.parameters()).dtype
+        return 3e-2 if self.args.bf16 or dtype not in _TOLERANCES else _TOLERANCES[dtype]
+
+    def _check_values_of(self, model: Any, items: Sequence[Collated]) -> None:
+        """Compare scores, or log-probabilities, of a few items as the trainer makes them of one
+        batch with those of planned forwards. Collective. Raises ModelError on all ranks where they
+        differ. Losses are not compared: rounding may be much of a small one."""
+        few = _short_ones(items)
+        batch = self._prepare_inputs(self.data_collator([item.item for item in few]))
+        with torch.no_grad():
+            with as_one_process(self), self.compute_loss_context_manager():
+                plain = self._values_of(model, batch)
+            with self._stood_in() as whole:
+                spread = self._values_of(whole, batch)
+        # Scores are sums that cancel in part, so rounding counts for more than in a loss.
+        limit = 3 * self._tolerance * max(map(abs, (*plain.values(), 0.0)))
+        for name, wanted in plain.items():
+            if math.isfinite(wanted) and not abs(spread[name] - wanted) <= limit:
+                raise ModelError(
+                    f"{name} of {type(self).__name__}",
+                    got=f"{spread[name]:.6g} of {len(few)} samples spread",
+                    wanted=f"{wanted:.6g}, as compute_loss makes of them in one batch",
+                    hint="a model must give a sequence alone what it gives it in a padded batch",
+                )
+
+    def _values_of(self, model: Any, batch: Any) -> dict[str, float]:
+        """The metrics in _VALUES of a batch that ``model`` is called on, by name."""
+        with self._unreported():
+            self.compute_loss(model, dict(batch))
+            found = self._metrics["train"]
+            return {name: float(found[name][-1]) for name in _VALUES if name in found}
 
     # What is counted and reported.
 
@@ -484,6 +520,9 @@ class _Planned(_Trainer):
         trainer's loss of them has gradients by these values, and a planned step runs the backward
         from there. Returns the loss of the step."""
         assert self._run is not None, "made before the first step"
+        if not self._loss_checked:
+            self._check_values_of(model, batches[0])
+            self._loss_checked = True
         outcomes, total, tokens = list[Outcome](), 0.0, 0
         for items in batches:
             batch = self._prepare_inputs(self.data_collator([item.item for item in items]))
@@ -669,8 +708,18 @@ def _tokens(value: int | str | None) -> int | None:
 
 
 def _tokens_of(item: Collated) -> int:
-    """The tokens of all samples of an item."""
-    return sum(len(sample.fields["input_ids"]) for sample in item.samples)
+    """The tokens of all samples of an item; of one without samples, those of its texts."""
+    if item.samples:
+        return sum(len(sample.fields["input_ids"]) for sample in item.samples)
+    return sum(len(item.item.get(name, ())) for name in ("chosen_ids", "rejected_ids"))
+
+
+def _short_ones(items: Sequence[Collated]) -> list[Collated]:
+    """The shortest of ``items``, as every rank computes them whole, and the shortest one above it,
+    if there is any, so that the two of a batch have padding."""
+    ordered = sorted(items, key=_tokens_of)
+    longer = [item for item in ordered if _tokens_of(item) > _tokens_of(ordered[0])]
+    return [*ordered[:1], *(longer or ordered[1:])[:1]]
 
 
 def _has_target(item: Collated) -> bool:

@@ -128,7 +128,7 @@ class Drawn:
         """Another plan of the batch."""
         return self.plan(lengths)
 
-    def observe(self, predicted_s: float, measured_s: float) -> None:
+    def observe(self, predicted_s: float, measured_s: float, *, retries: int = 0) -> None:
         """Learn nothing."""
 
     def learn(self, step: Step) -> tuple[str, ...]:

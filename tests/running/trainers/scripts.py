@@ -35,6 +35,7 @@ class Script:
     compute_loss: str = ""
     resume: bool = False
     drawn: bool = True
+    padding: str = "<pad>"
     accumulates: int = 1
 
     def run(self, ranks: int, folder: Path, *, planned: bool = True) -> list[dict[str, float]]:
@@ -230,8 +231,8 @@ LOSSES: dict[str, Callable[[], Any]] = {
 }
 
 
-def tokenizer() -> Any:
-    """Words of a chat."""
+def tokenizer(padding: str = "<pad>") -> Any:
+    """Words of a chat, padded with the token ``padding``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -239,7 +240,7 @@ def tokenizer() -> Any:
     table = {word: at for at, word in enumerate(words)}
     made = Tokenizer(models.WordLevel(table, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    found = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+    found = PreTrainedTokenizerFast(tokenizer_object=made, pad_token=padding, eos_token="<eos>")
     found.chat_template = (
         "{% for m in messages %}{% if m['role'] == 'user' %}<user> {{ m['content'] }} {% else %}"
         "<assistant> {% generation %}{{ m['content'] }} <eos> {% endgeneration %}{% endif %}"
@@ -307,7 +308,7 @@ def _of_preferences(script: Script, common: dict[str, Any], over: Callable[[Any]
         args=_arguments(kind, script, common),
         train_dataset=_rows(1, 40, _pair),
         eval_dataset=_rows(2, 13, _pair) if script.evaluates else None,
-        processing_class=tokenizer(),
+        processing_class=tokenizer(script.padding),
         **more,
     )
 

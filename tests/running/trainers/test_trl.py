@@ -35,9 +35,14 @@ SCRIPTS = {
     ),
     "dpo, fsdp2": Script(**DPO, sharded=True),
     "rewards": Script(base="RewardTrainer", evaluates=True),
+    "rewards, padded by the last token": Script(
+        base="RewardTrainer", evaluates=True, padding="<eos>", arguments={"max_steps": 4}
+    ),
     "rewards, fsdp2": Script(base="RewardTrainer", evaluates=True, sharded=True),
     "rewards, lora": Script(base="RewardTrainer", evaluates=True, lora=True),
 }
+
+EACH_TIME = ("sft", "dpo", "rewards, padded by the last token")
 
 
 def assert_equal(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
@@ -48,7 +53,9 @@ def assert_equal(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [n if n in ("sft", "dpo") else whole(n) for n in SCRIPTS])
+@pytest.mark.parametrize(
+    "name", [n if n in ("sft", "dpo") or "last token" in n else whole(n) for n in SCRIPTS]
+)
 def test_equals_one_process(name: str, tmp_path: Path) -> None:
     """Catches a loss, a gradient norm, or any other number of the log that is not that of one
     process: in training, and in evaluation after it."""
