@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -44,10 +44,11 @@ from headrace.spec.step import Step
 from headrace.trainers.one_process import as_one_process
 from headrace.trainers.policy import PolicyModel, policy_values
 from headrace.trainers.refusals import Kind, kind_of, require_base, require_combinable
-from headrace.trainers.rows import RowSample, samples_of
+from headrace.trainers.rows import RowSample, rows_of, samples_of
 from headrace.trainers.stand_ins import (
     REPORTED,
     Outcome,
+    PartInputs,
     PartOfModel,
     Sums,
     WholeModel,
@@ -72,6 +73,9 @@ _STATE = "headrace.json"
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
 """Relative differences that the loss of a batch may have when its samples are spread over ranks, as
 sums are then in another order; 3e-2 for other types."""
+
+_SHORT_TOKENS = 1024
+"""Tokens of an item that any device is taken to compute whole without a gradient."""
 
 _VALUES = ("logps/chosen", "logps/rejected", "min_reward", "mean_reward", "max_reward")
 """Metrics that TRL's trainers of whole sequences make of the values of samples."""
@@ -340,14 +344,13 @@ class _Planned(_Trainer):
             self._check_loss_of(model, items)
             self._loss_checked = True
         samples = [sample.fields for item in items for sample in item.samples]
+        beside = _fields_of(items)
         step, sums = self._run.step(samples), Sums()
         for micro in step:
             # Idle turns, which have no sequences, and trials of the loss are not reported.
             counted = micro.sequences and not micro.checking
             with micro:
-                loss = self._part_loss(
-                    model, micro.inputs, micro.labels, micro.targets, sums if counted else None
-                )
+                loss = self._part_loss(model, micro, beside, sums if counted else None)
                 micro.backward(loss)
         tokens = sum(len(sample["input_ids"]) for sample in samples)
         self._note_tokens(tokens)
@@ -356,20 +359,19 @@ class _Planned(_Trainer):
         return step.loss
 
     def _part_loss(
-        self,
-        model: Any,
-        inputs: Any,
-        labels: torch.Tensor,
-        targets: int,
-        sums: Sums | None = None,
+        self, model: Any, micro: Any, beside: Iterable[str], sums: Sums | None = None
     ) -> torch.Tensor:
-        """The trainer's own loss [] of the local tokens of a micro-batch: a sum over them, divided
-        by ``targets``, the number of tokens of the whole step that have a loss. What TRL reports of
-        these tokens is added to ``sums``."""
-        items = torch.tensor(targets, device=labels.device)
-        part = PartOfModel(model, inputs, labels, shifts=self._shifts, sums=sums, items=items)
+        """The trainer's own loss [] of the local tokens of ``micro``, a micro-batch or a part of a
+        batch: a sum over them, divided by the number of tokens of the whole step that have a loss.
+        ``beside`` are the fields that samples have. What TRL reports of these tokens is added to
+        ``sums``."""
+        items = torch.tensor(micro.targets, device=micro.labels.device)
+        part = PartOfModel(
+            model, micro.inputs, micro.labels, shifts=self._shifts, sums=sums, items=items
+        )
+        inputs = PartInputs(part.inputs, beside)
         with self._unreported(), as_one_process(self), self.compute_loss_context_manager():
-            return self.compute_loss(part, dict(part.inputs), num_items_in_batch=items)
+            return self.compute_loss(part, inputs, num_items_in_batch=items)
 
     @property
     def _shifts(self) -> bool:
@@ -388,15 +390,16 @@ class _Planned(_Trainer):
         if not few:
             return  # the step itself raises an error for samples without a label
         batch = self._prepare_inputs(self.data_collator([item.item for item in few]))
-        _require_same(samples_of(batch, "input_ids", "a batch"), few)
+        samples = samples_of(batch, "input_ids", "a batch")
+        _require_same(samples, few)
         with torch.no_grad(), held_still(model, training=True):
             with self._unreported(), as_one_process(self), self.compute_loss_context_manager():
                 count = self._get_num_items_in_batch([batch], self.args.device)
                 plain = self.compute_loss(model, dict(batch), num_items_in_batch=count)
-            rows = {k: v for k, v in batch.items() if _has_value_per_token(v, batch["input_ids"])}
-            with self._run.shard(rows) as part:
+            # Not the batch itself: a planned step has samples without the padding before them.
+            with self._run.shard(rows_of(samples)) as part:
                 assert part.labels is not None, "looked for above"
-                own_loss = self._part_loss(model, part.inputs, part.labels, part.targets)
+                own_loss = self._part_loss(model, part, _fields_of(few))
         total = sum(row[0] for row in gather_floats([float(own_loss)], dist.group.WORLD))
         wanted = float(plain)
         limit = self._tolerance * max(abs(wanted), abs(total))
@@ -715,11 +718,19 @@ def _tokens_of(item: Collated) -> int:
 
 
 def _short_ones(items: Sequence[Collated]) -> list[Collated]:
-    """The shortest of ``items``, as every rank computes them whole, and the shortest one above it,
-    if there is any, so that the two of a batch have padding."""
+    """Two of ``items``, fewer where there are not two, which every rank computes whole: the
+    shortest, and one above it, so that their batch has padding: of at least twice its tokens where
+    there is one of at most _SHORT_TOKENS."""
     ordered = sorted(items, key=_tokens_of)
-    longer = [item for item in ordered if _tokens_of(item) > _tokens_of(ordered[0])]
-    return [*ordered[:1], *(longer or ordered[1:])[:1]]
+    least = _tokens_of(ordered[0]) if ordered else 0
+    longer = [item for item in ordered if _tokens_of(item) > least]
+    wide = [item for item in longer if 2 * least <= _tokens_of(item) <= _SHORT_TOKENS]
+    return [*ordered[:1], *(wide or longer or ordered[1:])[:1]]
+
+
+def _fields_of(items: Sequence[Collated]) -> set[str]:
+    """The names of the fields that samples of ``items`` have."""
+    return {name for item in items for sample in item.samples for name in sample.fields}
 
 
 def _has_target(item: Collated) -> bool:
@@ -757,11 +768,6 @@ def _require_same(together: Sequence[RowSample], items: Sequence[Collated]) -> N
         hint="what it draws at random (mlm=True), or makes of several items, cannot be planned: do "
         "it in the data set",
     )
-
-
-def _has_value_per_token(value: Any, ids: torch.Tensor) -> bool:
-    """Whether a field of a batch has a value for each of the tokens ``ids`` [b, S]."""
-    return isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape
 
 
 def _require_one_mean(instance: Any, kind: Kind) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import headrace as hr
 from headrace.errors import HeadraceError, SpecError
@@ -246,6 +247,65 @@ def test_losses_that_are_no_sums_are_refused(name: str, tmp_path: Path) -> None:
     assert str(caught.value).count(LOSS_ERRORS[name]) == 2
 
 
+def with_weights(items: Any) -> dict[str, Any]:
+    """A batch with a weight for each token."""
+    batch = padded(items)
+    return batch | {"loss_weights": torch.ones(batch["input_ids"].shape)}
+
+
+def from_the_left(items: Any) -> dict[str, Any]:
+    """A batch with padding before the tokens."""
+    batch, lengths = padded(items), [len(item["input_ids"]) for item in items]
+    return {
+        name: torch.stack([row.roll(-n) for row, n in zip(rows, lengths, strict=True)])
+        for name, rows in batch.items()
+    }
+
+
+def learned_positions() -> Any:
+    """A tiny GPT-2."""
+    torch.manual_seed(0)
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.2}
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops))
+
+
+def of_two_lengths() -> list[dict[str, list[int]]]:
+    """Items of which several are the shortest."""
+    return [{name: row[:20] for name, row in item.items()} for item in data() if item][:9] + data()
+
+
+KEPT = {"remove_unused_columns": False, "max_steps": 2}
+INEXACT: dict[str, tuple[Script, str]] = {
+    "weights of tokens": (
+        Script(compute_loss="own", collate=with_weights, arguments=KEPT),
+        "loss_weights in compute_loss: got a column of tokens",
+    ),
+    "left padding of learned positions": (
+        Script(model=learned_positions, items=of_two_lengths, collate=from_the_left),
+        "as compute_loss makes of them in one batch",
+    ),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", INEXACT)
+def test_what_parts_of_a_batch_cannot_have_is_refused(name: str, tmp_path: Path) -> None:
+    """Catches columns that a loss reads and a part does not have, and a batch whose padding counts,
+    which was not seen where the items that are compared need none."""
+    script, words = INEXACT[name]
+    with pytest.raises(AssertionError) as caught:
+        script.run(2, tmp_path)
+    assert str(caught.value).count(words) == 2
+
+
+@pytest.mark.timeout(120)
+def test_a_column_that_no_loss_reads_is_left_out(tmp_path: Path) -> None:
+    """Catches a refusal of what makes no difference."""
+    script = Script(collate=with_weights, arguments=KEPT)
+    assert len(numbers(script.run(2, tmp_path), "loss")) == 2
+
+
 @pytest.mark.timeout(120)
 def test_a_mean_is_refused_on_one_rank(tmp_path: Path) -> None:
     """Catches a mean over what one rank has: there all of a batch is in one place."""
@@ -282,8 +342,6 @@ def test_what_the_class_says() -> None:
 @pytest.mark.apart
 def test_update_is_the_loop_s_own(tmp_path: Path) -> None:
     """Catches a step that takes the optimizer's, drops gradients, or adds to those before it."""
-    import torch
-
     from running.engine.loops import costs
 
     model = language_model().train()
