@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -345,17 +346,19 @@ class _Planned(_Trainer):
             self._loss_checked = True
         samples = [sample.fields for item in items for sample in item.samples]
         beside = _fields_of(items)
-        step, sums = self._run.step(samples), Sums()
+        # By attempt, as one that runs out of memory counts for nothing.
+        step, sums = self._run.step(samples), defaultdict[int, Sums](Sums)
         for micro in step:
             # Idle turns, which have no sequences, and trials of the loss are not reported.
             counted = micro.sequences and not micro.checking
             with micro:
-                loss = self._part_loss(model, micro, beside, sums if counted else None)
+                counts = sums[step.retries] if counted else None
+                loss = self._part_loss(model, micro, beside, counts)
                 micro.backward(loss)
         tokens = sum(len(sample["input_ids"]) for sample in samples)
         self._note_tokens(tokens)
         if self._kind == "sft":
-            self._report(sums, tokens, step.tokens)
+            self._report(sums[step.retries], tokens, step.tokens)
         return step.loss
 
     def _part_loss(
