@@ -218,8 +218,7 @@ class _Planned(_Trainer):
         self._loss_checked = not self._planned.check_loss
         if resume_from_checkpoint is not None:
             path = Path(resume_from_checkpoint, _STATE)
-            state = json.loads(path.read_text("utf-8")) if path.exists() else None
-            self._run.go_on(self.state.global_step, state)
+            self._run.go_on(self.state.global_step, _read_state(path, self._planned.say))
         return found
 
     def _attach_wrapped(self) -> Attached:
@@ -680,11 +679,30 @@ class _Planned(_Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write the trainer's checkpoint, and the planner's state into its folder."""
         super()._save_checkpoint(model, trial)
-        if self._run is not None and self.args.should_save:
+        if self._run is not None and self._run.rank == 0:  # others have no state of their own
             folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
             if folder.is_dir():
-                text = json.dumps(self._run.planner_state())
-                (folder / _STATE).write_text(text, encoding="utf-8")
+                # Aside and renamed: a run that dies meanwhile leaves no half of it.
+                aside = folder / f"{_STATE}.new"
+                aside.write_text(json.dumps(self._run.planner_state()), encoding="utf-8")
+                aside.replace(folder / _STATE)
+
+
+def _read_state(path: Path, say: Callable[[str], object]) -> dict[str, Any] | None:
+    """The state of planning in a checkpoint, None without one, and on other ranks than the first,
+    which tells them. One that cannot be read is passed over, which is said, as plans can be made
+    without it."""
+    if dist.get_rank() or not path.exists():
+        return None
+    try:
+        state: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        if "ranks" in state and "costs" in state["planner"]:
+            return state
+        fault = f"it has {', '.join(state) or 'nothing'}"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        fault = f"{type(error).__name__}: {error}"
+    say(f"{path} is passed over ({fault}): plans are made anew")
+    return None
 
 
 class _ListsByName(dict[str, list[Any]]):

@@ -356,7 +356,8 @@ def _of_rollouts(script: Script, common: dict[str, Any], over: Callable[[Any], A
     )
 
 
-def _run(script: Script, ranks: int, folder: Path, planned: bool) -> list[dict[str, float]]:
+def set_launcher(ranks: int) -> None:
+    """Set what a launcher tells the processes that it starts; nothing for a single one."""
     rank = str(dist.get_rank())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ranks)}
     os.environ |= {
@@ -367,6 +368,10 @@ def _run(script: Script, ranks: int, folder: Path, planned: bool) -> list[dict[s
     if ranks == 1:  # as a process that no launcher started
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             del os.environ[name]
+
+
+def _run(script: Script, ranks: int, folder: Path, planned: bool) -> list[dict[str, float]]:
+    set_launcher(ranks)
     warnings.simplefilter("ignore")
     trainer = trainer_of(script, ranks, folder, planned=planned)
     if planned and script.drawn:

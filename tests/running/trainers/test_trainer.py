@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -11,10 +13,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import headrace as hr
 from headrace.errors import HeadraceError, SpecError
-from running.trainers.scripts import LOSSES, Script, both, data, language_model, numbers, padded
+from ranks import run_ranks
+from running.trainers.scripts import (
+    LOSSES,
+    Script,
+    both,
+    data,
+    language_model,
+    numbers,
+    padded,
+    set_launcher,
+    trainer_of,
+)
 from spread import whole
 
 transformers = pytest.importorskip("transformers")
@@ -108,6 +122,52 @@ def test_goes_on_from_a_checkpoint(sharded: bool, tmp_path: Path) -> None:
     assert len(wanted) == 8
     for found, row in zip(numbers(again, *names), wanted, strict=True):
         assert found == pytest.approx(row, rel=1e-5)
+
+
+def resumed(folder: Path, where: str) -> tuple[list[float], str, list[str]]:
+    """The losses of three steps of a run that goes on after the second, with its file of planning
+    as ``where`` says; what it says; and the files of the checkpoint."""
+    rank, said = dist.get_rank(), list[str]()
+    own = folder / (f"node {rank}" if where == "on each node" else "shared")
+    kept = {"save_strategy": "steps", "save_steps": 2, "save_on_each_node": own.name != "shared"}
+    script = Script(arguments={"max_steps": 3, **kept}, options={"say": said.append}, drawn=False)
+    set_launcher(2)
+    if where == "on each node":
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    trainer_of(script, 2, own, planned=True).train()
+    path = own / "checkpoint-2" / "headrace.json"
+    dist.barrier()
+    if not rank:
+        shutil.rmtree(own / "checkpoint-3")
+        text = path.read_text()
+        path.write_text({"half": text[: len(text) // 2], "of no plans": "{}"}.get(where, text))
+        assert "costs" in text
+    dist.barrier()
+    if where == "on each node" and rank:
+        shutil.rmtree(own / "checkpoint-3")
+        assert not path.exists()
+        # What transformers writes on the first rank alone is copied by users.
+        for file in (folder / "node 0" / "checkpoint-2").iterdir():
+            if file.name != "headrace.json" and not (path.parent / file.name).exists():
+                shutil.copy(file, path.parent)
+    trainer = trainer_of(script, 2, own, planned=True)
+    trainer.train(resume_from_checkpoint=True)
+    files = sorted(file.name for file in path.parent.iterdir())
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return losses, " ".join(said), files
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("where", ["half", "of no plans", "on each node"])
+def test_goes_on_without_the_state_of_planning(where: str, tmp_path: Path) -> None:
+    """Catches a checkpoint that cannot be used as planning's file in it is cut, and ranks without
+    that file, as on another node, that leave the others waiting."""
+    found = run_ranks(2, resumed, tmp_path, where, timeout_s=100)
+    assert all(len(losses) == 3 for losses, *_ in found)
+    assert found[0][0] == pytest.approx(found[1][0])
+    assert not any(name.endswith(".new") for *_, files in found for name in files)
+    if where != "on each node":
+        assert "headrace.json is passed over" in found[0][1]
 
 
 @pytest.mark.slow
