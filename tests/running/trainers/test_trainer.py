@@ -124,6 +124,26 @@ def test_goes_on_from_a_checkpoint(sharded: bool, tmp_path: Path) -> None:
         assert found == pytest.approx(row, rel=1e-5)
 
 
+def a_longer_one() -> dict[str, list[dict[str, list[int]]]]:
+    """Items to evaluate of which one is longer than all that are trained."""
+    items = data(5, seed=2)
+    return {"short": items[:2], "long": [*items, {k: row * 12 for k, row in items[0].items()}]}
+
+
+@pytest.mark.timeout(120)
+def test_evaluates_what_is_longer_than_all_that_is_trained(tmp_path: Path) -> None:
+    """Catches a run that ends at its first evaluation."""
+    assert max(len(item["input_ids"]) for item in a_longer_one()["long"]) > 60
+    kept = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
+    script = Script(arguments=kept, evaluates=True, evaluated=a_longer_one)
+    plain, planned = both(script, tmp_path)
+    for name in ("eval_short_loss", "eval_long_loss"):
+        wanted = numbers(plain, name)
+        assert wanted
+        for found, row in zip(numbers(planned, name), wanted, strict=True):
+            assert found == pytest.approx(row, rel=1e-5)
+
+
 def resumed(folder: Path, where: str) -> tuple[list[float], str, list[str]]:
     """The losses of three steps of a run that goes on after the second, with its file of planning
     as ``where`` says; what it says; and the files of the checkpoint."""
