@@ -14,6 +14,7 @@ those of one process over the same samples, and optimizer and scheduler take one
 
 from __future__ import annotations
 
+import json
 import signal
 import weakref
 import zlib
@@ -35,7 +36,7 @@ from headrace.adopt.block_recompute import recomputed
 from headrace.adopt.held_weights import HeldWeights, share_weights
 from headrace.adopt.spread_model import BatchPart, Item, SampleReader, SpreadModel
 from headrace.adopt.token_model import compile as adopt
-from headrace.comm.collectives import agree, agree_each
+from headrace.comm.collectives import agree, agree_each, from_first
 from headrace.comm.gpus import make_current
 from headrace.comm.launch import join_world
 from headrace.comm.loop_watch import LoopWatch, watched_beginning
@@ -831,7 +832,9 @@ class Attached:
         extra = self._checkpoints().load(Path(folder), self._setup.say)
         if extra is None:
             return False
-        self._order.restore(extra["data"])
+        # A stream is read up to this place, in which a rank may fail alone.
+        failure = self._failure_of(partial(self._order.restore, extra["data"]))
+        self._require_agreement("a stream that goes on", failure)
         self._open = None
         self.number, self._state = int(extra["step"]), dict(extra["data"])
         if self._runner.scheduler is not None:
@@ -860,10 +863,12 @@ class Attached:
 
         Args:
             step: The number of the step that comes next.
-            state: What :meth:`planner_state` gave.
+            state: What :meth:`planner_state` gave; that of the first rank is taken on all.
         """
         self._meet_to(f"step {step}, to go on with")
         self.number = step
+        # A rank may have no file to read it from, such as one on another node.
+        state = json.loads(from_first(json.dumps(state).encode(), self._setup.groups.world))
         if state is not None and state["ranks"] == self._setup.groups.ranks:
             self._restore_planner(state["planner"])
         self._runner.resumed()

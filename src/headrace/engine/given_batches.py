@@ -315,7 +315,7 @@ class GivenOrder:
                     f"sample {unit[0]}" if single else f"samples {list(unit)}, kept together",
                     got=f"{length:,} tokens",
                     wanted=f"at most {self.longest:,}, the longest that the run was made for",
-                    hint="give hr.attach a larger longest=, or "
+                    hint="give hr.attach, or hr.trainer, a larger longest=, or "
                     + ("shorten the sample" if single else "keep fewer samples together"),
                 )
 

@@ -7,6 +7,7 @@ state was taken, on any number of ranks.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -279,6 +280,7 @@ class DrawnOrder:
         """An order of ``samples`` in the batches that ``sampler`` draws of them."""
         self.samples = samples
         self._sampler, self._workers = sampler, workers
+        self._contents = ""  # a hash of some samples, once they were read
         self._ahead: ReadAhead | None = None
 
     @property
@@ -299,7 +301,13 @@ class DrawnOrder:
     @property
     def fingerprint(self) -> str:
         """A hash of some samples, and one of the lengths."""
-        return f"{self.samples.contents()[:12]} {self.samples.fingerprint}"
+        return f"{self._hashed_samples()[:12]} {self.samples.fingerprint}"
+
+    def _hashed_samples(self) -> str:
+        """A hash of some samples, which are read once."""
+        if not self._contents:
+            self._contents = self.samples.contents()
+        return self._contents
 
     def next_batch(self) -> LoopBatch:
         """The samples of the next step."""
@@ -317,7 +325,10 @@ class DrawnOrder:
             raise found.error()
 
         return LoopBatch(
-            lengths=batch.lengths, epoch=batch.epoch, state_after=batch.state_after, read=read
+            lengths=batch.lengths,
+            epoch=batch.epoch,
+            state_after={**batch.state_after, "samples": self._hashed_samples()},
+            read=read,
         )
 
     def _reading_ahead(self) -> ReadAhead:
@@ -346,17 +357,31 @@ class DrawnOrder:
         return self.samples.read(int(self.samples.lengths.argmax()))
 
     def state(self) -> dict[str, Any]:
-        """The position in the order, as JSON."""
-        return self._sampler.state()
+        """The position in the order and a hash of some samples, as JSON."""
+        return {**self._sampler.state(), "samples": self._hashed_samples()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position."""
+        """Continue from a saved position. Raises DataError for that of other samples."""
         self._sampler.restore(state)
         self._ahead = None
+        known = state.get("samples", self._hashed_samples())  # older states do not have it
+        # Samples that are drawn anew at each reading cannot be compared.
+        if known != self._hashed_samples() == self.samples.contents():
+            raise DataError(
+                f"samples of {self.samples.name}",
+                got="others of the same lengths, or in another order",
+                wanted="those that it had when the state was taken",
+                hint="restore the data set, or start anew",
+            )
 
 
 _NO_ITEM = object()
 """What an iterator that has ended gives."""
+
+
+def _continued(crc: int, item: Item) -> int:
+    """The checksum of the items of ``crc`` and of one more."""
+    return zlib.crc32(fingerprint_of([item]).encode(), crc)
 
 
 class StreamOrder:
@@ -368,7 +393,8 @@ class StreamOrder:
         tokens."""
         self._dataset, self._reader = dataset, reader
         self._budget = batch_tokens
-        self._position = {"epoch": 0, "items": 0}  # items that were taken in the epoch
+        # Items that were taken in the epoch, and a checksum of them.
+        self._position = {"epoch": 0, "items": 0, "crc": 0}
         self._items: Iterator[Any] = iter(dataset)
         self._read_items = 0  # that ``_items`` has given
         self._next: Item | None = None  # the item that was read and not taken yet
@@ -401,17 +427,19 @@ class StreamOrder:
         next call begins with the same items."""
         self._read_next()
         epoch, items, total = self.epoch, list[Item](), 0
+        taken, crc = self._position["items"], self._position["crc"]
         while (item := self._next) is not None:
             count = self._reader.length(item)
             if items and total + count > self._budget:
                 break
             items.append(item)
             total += count
+            crc = _continued(crc, item)
             self._next = None  # held in ``items`` alone, also where the next one cannot be read
-            self._next = self._read(self._position["items"] + len(items))
-        self._position = {"epoch": epoch, "items": self._position["items"] + len(items)}
+            self._next = self._read(taken + len(items))
+        self._position = {"epoch": epoch, "items": taken + len(items), "crc": crc}
         if self._next is None:
-            self._position = {"epoch": epoch + 1, "items": 0}
+            self._position = {"epoch": epoch + 1, "items": 0, "crc": 0}
             self._items, self._read_items = iter(self._dataset), 0
         return LoopBatch(
             lengths=Lengths.of(map(self._reader.length, items)),
@@ -434,25 +462,45 @@ class StreamOrder:
         return self._next
 
     def state(self) -> dict[str, Any]:
-        """The epoch, and how many of its items were consumed."""
+        """The epoch, how many of its items were consumed, and a checksum of these."""
         return dict(self._position)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position: skip the items that were consumed. Raises DataError where
-        the data set has fewer, for a generator, which gives its items once, that is past the
-        position, and for a class that is its own iterator: whether it begins anew is not known."""
-        position = {key: state.get(key) for key in ("epoch", "items")}
-        if any(type(value) is not int or value < 0 for value in position.values()):
+        """Continue from a saved position: read the items that were consumed again, from where this
+        order stands if it can. Raises DataError where the data set has fewer or gives others, for a
+        generator, which gives its items once, that is past the position, and for a class that is
+        its own iterator: whether it begins anew is not known."""
+        epoch, items, crc = (state.get(key) for key in ("epoch", "items", "crc"))
+        if any(type(value) is not int or value < 0 for value in (epoch, items)):
             raise DataError("state of the data", got=dict(state), wanted="that of a stream")
-        self._position = {
-            "epoch": int(position["epoch"] or 0),
-            "items": int(position["items"] or 0),
-        }
-        items, consumed = iter(self._dataset), self._position["items"]
+        position = {"epoch": int(epoch or 0), "items": int(items or 0)}
+        here, consumed = self._position, position["items"]
+        if self._read_failed or position["epoch"] != here["epoch"] or consumed < here["items"]:
+            self._begin_again(position)
+            here = here if self._read_items else {"items": 0, "crc": 0}
+        reached = False
+        try:
+            position["crc"] = self._skipped(here["items"], consumed, here["crc"])
+            # A state that an earlier version saved has no checksum.
+            if crc is not None and crc != position["crc"]:
+                raise DataError(
+                    "stream of samples",
+                    got=f"others for the first {counted(consumed, 'item')} of epoch {epoch}",
+                    wanted="those that it gave when the state was taken",
+                    hint="shuffle by a seed and the epoch alone, or give a data set by number",
+                )
+            self._position, reached = position, True
+        finally:
+            self._read_failed = not reached
+
+    def _begin_again(self, position: Mapping[str, int]) -> None:
+        """Iterate over the data set anew, to reach a position that is not ahead. Raises DataError
+        where it cannot be, unless its iterator is at the position."""
+        items, taken = iter(self._dataset), self._position["items"]
         # A loader with persistent workers gives the same iterator, which begins anew.
         is_loader = isinstance(self._dataset, torch.utils.data.DataLoader)
         if items is not self._items or is_loader or not self._read_items:
-            self._items, self._next, self._read_items = items, None, 0
+            self._items, self._read_items = items, 0
         elif isinstance(type(items).__iter__, FunctionType):
             raise DataError(
                 "stream of samples",
@@ -460,26 +508,30 @@ class StreamOrder:
                 wanted="a new iterator for each loop, to go on where a run was",
                 hint="write __iter__ with yield, and leave __next__ out",
             )
-        elif self._next is not None and consumed == self._read_items - 1:
-            return  # what was read and not taken is the item to go on with
-        elif consumed < self._read_items or self._position["epoch"]:
+        elif position["epoch"] or not self._read_items == taken <= position["items"]:
             raise DataError(
                 "stream of samples",
                 got=f"a generator that has given {counted(self._read_items, 'item')}",
-                wanted=f"one to go on with after {consumed}",
+                wanted=f"one to go on with after {position['items']}",
                 hint="give what can be looped over again, such as a list or a class with __iter__",
             )
         self._next = None
-        for at in range(self._read_items, consumed):
-            if next(self._items, _NO_ITEM) is _NO_ITEM:
+
+    def _skipped(self, taken: int, consumed: int, crc: int) -> int:
+        """Skip items until ``consumed`` of the epoch are taken, where ``taken`` are; return their
+        checksum, which continues ``crc``. Raises DataError where there are fewer."""
+        for at in range(taken, consumed):
+            item = self._read(at) if self._next is None else self._next
+            self._next = None
+            if item is None:
                 raise DataError(
                     "stream of samples",
                     got=f"{at} items",
                     wanted=f"more than {at}",
                     hint="it gave more when the state was taken",
                 )
-            self._read_items += 1
-        self._read_failed = False
+            crc = _continued(crc, item)
+        return crc
 
     def close(self) -> None:
         """Do nothing: no process reads ahead."""

@@ -20,7 +20,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -44,10 +45,11 @@ from headrace.spec.step import Step
 from headrace.trainers.one_process import as_one_process
 from headrace.trainers.policy import PolicyModel, policy_values
 from headrace.trainers.refusals import Kind, kind_of, require_base, require_combinable
-from headrace.trainers.rows import RowSample, samples_of
+from headrace.trainers.rows import RowSample, rows_of, samples_of
 from headrace.trainers.stand_ins import (
     REPORTED,
     Outcome,
+    PartInputs,
     PartOfModel,
     Sums,
     WholeModel,
@@ -72,6 +74,12 @@ _STATE = "headrace.json"
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
 """Relative differences that the loss of a batch may have when its samples are spread over ranks, as
 sums are then in another order; 3e-2 for other types."""
+
+_SHORT_TOKENS = 1024
+"""Tokens of an item that any device is taken to compute whole without a gradient."""
+
+_VALUES = ("logps/chosen", "logps/rejected", "min_reward", "mean_reward", "max_reward")
+"""Metrics that TRL's trainers of whole sequences make of the values of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +218,7 @@ class _Planned(_Trainer):
         self._loss_checked = not self._planned.check_loss
         if resume_from_checkpoint is not None:
             path = Path(resume_from_checkpoint, _STATE)
-            state = json.loads(path.read_text("utf-8")) if path.exists() else None
-            self._run.go_on(self.state.global_step, state)
+            self._run.go_on(self.state.global_step, _read_state(path, self._planned.say))
         return found
 
     def _attach_wrapped(self) -> Attached:
@@ -337,36 +344,36 @@ class _Planned(_Trainer):
             self._check_loss_of(model, items)
             self._loss_checked = True
         samples = [sample.fields for item in items for sample in item.samples]
-        step, sums = self._run.step(samples), Sums()
+        beside = _fields_of(items)
+        # By attempt, as one that runs out of memory counts for nothing.
+        step, sums = self._run.step(samples), defaultdict[int, Sums](Sums)
         for micro in step:
             # Idle turns, which have no sequences, and trials of the loss are not reported.
             counted = micro.sequences and not micro.checking
             with micro:
-                loss = self._part_loss(
-                    model, micro.inputs, micro.labels, micro.targets, sums if counted else None
-                )
+                counts = sums[step.retries] if counted else None
+                loss = self._part_loss(model, micro, beside, counts)
                 micro.backward(loss)
         tokens = sum(len(sample["input_ids"]) for sample in samples)
         self._note_tokens(tokens)
         if self._kind == "sft":
-            self._report(sums, tokens, step.tokens)
+            self._report(sums[step.retries], tokens, step.tokens)
         return step.loss
 
     def _part_loss(
-        self,
-        model: Any,
-        inputs: Any,
-        labels: torch.Tensor,
-        targets: int,
-        sums: Sums | None = None,
+        self, model: Any, micro: Any, beside: Iterable[str], sums: Sums | None = None
     ) -> torch.Tensor:
-        """The trainer's own loss [] of the local tokens of a micro-batch: a sum over them, divided
-        by ``targets``, the number of tokens of the whole step that have a loss. What TRL reports of
-        these tokens is added to ``sums``."""
-        items = torch.tensor(targets, device=labels.device)
-        part = PartOfModel(model, inputs, labels, shifts=self._shifts, sums=sums, items=items)
+        """The trainer's own loss [] of the local tokens of ``micro``, a micro-batch or a part of a
+        batch: a sum over them, divided by the number of tokens of the whole step that have a loss.
+        ``beside`` are the fields that samples have. What TRL reports of these tokens is added to
+        ``sums``."""
+        items = torch.tensor(micro.targets, device=micro.labels.device)
+        part = PartOfModel(
+            model, micro.inputs, micro.labels, shifts=self._shifts, sums=sums, items=items
+        )
+        inputs = PartInputs(part.inputs, beside)
         with self._unreported(), as_one_process(self), self.compute_loss_context_manager():
-            return self.compute_loss(part, dict(part.inputs), num_items_in_batch=items)
+            return self.compute_loss(part, inputs, num_items_in_batch=items)
 
     @property
     def _shifts(self) -> bool:
@@ -379,26 +386,25 @@ class _Planned(_Trainer):
         same samples spread over all ranks. Collective. Raises ModelError on all ranks where they
         differ."""
         assert self._run is not None, "made before the first step"
-        few = sorted(items, key=_tokens_of)[:2]  # the shortest, as every rank computes them whole
-        with_loss = [item for item in few if _has_target(item)]
-        if not with_loss:
-            few = [item for item in items if _has_target(item)][:2]
+        few = _short_ones(items)
+        if not any(map(_has_target, few)):
+            few = _short_ones([item for item in items if _has_target(item)])
         if not few:
             return  # the step itself raises an error for samples without a label
         batch = self._prepare_inputs(self.data_collator([item.item for item in few]))
-        _require_same(samples_of(batch, "input_ids", "a batch"), few)
+        samples = samples_of(batch, "input_ids", "a batch")
+        _require_same(samples, few)
         with torch.no_grad(), held_still(model, training=True):
             with self._unreported(), as_one_process(self), self.compute_loss_context_manager():
                 count = self._get_num_items_in_batch([batch], self.args.device)
                 plain = self.compute_loss(model, dict(batch), num_items_in_batch=count)
-            rows = {k: v for k, v in batch.items() if _has_value_per_token(v, batch["input_ids"])}
-            with self._run.shard(rows) as part:
+            # Not the batch itself: a planned step has samples without the padding before them.
+            with self._run.shard(rows_of(samples)) as part:
                 assert part.labels is not None, "looked for above"
-                own_loss = self._part_loss(model, part.inputs, part.labels, part.targets)
+                own_loss = self._part_loss(model, part, _fields_of(few))
         total = sum(row[0] for row in gather_floats([float(own_loss)], dist.group.WORLD))
-        wanted, dtype = float(plain), next(self.model.parameters()).dtype
-        half = self.args.bf16 or dtype not in _TOLERANCES
-        limit = (3e-2 if half else _TOLERANCES[dtype]) * max(abs(wanted), abs(total))
+        wanted = float(plain)
+        limit = self._tolerance * max(abs(wanted), abs(total))
         # ``not <=`` refuses a total that is NaN, too.
         if math.isfinite(wanted) and not abs(total - wanted) <= limit:
             raise ModelError(
@@ -408,6 +414,41 @@ class _Planned(_Trainer):
                 hint="a loss is a sum over tokens with a label, divided by num_items_in_batch; a "
                 "data collator gives the same of a sample alone and in a batch",
             )
+
+    @property
+    def _tolerance(self) -> float:
+        """The relative difference that the loss of a batch may have when it is spread."""
+        dtype = next(self.model.parameters()).dtype
+        return 3e-2 if self.args.bf16 or dtype not in _TOLERANCES else _TOLERANCES[dtype]
+
+    def _check_values_of(self, model: Any, items: Sequence[Collated]) -> None:
+        """Compare scores, or log-probabilities, of a few items as the trainer makes them of one
+        batch with those of planned forwards. Collective. Raises ModelError on all ranks where they
+        differ. Losses are not compared: rounding may be much of a small one."""
+        few = _short_ones(items)
+        batch = self._prepare_inputs(self.data_collator([item.item for item in few]))
+        with torch.no_grad():
+            with as_one_process(self), self.compute_loss_context_manager():
+                plain = self._values_of(model, batch)
+            with self._stood_in() as whole:
+                spread = self._values_of(whole, batch)
+        # Scores are sums that cancel in part, so rounding counts for more than in a loss.
+        limit = 3 * self._tolerance * max(map(abs, (*plain.values(), 0.0)))
+        for name, wanted in plain.items():
+            if math.isfinite(wanted) and not abs(spread[name] - wanted) <= limit:
+                raise ModelError(
+                    f"{name} of {type(self).__name__}",
+                    got=f"{spread[name]:.6g} of {len(few)} samples spread",
+                    wanted=f"{wanted:.6g}, as compute_loss makes of them in one batch",
+                    hint="a model must give a sequence alone what it gives it in a padded batch",
+                )
+
+    def _values_of(self, model: Any, batch: Any) -> dict[str, float]:
+        """The metrics in _VALUES of a batch that ``model`` is called on, by name."""
+        with self._unreported():
+            self.compute_loss(model, dict(batch))
+            found = self._metrics["train"]
+            return {name: float(found[name][-1]) for name in _VALUES if name in found}
 
     # What is counted and reported.
 
@@ -484,6 +525,9 @@ class _Planned(_Trainer):
         trainer's loss of them has gradients by these values, and a planned step runs the backward
         from there. Returns the loss of the step."""
         assert self._run is not None, "made before the first step"
+        if not self._loss_checked:
+            self._check_values_of(model, batches[0])
+            self._loss_checked = True
         outcomes, total, tokens = list[Outcome](), 0.0, 0
         for items in batches:
             batch = self._prepare_inputs(self.data_collator([item.item for item in items]))
@@ -635,11 +679,30 @@ class _Planned(_Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write the trainer's checkpoint, and the planner's state into its folder."""
         super()._save_checkpoint(model, trial)
-        if self._run is not None and self.args.should_save:
+        if self._run is not None and self._run.rank == 0:  # others have no state of their own
             folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
             if folder.is_dir():
-                text = json.dumps(self._run.planner_state())
-                (folder / _STATE).write_text(text, encoding="utf-8")
+                # Aside and renamed: a run that dies meanwhile leaves no half of it.
+                aside = folder / f"{_STATE}.new"
+                aside.write_text(json.dumps(self._run.planner_state()), encoding="utf-8")
+                aside.replace(folder / _STATE)
+
+
+def _read_state(path: Path, say: Callable[[str], object]) -> dict[str, Any] | None:
+    """The state of planning in a checkpoint, None without one, and on other ranks than the first,
+    which tells them. One that cannot be read is passed over, which is said, as plans can be made
+    without it."""
+    if dist.get_rank() or not path.exists():
+        return None
+    try:
+        state: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        if "ranks" in state and "costs" in state["planner"]:
+            return state
+        fault = f"it has {', '.join(state) or 'nothing'}"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        fault = f"{type(error).__name__}: {error}"
+    say(f"{path} is passed over ({fault}): plans are made anew")
+    return None
 
 
 class _ListsByName(dict[str, list[Any]]):
@@ -669,8 +732,26 @@ def _tokens(value: int | str | None) -> int | None:
 
 
 def _tokens_of(item: Collated) -> int:
-    """The tokens of all samples of an item."""
-    return sum(len(sample.fields["input_ids"]) for sample in item.samples)
+    """The tokens of all samples of an item; of one without samples, those of its texts."""
+    if item.samples:
+        return sum(len(sample.fields["input_ids"]) for sample in item.samples)
+    return sum(len(item.item.get(name, ())) for name in ("chosen_ids", "rejected_ids"))
+
+
+def _short_ones(items: Sequence[Collated]) -> list[Collated]:
+    """Two of ``items``, fewer where there are not two, which every rank computes whole: the
+    shortest, and one above it, so that their batch has padding: of at least twice its tokens where
+    there is one of at most _SHORT_TOKENS."""
+    ordered = sorted(items, key=_tokens_of)
+    least = _tokens_of(ordered[0]) if ordered else 0
+    longer = [item for item in ordered if _tokens_of(item) > least]
+    wide = [item for item in longer if 2 * least <= _tokens_of(item) <= _SHORT_TOKENS]
+    return [*ordered[:1], *(wide or longer or ordered[1:])[:1]]
+
+
+def _fields_of(items: Sequence[Collated]) -> set[str]:
+    """The names of the fields that samples of ``items`` have."""
+    return {name for item in items for sample in item.samples for name in sample.fields}
 
 
 def _has_target(item: Collated) -> bool:
@@ -708,11 +789,6 @@ def _require_same(together: Sequence[RowSample], items: Sequence[Collated]) -> N
         hint="what it draws at random (mlm=True), or makes of several items, cannot be planned: do "
         "it in the data set",
     )
-
-
-def _has_value_per_token(value: Any, ids: torch.Tensor) -> bool:
-    """Whether a field of a batch has a value for each of the tokens ``ids`` [b, S]."""
-    return isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape
 
 
 def _require_one_mean(instance: Any, kind: Kind) -> None:

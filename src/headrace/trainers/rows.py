@@ -5,6 +5,7 @@ Shape legend: a batch of b rows of S columns; a sample has n of the columns of o
     collator([item])    one row, perhaps of several documents, with padding
     samples_of(batch)   its samples: the columns of each document, without padding
     columns_of(values)  values [n, ...] of samples at their columns, [b, S, ...]
+    rows_of(samples)    a row for each sample, with padding behind it
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from headrace.errors import DataError
 from headrace.ops.loss import IGNORED
 
-__all__ = ["RowSample", "columns_of", "samples_of"]
+__all__ = ["RowSample", "columns_of", "rows_of", "samples_of"]
 
 _DERIVED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 """Fields that say where the documents of a row end, as position ids do too; they are left out."""
@@ -107,3 +108,23 @@ def columns_of(
     for value, sample in zip(values, samples, strict=True):
         out[sample.row, sample.columns.to(out.device)] = value
     return out
+
+
+def rows_of(samples: Sequence[RowSample]) -> dict[str, torch.Tensor]:
+    """The fields of samples in a row each, [b, S, ...], with padding behind them and an attention
+    mask."""
+    counts = [len(sample.columns) for sample in samples]
+    shape = (len(samples), max(counts))
+    moved = [
+        RowSample(row=at, columns=torch.arange(count), fields=sample.fields)
+        for at, (sample, count) in enumerate(zip(samples, counts, strict=True))
+    ]
+    found = {
+        name: columns_of([sample.fields[name] for sample in moved], moved, shape)
+        for name in moved[0].fields
+    }
+    mask = (torch.arange(shape[1]) < torch.tensor(counts)[:, None]).to(found["input_ids"])
+    found["attention_mask"] = mask
+    if "labels" in found:
+        found["labels"] = found["labels"].masked_fill(mask == 0, IGNORED)
+    return found

@@ -15,7 +15,7 @@ columns; n tokens of a sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -25,11 +25,20 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from headrace.engine.attach import Attached
-from headrace.errors import ModelError
+from headrace.errors import DataError, ModelError
 from headrace.ops.loss import IGNORED
 from headrace.trainers.rows import RowSample, columns_of, samples_of
 
-__all__ = ["REPORTED", "Outcome", "PartOfModel", "ModelStandIn", "Sums", "WholeModel", "fused_head"]
+__all__ = [
+    "REPORTED",
+    "ModelStandIn",
+    "Outcome",
+    "PartInputs",
+    "PartOfModel",
+    "Sums",
+    "WholeModel",
+    "fused_head",
+]
 
 _FUSED = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 """The values of each token with a label that TRL's models return."""
@@ -67,6 +76,46 @@ class ModelStandIn:
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, as it is not one of the stand-in."""
         return getattr(self.stands_for, name)
+
+
+class PartInputs(dict[str, Any]):
+    """What a trainer's ``compute_loss`` gets for a part of a batch. Reading a field ``beside``
+    these, which samples have and the model does not take, raises DataError: of such a field a part
+    would need other columns than it has of tokens or of labels."""
+
+    def __init__(self, inputs: Mapping[str, Any], beside: Iterable[str]) -> None:
+        super().__init__(inputs)
+        self._beside = frozenset(beside) - inputs.keys()
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a field."""
+        self._require_given(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a field of this name."""
+        self._require_given(name)
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a field, or the default."""
+        self._require_given(name)
+        return super().get(name, default)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """The value of a field, which is taken out, or the default."""
+        self._require_given(name)
+        return super().pop(name, *default)
+
+    def _require_given(self, name: object) -> None:
+        """Raise DataError for a field that samples have beside what the model takes."""
+        if name in self._beside:
+            raise DataError(
+                f"{name} in compute_loss",
+                got="a column of tokens that the model does not take",
+                wanted="a loss of the model's outputs and of labels",
+                hint="leave it out in the data collator; a loop of hr.attach has it in micro.rest",
+            )
 
 
 class PartOfModel(ModelStandIn):

@@ -1,21 +1,23 @@
-"""Reward models: a score of each sequence, that of its last token.
+"""Reward models: a score of each sequence, that of its last token which is not the padding token.
 
-A model of transformers for sequences returns the score of the last token of each row. This is wrong
+A model of transformers for sequences returns the score of that token of each row. This is wrong
 for a row into which several sequences are packed, and for a part of a row on one rank. So while it
-is spread it returns the score of every token, and that of each sequence's last token is picked once
-all ranks have the scores.
+is spread it returns the score of every token, and that of each sequence is picked once all ranks
+have the scores. The padding token is often that at the end of texts, too, and then the score is
+that of the token before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from headrace.engine.attach import Attached
-from headrace.errors import ModelError
+from headrace.errors import DataError, ModelError
 from headrace.trainers.rows import RowSample, samples_of
 from headrace.trainers.stand_ins import ModelStandIn, Outcome
 
@@ -95,28 +97,62 @@ class ScoredModel(ModelStandIn):
         given = [_unlabelled(sample) for sample in samples]
         with scores_of_tokens(self.stands_for, self._around):
             by_sample = self._run.map(given, scores_by_token)
-        # [b]: every row is one sample, whose score is that of its last token.
-        scores = torch.stack([tokens[-1] for tokens in by_sample]).to(named["input_ids"].device)
+        places = _scored_places(named["input_ids"], samples, _padding_of(self.stands_for))
+        # [b]: every row is one sample, whose score is that of one of its tokens.
+        picked = [tokens[place] for tokens, place in zip(by_sample, places, strict=True)]
+        scores = torch.stack(picked).to(named["input_ids"].device)
         if self._outcomes is not None and torch.is_grad_enabled():
             scores = scores.clone().requires_grad_()
-            self._outcomes.append(_LastToken(leaf=scores, samples=samples))
+            self._outcomes.append(_ScoredToken(leaf=scores, samples=samples, places=places))
         from transformers.modeling_outputs import SequenceClassifierOutput
 
         return SequenceClassifierOutput(logits=scores[:, None])
 
 
-class _LastToken(Outcome):
-    """The outputs of a reward model for a batch: ``leaf`` [b] is the score of the last token of
-    each sample."""
+def _padding_of(model: Any) -> int | None:
+    """The number of the padding token that a model passes over to find the token with the score."""
+    return getattr(model.config.get_text_config(), "pad_token_id", None)
+
+
+def _scored_places(
+    ids: torch.Tensor, samples: Sequence[RowSample], padding: int | None
+) -> list[int]:
+    """The place in each sample of the token whose score is that of its row of ``ids`` [b, S]: as
+    models of transformers find it, the rightmost that is no ``padding``, or the first column where
+    all are. Raises DataError where that is in the padding of the row."""
+    if padding is None:
+        return [len(sample.columns) - 1 for sample in samples]
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    chosen = torch.where(ids == padding, 0, columns).max(dim=1).values.tolist()
+    places = list[int]()
+    for sample in samples:
+        place = (sample.columns == chosen[sample.row]).nonzero()
+        if not len(place):
+            raise DataError(
+                f"row {sample.row} of a batch",
+                got=f"its score at column {chosen[sample.row]}, which is padding",
+                wanted=f"padding of {padding}, the model's pad_token_id, after the last token",
+                hint="pad by the data collator with the token that the model's config names",
+            )
+        places.append(int(place))
+    return places
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _ScoredToken(Outcome):
+    """The outputs of a reward model for a batch: ``leaf`` [b] is the score of each sample, that of
+    the token at its place in ``places``."""
+
+    places: list[int]
 
     def gradients(self) -> list[torch.Tensor]:
         """For each sample the gradient of the loss by the score of each of its tokens, [n]: only
-        the last one's is not 0."""
+        that of one token is not 0."""
         gradients = list[torch.Tensor]()
-        for at, sample in enumerate(self.samples):
+        for at, (sample, place) in enumerate(zip(self.samples, self.places, strict=True)):
             gradient = torch.zeros(len(sample.columns))
             if self.leaf.grad is not None:
-                gradient[-1] = self.leaf.grad[at]
+                gradient[place] = self.leaf.grad[at]
             gradients.append(gradient)
         return gradients
 

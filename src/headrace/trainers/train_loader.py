@@ -220,8 +220,9 @@ def _length(item: Any, at: int) -> int:
 
 
 def longest_of(trainer: Any, given: int | None) -> tuple[int, int | None]:
-    """(tokens of the longest sample that may come, tokens of all samples or None where they are not
-    counted). ``given`` is the longest that the user named. Raises SpecError where nothing tells."""
+    """(tokens of the longest sample that may come, in training or evaluation, tokens of all samples
+    to train or None where they are not counted). ``given`` is the longest that the user named.
+    Raises SpecError where nothing tells."""
     dataset, most = trainer.train_dataset, getattr(trainer.args, "max_length", None)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         longest = given or most
@@ -236,5 +237,18 @@ def longest_of(trainer: Any, given: int | None) -> tuple[int, int | None]:
     if given is not None:
         return given, None
     lengths = lengths_of(dataset)
-    longest = int(lengths.max())
+    longest = max(int(lengths.max()), _longest_evaluated(trainer.eval_dataset))
     return (longest if most is None else min(longest, int(most))), int(lengths.sum())
+
+
+def _longest_evaluated(dataset: Any) -> int:
+    """Tokens of the longest sample of a data set to evaluate, or of several by name; 0 without one,
+    and where tokens are not counted."""
+    if isinstance(dataset, dict):
+        return max(map(_longest_evaluated, dataset.values()), default=0)
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        return 0
+    try:
+        return int(lengths_of(dataset).max(initial=0))
+    except DataError:  # other samples than those to train, perhaps of a loop of the user's own
+        return 0

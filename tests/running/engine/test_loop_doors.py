@@ -26,7 +26,9 @@ from torch.nn.functional import (
 )
 
 from headrace import SpreadOptions
-from headrace.engine.sample_order import StreamOrder
+from headrace.adopt.samples import TokenReader
+from headrace.data.sampler import Sampler, SamplerOptions
+from headrace.engine.sample_order import DrawnOrder, Samples, StreamOrder
 from headrace.errors import DataError, HeadraceError, ModelError, SpecError
 from ranks import run_ranks
 from running.adopt.foreign import gpt
@@ -1148,8 +1150,73 @@ def test_a_loader_goes_on_where_it_was(persistent: bool) -> None:
     assert taken(unbroken, 1) == [0, 1]
     own = order(OwnIterator())
     own.first()
+    own.restore(state)
+    assert taken(own, 1) == [4, 5]
     with pytest.raises(DataError, match="OwnIterator, which is its own iterator"):
         own.restore(state)
+
+
+def shuffled(seed: int) -> StreamOrder:
+    """Batches of two items of a loader that shuffles by the global generator of this seed."""
+    torch.manual_seed(seed)
+    loader = torch.utils.data.DataLoader(Numbered(), batch_size=None, shuffle=True)
+    order = StreamOrder(loader, Counting(), batch_tokens=4)
+    order.first()
+    return order
+
+
+def first_values(order: StreamOrder, batches: int) -> list[list[int]]:
+    """The first value of each item of the batches that follow."""
+    found = [order.next_batch() for _ in range(batches)]
+    return [[int(b.read(i)["input_ids"][0]) for i in range(len(b.lengths))] for b in found]
+
+
+def test_a_stream_goes_on_with_the_items_that_are_left_or_is_refused() -> None:
+    """Catches a shuffled stream that is begun a second time, in another order: it lost some items
+    and gave others twice."""
+    unbroken = shuffled(3)
+    found = first_values(unbroken, 2)
+    state = unbroken.state()
+    torch.rand(1)  # as dropout draws, so that the second epoch has another order
+    wanted = first_values(unbroken, 2)
+    assert sorted(at for batch in found + wanted for at in batch) == list(range(8))
+    unbroken.next_batch()
+    later = unbroken.state()
+    resumed = shuffled(3)
+    resumed.restore(state)
+    assert first_values(resumed, 2) == wanted
+    former = shuffled(3)
+    former.restore({"epoch": 0, "items": 4})  # saved by an earlier version
+    assert first_values(former, 2) == wanted
+    for other, place in ((shuffled(4), state), (shuffled(3), later), (unbroken, state)):
+        with pytest.raises(DataError, match=r"others for the first \d items of epoch"):
+            other.restore(place)
+
+
+def test_other_samples_of_the_same_lengths_are_refused() -> None:
+    """Catches a run that goes on over samples in another order: some of them would come twice."""
+    items = [{"input_ids": torch.full((4,), at)} for at in range(12)]
+
+    def order(source: Any) -> DrawnOrder:
+        samples = Samples.of(source, [4] * 12, TokenReader(tokens="input_ids", kind="next"))
+        options = SamplerOptions(too_long="refuse", min_tokens=1, batch_sequences=2)
+        return DrawnOrder(samples, Sampler(samples, options))
+
+    class Noisy:
+        """Items that are drawn anew at each reading."""
+
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
+            return {"input_ids": torch.randint(0, 99, (4,))}
+
+    state = order(items).next_batch().state_after
+    order(items).restore(state)
+    with pytest.raises(DataError, match="samples of list: got others of the same lengths"):
+        order(items[::-1]).restore(state)
+    order(items[::-1]).restore({key: value for key, value in state.items() if key != "samples"})
+    order(Noisy()).restore(order(Noisy()).state())
 
 
 def trained_step(step: Any, model: Any) -> bool:

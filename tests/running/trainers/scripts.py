@@ -22,32 +22,6 @@ SEQUENCES = 8
 TIMES = ("runtime", "per_second", "total_flos", "step_time")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Script:
-    """A user's script: a ``base`` class, its arguments, and what is beside them."""
-
-    base: str = "Trainer"
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    lora: bool = False
-    sharded: bool = False
-    evaluates: bool = False
-    compute_loss: str = ""
-    resume: bool = False
-    drawn: bool = True
-    accumulates: int = 1
-
-    def run(self, ranks: int, folder: Path, *, planned: bool = True) -> list[dict[str, float]]:
-        """The log of the script on so many processes."""
-        return run_ranks(ranks, _run, self, ranks, folder, planned, timeout_s=240)[0]
-
-
-def both(script: Script, folder: Path, ranks: int = 2) -> tuple[list[Any], list[Any]]:
-    """The logs of the plain script on one process and of the planned one on several."""
-    plain = script.run(1, folder / "plain", planned=False)
-    return plain, script.run(ranks, folder / "planned")
-
-
 def numbers(log: list[dict[str, float]], *names: str) -> list[list[float]]:
     """What was logged under some names, entry by entry."""
     return [[row[name] for name in names] for row in log if names[0] in row]
@@ -62,6 +36,11 @@ def data(count: int = 40, seed: int = 1) -> list[dict[str, list[int]]]:
         labels = [-100] * (n // 3) + ids[n // 3 :]
         items.append({"input_ids": ids, "labels": labels, "attention_mask": [1] * n})
     return items
+
+
+def evaluation_data() -> list[dict[str, list[int]]]:
+    """Items to evaluate on."""
+    return data(21, seed=2)
 
 
 def padded(items: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -97,6 +76,37 @@ def _config(**more: Any) -> Any:
         pad_token_id=0,
         **more,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A user's script: a ``base`` class, its arguments, and what is beside them."""
+
+    base: str = "Trainer"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    sharded: bool = False
+    evaluates: bool = False
+    compute_loss: str = ""
+    resume: bool = False
+    drawn: bool = True
+    padding: str = "<pad>"
+    items: Callable[[], Any] = data
+    evaluated: Callable[[], Any] = evaluation_data
+    collate: Callable[[Any], dict[str, torch.Tensor]] = padded
+    model: Callable[[], Any] = language_model
+    accumulates: int = 1
+
+    def run(self, ranks: int, folder: Path, *, planned: bool = True) -> list[dict[str, float]]:
+        """The log of the script on so many processes."""
+        return run_ranks(ranks, _run, self, ranks, folder, planned, timeout_s=240)[0]
+
+
+def both(script: Script, folder: Path, ranks: int = 2) -> tuple[list[Any], list[Any]]:
+    """The logs of the plain script on one process and of the planned one on several."""
+    plain = script.run(1, folder / "plain", planned=False)
+    return plain, script.run(ranks, folder / "planned")
 
 
 def trainer_of(script: Script, ranks: int, folder: Path, *, planned: bool) -> Any:
@@ -153,7 +163,7 @@ def _arguments(kind: Any, script: Script, common: dict[str, Any]) -> Any:
 def _of_transformers(script: Script, common: dict[str, Any], over: Callable[[Any], Any]) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    model, more = language_model(), dict[str, Any]()
+    model, more = script.model(), dict[str, Any]()
     if script.lora:
         from peft import get_peft_model
 
@@ -162,12 +172,12 @@ def _of_transformers(script: Script, common: dict[str, Any], over: Callable[[Any
     if script.compute_loss == "func":
         more["compute_loss_func"] = smoothed
     if script.evaluates:
-        more |= {"eval_dataset": data(21, seed=2), "compute_metrics": accuracy}
+        more |= {"eval_dataset": script.evaluated(), "compute_metrics": accuracy}
     return over(base)(
         model=model,
         args=_arguments(TrainingArguments, script, common),
-        train_dataset=data(),
-        data_collator=padded,
+        train_dataset=script.items(),
+        data_collator=script.collate,
         **more,
     )
 
@@ -202,9 +212,10 @@ def _own(loss: Callable[..., torch.Tensor]) -> Callable[[], Any]:
             def compute_loss(
                 self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch=None
             ) -> Any:
-                labels = inputs.pop("labels")
+                labels, weights = inputs.pop("labels"), inputs.pop("loss_weights", None)
                 outputs = model(**inputs)
                 found = loss(outputs, labels, num_items_in_batch)
+                found = found if weights is None else found * weights.mean()
                 return (found, outputs) if return_outputs else found
 
         return Own
@@ -230,8 +241,8 @@ LOSSES: dict[str, Callable[[], Any]] = {
 }
 
 
-def tokenizer() -> Any:
-    """Words of a chat."""
+def tokenizer(padding: str = "<pad>") -> Any:
+    """Words of a chat, padded with the token ``padding``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -239,7 +250,7 @@ def tokenizer() -> Any:
     table = {word: at for at, word in enumerate(words)}
     made = Tokenizer(models.WordLevel(table, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    found = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+    found = PreTrainedTokenizerFast(tokenizer_object=made, pad_token=padding, eos_token="<eos>")
     found.chat_template = (
         "{% for m in messages %}{% if m['role'] == 'user' %}<user> {{ m['content'] }} {% else %}"
         "<assistant> {% generation %}{{ m['content'] }} <eos> {% endgeneration %}{% endif %}"
@@ -307,7 +318,7 @@ def _of_preferences(script: Script, common: dict[str, Any], over: Callable[[Any]
         args=_arguments(kind, script, common),
         train_dataset=_rows(1, 40, _pair),
         eval_dataset=_rows(2, 13, _pair) if script.evaluates else None,
-        processing_class=tokenizer(),
+        processing_class=tokenizer(script.padding),
         **more,
     )
 
@@ -345,7 +356,8 @@ def _of_rollouts(script: Script, common: dict[str, Any], over: Callable[[Any], A
     )
 
 
-def _run(script: Script, ranks: int, folder: Path, planned: bool) -> list[dict[str, float]]:
+def set_launcher(ranks: int) -> None:
+    """Set what a launcher tells the processes that it starts; nothing for a single one."""
     rank = str(dist.get_rank())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ranks)}
     os.environ |= {
@@ -356,6 +368,10 @@ def _run(script: Script, ranks: int, folder: Path, planned: bool) -> list[dict[s
     if ranks == 1:  # as a process that no launcher started
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             del os.environ[name]
+
+
+def _run(script: Script, ranks: int, folder: Path, planned: bool) -> list[dict[str, float]]:
+    set_launcher(ranks)
     warnings.simplefilter("ignore")
     trainer = trainer_of(script, ranks, folder, planned=planned)
     if planned and script.drawn:

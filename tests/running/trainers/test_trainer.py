@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -10,10 +12,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import headrace as hr
 from headrace.errors import HeadraceError, SpecError
-from running.trainers.scripts import LOSSES, Script, both, data, language_model, numbers, padded
+from ranks import run_ranks
+from running.trainers.scripts import (
+    LOSSES,
+    Script,
+    both,
+    data,
+    language_model,
+    numbers,
+    padded,
+    set_launcher,
+    trainer_of,
+)
 from spread import whole
 
 transformers = pytest.importorskip("transformers")
@@ -107,6 +122,72 @@ def test_goes_on_from_a_checkpoint(sharded: bool, tmp_path: Path) -> None:
     assert len(wanted) == 8
     for found, row in zip(numbers(again, *names), wanted, strict=True):
         assert found == pytest.approx(row, rel=1e-5)
+
+
+def a_longer_one() -> dict[str, list[dict[str, list[int]]]]:
+    """Items to evaluate of which one is longer than all that are trained."""
+    items = data(5, seed=2)
+    return {"short": items[:2], "long": [*items, {k: row * 12 for k, row in items[0].items()}]}
+
+
+@pytest.mark.timeout(120)
+def test_evaluates_what_is_longer_than_all_that_is_trained(tmp_path: Path) -> None:
+    """Catches a run that ends at its first evaluation."""
+    assert max(len(item["input_ids"]) for item in a_longer_one()["long"]) > 60
+    kept = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
+    script = Script(arguments=kept, evaluates=True, evaluated=a_longer_one)
+    plain, planned = both(script, tmp_path)
+    for name in ("eval_short_loss", "eval_long_loss"):
+        wanted = numbers(plain, name)
+        assert wanted
+        for found, row in zip(numbers(planned, name), wanted, strict=True):
+            assert found == pytest.approx(row, rel=1e-5)
+
+
+def resumed(folder: Path, where: str) -> tuple[list[float], str, list[str]]:
+    """The losses of three steps of a run that goes on after the second, with its file of planning
+    as ``where`` says; what it says; and the files of the checkpoint."""
+    rank, said = dist.get_rank(), list[str]()
+    own = folder / (f"node {rank}" if where == "on each node" else "shared")
+    kept = {"save_strategy": "steps", "save_steps": 2, "save_on_each_node": own.name != "shared"}
+    script = Script(arguments={"max_steps": 3, **kept}, options={"say": said.append}, drawn=False)
+    set_launcher(2)
+    if where == "on each node":
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    trainer_of(script, 2, own, planned=True).train()
+    path = own / "checkpoint-2" / "headrace.json"
+    dist.barrier()
+    if not rank:
+        shutil.rmtree(own / "checkpoint-3")
+        text = path.read_text()
+        path.write_text({"half": text[: len(text) // 2], "of no plans": "{}"}.get(where, text))
+        assert "costs" in text
+    dist.barrier()
+    if where == "on each node" and rank:
+        shutil.rmtree(own / "checkpoint-3")
+        assert not path.exists()
+        # What transformers writes on the first rank alone is copied by users.
+        for file in (folder / "node 0" / "checkpoint-2").iterdir():
+            if file.name != "headrace.json" and not (path.parent / file.name).exists():
+                shutil.copy(file, path.parent)
+    trainer = trainer_of(script, 2, own, planned=True)
+    trainer.train(resume_from_checkpoint=True)
+    files = sorted(file.name for file in path.parent.iterdir())
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return losses, " ".join(said), files
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("where", ["half", "of no plans", "on each node"])
+def test_goes_on_without_the_state_of_planning(where: str, tmp_path: Path) -> None:
+    """Catches a checkpoint that cannot be used as planning's file in it is cut, and ranks without
+    that file, as on another node, that leave the others waiting."""
+    found = run_ranks(2, resumed, tmp_path, where, timeout_s=100)
+    assert all(len(losses) == 3 for losses, *_ in found)
+    assert found[0][0] == pytest.approx(found[1][0])
+    assert not any(name.endswith(".new") for *_, files in found for name in files)
+    if where != "on each node":
+        assert "headrace.json is passed over" in found[0][1]
 
 
 @pytest.mark.slow
@@ -246,6 +327,65 @@ def test_losses_that_are_no_sums_are_refused(name: str, tmp_path: Path) -> None:
     assert str(caught.value).count(LOSS_ERRORS[name]) == 2
 
 
+def with_weights(items: Any) -> dict[str, Any]:
+    """A batch with a weight for each token."""
+    batch = padded(items)
+    return batch | {"loss_weights": torch.ones(batch["input_ids"].shape)}
+
+
+def from_the_left(items: Any) -> dict[str, Any]:
+    """A batch with padding before the tokens."""
+    batch, lengths = padded(items), [len(item["input_ids"]) for item in items]
+    return {
+        name: torch.stack([row.roll(-n) for row, n in zip(rows, lengths, strict=True)])
+        for name, rows in batch.items()
+    }
+
+
+def learned_positions() -> Any:
+    """A tiny GPT-2."""
+    torch.manual_seed(0)
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.2}
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops))
+
+
+def of_two_lengths() -> list[dict[str, list[int]]]:
+    """Items of which several are the shortest."""
+    return [{name: row[:20] for name, row in item.items()} for item in data() if item][:9] + data()
+
+
+KEPT = {"remove_unused_columns": False, "max_steps": 2}
+INEXACT: dict[str, tuple[Script, str]] = {
+    "weights of tokens": (
+        Script(compute_loss="own", collate=with_weights, arguments=KEPT),
+        "loss_weights in compute_loss: got a column of tokens",
+    ),
+    "left padding of learned positions": (
+        Script(model=learned_positions, items=of_two_lengths, collate=from_the_left),
+        "as compute_loss makes of them in one batch",
+    ),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", INEXACT)
+def test_what_parts_of_a_batch_cannot_have_is_refused(name: str, tmp_path: Path) -> None:
+    """Catches columns that a loss reads and a part does not have, and a batch whose padding counts,
+    which was not seen where the items that are compared need none."""
+    script, words = INEXACT[name]
+    with pytest.raises(AssertionError) as caught:
+        script.run(2, tmp_path)
+    assert str(caught.value).count(words) == 2
+
+
+@pytest.mark.timeout(120)
+def test_a_column_that_no_loss_reads_is_left_out(tmp_path: Path) -> None:
+    """Catches a refusal of what makes no difference."""
+    script = Script(collate=with_weights, arguments=KEPT)
+    assert len(numbers(script.run(2, tmp_path), "loss")) == 2
+
+
 @pytest.mark.timeout(120)
 def test_a_mean_is_refused_on_one_rank(tmp_path: Path) -> None:
     """Catches a mean over what one rank has: there all of a batch is in one place."""
@@ -282,8 +422,6 @@ def test_what_the_class_says() -> None:
 @pytest.mark.apart
 def test_update_is_the_loop_s_own(tmp_path: Path) -> None:
     """Catches a step that takes the optimizer's, drops gradients, or adds to those before it."""
-    import torch
-
     from running.engine.loops import costs
 
     model = language_model().train()

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import headrace as hr
 from headrace.errors import SpecError
+from headrace.trainers.stand_ins import PartOfModel
 from headrace.trainers.train_loader import lengths_of
 from running.trainers.scripts import Script, both
 from spread import whole
@@ -35,9 +38,14 @@ SCRIPTS = {
     ),
     "dpo, fsdp2": Script(**DPO, sharded=True),
     "rewards": Script(base="RewardTrainer", evaluates=True),
+    "rewards, padded by the last token": Script(
+        base="RewardTrainer", evaluates=True, padding="<eos>", arguments={"max_steps": 4}
+    ),
     "rewards, fsdp2": Script(base="RewardTrainer", evaluates=True, sharded=True),
     "rewards, lora": Script(base="RewardTrainer", evaluates=True, lora=True),
 }
+
+EACH_TIME = ("sft", "dpo", "rewards, padded by the last token")
 
 
 def assert_equal(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
@@ -48,7 +56,9 @@ def assert_equal(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [n if n in ("sft", "dpo") else whole(n) for n in SCRIPTS])
+@pytest.mark.parametrize(
+    "name", [n if n in ("sft", "dpo") or "last token" in n else whole(n) for n in SCRIPTS]
+)
 def test_equals_one_process(name: str, tmp_path: Path) -> None:
     """Catches a loss, a gradient norm, or any other number of the log that is not that of one
     process: in training, and in evaluation after it."""
@@ -56,6 +66,29 @@ def test_equals_one_process(name: str, tmp_path: Path) -> None:
     assert sum("loss" in row for row in plain) >= 4
     assert sum("eval_loss" in row for row in plain) == 1
     assert_equal(planned, plain)
+
+
+@pytest.mark.timeout(120)
+def test_metrics_of_a_step_that_is_taken_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Catches metrics that count the tokens of an attempt that ran out of memory."""
+    script = Script(base="SFTTrainer", arguments={"max_steps": 3})
+    wanted = script.run(2, tmp_path / "whole")
+    call, calls = PartOfModel.__call__, list[int]()
+
+    def failing(self: Any, **named: Any) -> Any:
+        """The tenth call on rank 1, within an attempt that has others before, has no memory."""
+        calls.append(1)
+        if len(calls) == 10 and dist.get_rank() == 1:
+            (tmp_path / "failed").touch()
+            raise torch.OutOfMemoryError("planted")
+        return call(self, **named)
+
+    monkeypatch.setattr(PartOfModel, "__call__", failing)
+    found = script.run(2, tmp_path / "again")
+    assert (tmp_path / "failed").exists()
+    assert_equal(found, wanted)
 
 
 @pytest.mark.slow
