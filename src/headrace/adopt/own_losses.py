@@ -50,6 +50,8 @@ _FACTORS = 16
 """Factors of a loss that are compared between ranks, at most."""
 _FEW = 8
 """Places that a loss may pick by numbers of its own, at most; more are picked by what they hold."""
+_CHANCES = 2
+"""Losses in a row that a number of labels may equal that of a rank's tokens in, by chance."""
 _FEWEST = 16
 """Tokens of a rank that a divisor is told from any other small number by."""
 
@@ -160,6 +162,8 @@ class OwnLosses:
         # Of the last forward that was looked at: the mean cross entropy [] of this rank's labels,
         # and their number.
         self._mean: tuple[torch.Tensor, int] | None = None
+        # Shapes of parts whose losses were divided by as many as their tokens, one after another.
+        self._suspected = list[tuple[int, ...]]()
         self._last: Parted | None = None  # the last part that was noted
 
     def note(
@@ -254,7 +258,7 @@ class OwnLosses:
             or ("" if shares else self._added_by_all(nodes))
             or _found(nodes, made_of, weighed=weighed)
             or self._mean_by_hand(loss, targets)
-            or _divided_by_tokens(nodes, factors, targets)
+            or self._divided_by_tokens(nodes, factors, targets)
         )
         # Ranks that share a part run the same code, and so make losses of the same results.
         parts = filter(None, (node.metadata.get(_MARK) for node in nodes))
@@ -355,6 +359,21 @@ class OwnLosses:
             wanted = "a sum over this rank's part, divided by what the whole step has"
             hint = self._hint
         return ModelError("loss of a part", got=found, wanted=wanted, hint=hint)
+
+    def _divided_by_tokens(
+        self, nodes: Sequence[Any], factors: Sequence[torch.Tensor], targets: int
+    ) -> str:
+        """What is said of a loss that is divided by the tokens of one rank; nothing of others.
+        Where the labels of the step are not known, they may be as many by chance: it is said once
+        that was so for tokens of another number, or three times in a row."""
+        said = _divided_by_tokens(nodes, factors, targets)
+        parts = [node.metadata[_MARK] for node in nodes if node.metadata.get(_MARK) is not None]
+        if not said or targets or parts[0].word != "tokens":
+            self._suspected.clear()
+            return said
+        self._suspected.append(parts[0].shape)
+        follows = len(set(self._suspected)) > 1 or len(self._suspected) > _CHANCES
+        return f"{said}: say shard(batch, targets=) where it is of the step" if follows else ""
 
     def _mean_by_hand(self, loss: torch.Tensor, targets: int) -> str:
         """What is said of a loss that is the mean cross entropy of this rank's labels; nothing

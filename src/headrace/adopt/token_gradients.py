@@ -22,7 +22,11 @@ from torch.overrides import TorchFunctionMode
 from headrace.adopt.held_still import drawn_off_neutral
 from headrace.errors import HeadraceError
 
-__all__ = ["SEEN_TOKENS", "depended_on", "who_mixes"]
+_DIFFERENCES = {torch.float64: 1e-5, torch.float32: 1e-3}
+"""Differences, relative to the largest gradient of a token, that rounding may make; 10 % in half
+types."""
+
+__all__ = ["SEEN_TOKENS", "depended_on", "scaled_by_others", "who_mixes"]
 
 SEEN_TOKENS = (2, 4, 5, 8, 9, 11)
 """The tokens, of a row of 13, whose results are looked at: some others are at nearly every distance
@@ -85,6 +89,31 @@ def depended_on(
             if "torch.utils.checkpoint" in str(error):  # reentrant ones
                 return None
             raise
+
+
+def scaled_by_others(
+    model: torch.nn.Module, run: Callable[[], torch.Tensor], ids: torch.Tensor
+) -> bool:
+    """Whether the gradient that a token's own result gives its embedding is another where other
+    tokens' results have gradients, too: a backward norms or clips gradients over tokens. Has the
+    arguments of :func:`depended_on`; False where no gradient can be had."""
+    found = list[torch.Tensor]()  # gradients [n] by the marks
+    with _with_gradients(model, ids) as marks:
+        for tokens in (SEEN_TOKENS[:1], SEEN_TOKENS):
+            logits = run()
+            if not logits.requires_grad or not bool(logits.isfinite().all()):
+                return False
+            few = logits[0][list(tokens)].flatten(1)
+            weights = torch.cos(torch.arange(few.shape[1], device=few.device)).to(few.dtype)
+            try:
+                found += torch.autograd.grad((few * weights).sum(), marks, materialize_grads=True)
+            except RuntimeError as error:
+                if "torch.utils.checkpoint" in str(error):  # reentrant ones
+                    return False
+                raise
+    alone, beside = found
+    difference = float((alone - beside)[SEEN_TOKENS[0]].abs())
+    return difference > _DIFFERENCES.get(logits.dtype, 0.1) * float(beside.abs().max())
 
 
 def who_mixes(

@@ -346,7 +346,10 @@ class TokenModel:
 
     @property
     def _marks_parts(self) -> bool:
-        """Whether other models refuse inputs of parts."""
+        """Whether other models refuse inputs of parts; those of graphs are plain, also where the
+        model was compiled since."""
+        if not self._author_compiles:
+            self._author_compiles = bool(compiled_within(self.model))
         return self._world > 1 and not self._author_compiles
 
     @property
@@ -530,6 +533,18 @@ class TokenModel:
             placed=placement,
         )
 
+    def _refuse_compiled(self) -> None:
+        """Raise ModelError where the whole model was compiled after its calls were replaced, which
+        no compiler can trace."""
+        compiled = self.inner._compiled_call_impl is not None  # noqa: SLF001
+        if compiled and self.entry_point == "calls":
+            raise ModelError(
+                f"{type(self.inner).__name__}.compile() after hr.compile",
+                got="a graph of the plain model",
+                wanted="hr.compile(model, backend=...), which compiles the spread model",
+                hint="or compile its blocks (block.compile()) before",
+            )
+
     def _of_part(self, x: torch.Tensor) -> torch.Tensor:
         """An input of a part, which other models refuse where there are several ranks."""
         return of_part(x, self.model) if self._marks_parts else x
@@ -582,6 +597,7 @@ class TokenModel:
                 got=f"{type(args[0]).__name__} without a name",
                 wanted="run(**part.inputs)",
             )
+        self._refuse_compiled()
         labelled = inputs.get(self._label_name) is not None
         if self._from_transformers:
             refuse_arguments(inputs, self.tokens, labelled=labelled)

@@ -33,7 +33,7 @@ from headrace.adopt.labels import (
     predicted,
 )
 from headrace.adopt.operators import ModelSlot, StandIn
-from headrace.adopt.token_gradients import depended_on, who_mixes
+from headrace.adopt.token_gradients import depended_on, scaled_by_others, who_mixes
 from headrace.errors import ModelError
 from headrace.ops.loss import IGNORED
 
@@ -547,6 +547,18 @@ class _Runs:
             return self.outcome_of(given).logits
 
         others = depended_on(self.model, logits, given[tokens])
+        if (
+            not others
+            and others is not None
+            and scaled_by_others(self.model, logits, given[tokens])
+        ):
+            return ModelError(
+                f"backward of {type(self.model).__name__}",
+                got="another gradient of a token where other tokens have one, too",
+                wanted="gradients of each token alone",
+                hint="a function or a hook norms or clips gradients over the tokens of a rank: do "
+                "it to each token alone, or to the weights' gradients after run.add_up",
+            )
         if not others:
             return None
         named = who_mixes(self.model, logits, given[tokens])

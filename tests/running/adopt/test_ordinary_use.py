@@ -1603,6 +1603,48 @@ def test_layers_that_are_called_with_a_part_are_refused() -> None:
         assert all("given to LlamaModel(...) within the model" in text for text in said)
 
 
+class NormedBackward(torch.autograd.Function):
+    """The identity, whose gradients are normed over all tokens."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad / grad.norm().clamp(min=1e-9)
+
+
+class ChangedGradients(nn.Module):
+    """A layer whose gradients are changed in its backward."""
+
+    how = "function"
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(features, features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.layer(x)
+        if self.how == "function":
+            return NormedBackward.apply(out)
+        if self.how == "hook" and out.requires_grad:
+            out.register_hook(lambda grad: grad / grad.norm().clamp(min=1e-9))
+        if self.how == "clamp" and out.requires_grad:
+            out.register_hook(lambda grad: grad.clamp(-1e-2, 1e-2))
+        return out
+
+
+def test_a_backward_that_norms_over_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches gradients normed over the tokens of each rank, which the results do not show."""
+    for how in ("function", "hook"):
+        monkeypatch.setattr(ChangedGradients, "how", how)
+        with pytest.raises(ModelError, match="backward of Gpt: got another gradient of a token"):
+            hr.compile(gpt(other=ChangedGradients)).shard(drawn(2, 21))
+    monkeypatch.setattr(ChangedGradients, "how", "clamp")  # of each entry alone
+    hr.compile(gpt(other=ChangedGradients)).shard(drawn(2, 21))
+
+
 def of_other_groups() -> float:
     """A step of two batches, one of two ranks and one of all three: both forwards are run before
     the first backward. Returns the loss of all."""

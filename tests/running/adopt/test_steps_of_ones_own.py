@@ -312,6 +312,57 @@ def test_terms_with_their_share_or_of_tokens_are_exact(how: str) -> None:
         assert error < EXACT
 
 
+def _divided(divisors: list[int], told: bool) -> list[str]:
+    """What is said of losses, in as many steps, that are divided by these numbers."""
+    model, run, _ = by_tokens()
+    said = []
+    for number, divisor in enumerate(divisors):
+        batch = {"ids": drawn(2, divisor)["ids"]}  # each of two ranks has as many tokens
+        part = run.shard(batch, targets=divisor if told else None)
+        loss = run(**part.inputs)[0].square().sum() / divisor
+        try:
+            run.backward(loss)
+        except ModelError as error:
+            said.append(f"{number}: {error}")
+        model.zero_grad()
+    return said
+
+
+def test_a_count_that_equals_a_ranks_tokens_by_chance_is_taken() -> None:
+    """The labels of a column of one's own may be as many as a rank has tokens."""
+    assert run_ranks(2, _divided, [24, 24], False) == [[], []]
+    assert run_ranks(2, _divided, [24, 24, 24, 28], True) == [[], []]
+    for said in run_ranks(2, _divided, [24, 28], False):
+        assert len(said) == 1
+        assert said[0].startswith(
+            "1: loss of a part: got what is divided by the tokens of one rank"
+        )
+    for said in run_ranks(2, _divided, [24, 24, 24], False):
+        assert len(said) == 1
+        assert said[0].startswith(
+            "2: loss of a part: got what is divided by the tokens of one rank"
+        )
+
+
+def _compiled_later(how: str) -> str:
+    """What is said of a model that is compiled once it is spread."""
+    model, _, loss_of = by_tokens()
+    loss_of(0)
+    model.compile(backend="eager") if how == "whole" else model.norm.compile(backend="eager")
+    try:
+        loss_of(0)
+    except ModelError as error:
+        return str(error)
+    return "taken"
+
+
+def test_a_model_that_is_compiled_once_it_is_spread_is_refused() -> None:
+    """It ended in an error of the compiler, which cannot trace what replaces calls."""
+    for said in run_ranks(2, _compiled_later, "whole"):
+        assert "Gpt.compile() after hr.compile" in said
+    assert run_ranks(2, _compiled_later, "a module") == ["taken", "taken"]
+
+
 def _unseeded(kind: str) -> tuple[float, float, list[float], list[str]]:
     """(loss, that of rank 0's weights, sums of weights after the forward, warnings)."""
     model, run, loss_of = KINDS[kind]()
