@@ -37,7 +37,12 @@ _GRACE_S = 10.0  # for a waiting rank to be woken by the broken connection
 
 class LoopWatch:
     """Watches the other ranks of a user's loop for failures, in a thread. ``where()`` says in words
-    which step and action this rank is in; that thread calls it."""
+    which step and action this rank is in; that thread calls it.
+
+    Attributes:
+        may_end: Whether this process may end, without an error, although it has not come to rest:
+            of batches that are given nobody knows which is the last.
+    """
 
     def __init__(self, groups: Groups, where: Callable[[], str]) -> None:
         """Start the watching thread of this rank; each rank holds a connection to the one before
@@ -47,10 +52,12 @@ class LoopWatch:
         self._known_s = 0.0
         self._count, self._published = 0, ""
         self._resting = True  # between steps: this rank may end
+        self.may_end = False
         self._told = False  # whether the error about a lost rank was raised here
         self._stop_asked = False
         self._forget: Callable[[], None] = lambda: None
-        self._publishing = threading.Lock()
+        # The run, and with it this watch, may be freed while its thread publishes.
+        self._publishing = threading.RLock()
         self._closed = threading.Event()
         self._lifeline = Lifeline()
         # start time (names the job's keys in the store), port and host of each rank
@@ -124,6 +131,12 @@ class LoopWatch:
         with suppress(RuntimeError):  # who holds the store has ended
             self._board.declare(Death(rank=self._rank, how=text))
 
+    def leave(self) -> None:
+        """Stop watching, and come to rest before where this rank may end."""
+        if self.may_end:
+            self.rest()
+        self.close()
+
     def close(self) -> None:
         """Stop watching. A rank that has not come to rest counts as lost once this is gone."""
         self._closed.set()
@@ -136,6 +149,8 @@ class LoopWatch:
         error = getattr(sys, "last_value", None)
         if error is not None and not self._resting:
             self._declare(error)
+        elif self.may_end:
+            self.rest()
         self._closed.set()
         self._thread.join(timeout=2 * _NOTICE_S)
 
@@ -154,8 +169,9 @@ class LoopWatch:
 
     def _publish(self) -> None:
         """Publish where this rank is, when that has changed."""
+        where = self._where()
         with self._publishing:
-            text = "" if self._resting else self._where()
+            text = "" if self._resting else where
             if text != self._published:
                 self._count, self._published = self._count + 1, text
                 beat = Beat(count=self._count, action=text, seconds=0.0, left=self._resting)

@@ -582,6 +582,7 @@ class Attached:
             first = 0 if batch.starts is None else batch.starts[self.rank]
             own_samples = [batch.read(first + at) for at in range(len(values))]
             self._former.keep(fn, more, own_samples, values)
+        self._between_batches(True)
         return values
 
     def backward(
@@ -922,7 +923,16 @@ class Attached:
         order, before = self._given_order(asks), self._open
         if before is not None and before.stage != "at work":
             self._open = None  # refused once: after the error the loop may go on without that step
-        return order.batch(asks, samples, self._setup.groups, open_step=unfinished(before), **more)
+        if self._watch is not None:
+            self._watch.enter()
+        batch = order.batch(asks, samples, self._setup.groups, open_step=unfinished(before), **more)
+        self._between_batches(False)
+        return batch
+
+    def _between_batches(self, now: bool) -> None:
+        """Note whether this rank is between two batches that are given, where it may end."""
+        if self._watch is not None and isinstance(self._order, GivenOrder):
+            self._watch.may_end = now
 
     def _given_order(self, asks: str) -> GivenOrder:
         """The order of a run whose samples are given. Raises SpecError, which names the call
@@ -1038,12 +1048,14 @@ class Attached:
         by a weak reference, and is closed when this object is collected, but not at the exit of the
         interpreter."""
         watch.describe(partial(_whereabouts, weakref.ref(self)))
-        finalizer: Any = weakref.finalize(self, watch.close)
+        watch.may_end = isinstance(self._order, GivenOrder)
+        finalizer: Any = weakref.finalize(self, watch.leave)
         finalizer.atexit = False
 
     def _note_step_done(self, step: LoopStep) -> None:
         """Count a step as done as soon as it is, since the loop may save before it asks for the
         next one. The engine calls it."""
+        self._between_batches(True)
         self.number, self._open = step.number + 1, None
         self._state = dict(step.batch.state_after)
         if self._writer is not None:

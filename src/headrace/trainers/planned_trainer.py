@@ -61,7 +61,7 @@ from headrace.trainers.token_scores import (
     scores_of_tokens,
     without_labels,
 )
-from headrace.trainers.train_loader import Collated, longest_of, train_loader
+from headrace.trainers.train_loader import Collated, example_of, longest_of, train_loader
 from headrace.units import parse_count
 
 __all__ = ["TrainerOptions", "trainer"]
@@ -235,7 +235,7 @@ class _Planned(_Trainer):
         if total is not None:
             mean_tokens = total * samples // max(1, len(self.train_dataset))
             step_tokens = min(step_tokens, max(longest, mean_tokens))
-        example = None
+        example: Any = example_of(self) if self._kind == "sums" else None
         if self._kind == "scores":
             first = next(iter(self.train_dataset))
             example = without_labels(torch.as_tensor(first["chosen_ids"]), {})

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from headrace.adopt.placement import documents_of
 from headrace.errors import DataError
 from headrace.ops.loss import IGNORED
 
@@ -45,8 +46,8 @@ def samples_of(batch: Mapping[str, Any], tokens: str, what: str) -> list[RowSamp
     first token has a label stay in one sample, as the token before predicts it.
 
     ``tokens`` is the name of the field with token numbers [b, S], ``what`` that of the batch in
-    errors. Raises DataError for a batch without this field, and for a field that has not a value of
-    each token.
+    errors. Raises DataError for a batch without this field, for a field that has not a value of
+    each token, and for a mask that hides more than padding on either side of a row.
     """
     ids = batch.get(tokens)
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
@@ -74,6 +75,8 @@ def samples_of(batch: Mapping[str, Any], tokens: str, what: str) -> list[RowSamp
         raise DataError(
             f"attention_mask of {what}", got=f"shape {list(mask.shape)}", wanted="[b, S]"
         )
+    if mask is not None:
+        documents_of({tokens: ids, "attention_mask": mask}, tokens)  # raises where it has holes
     samples = list[RowSample]()
     for row in range(len(ids)):
         kept = torch.arange(ids.shape[1]) if mask is None else mask[row].nonzero()[:, 0].cpu()

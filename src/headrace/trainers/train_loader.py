@@ -26,7 +26,7 @@ from headrace.errors import DataError, SpecError
 from headrace.trainers.one_process import one_process_loader
 from headrace.trainers.rows import RowSample, samples_of
 
-__all__ = ["Collated", "ItemReader", "lengths_of", "longest_of", "train_loader"]
+__all__ = ["Collated", "ItemReader", "example_of", "lengths_of", "longest_of", "train_loader"]
 
 _LENGTH_STRATEGIES = ("group_by_length", "batch_rebalance")
 """Values of ``train_sampling_strategy`` with which a trainer draws samples by their length."""
@@ -127,6 +127,24 @@ def train_loader(
         sampler, lengths = _sampler(trainer, dataset, say), lengths_of(dataset)
         options["batch_sampler"] = _Budgeted(_seedable(trainer, sampler), lengths, budget)
     return one_process_loader(trainer.accelerator, DataLoader(dataset, **options), moves=False)
+
+
+def example_of(trainer: Any) -> dict[str, torch.Tensor] | None:
+    """The fields of the first sample with a label, for a model whose labels are no tokens, as it
+    has no head of a language model; None for others, whose example can be drawn at random, and for
+    a data set that is not read by number."""
+    dataset, head = trainer.train_dataset, getattr(trainer.model, "get_output_embeddings", None)
+    by_number = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    if not by_number or head is None or head() is not None:
+        return None
+    dataset, collator = _columns(trainer, dataset, trainer.data_collator)
+    reader = ItemReader(collator=collator, alone=True)
+    for at in range(len(dataset)):
+        for sample in reader.samples(dataset[at]):
+            labels = sample.fields.get("labels")
+            if labels is None or bool((labels >= 0).any()):
+                return sample.fields
+    return None
 
 
 def _columns(trainer: Any, dataset: Any, collator: Any) -> tuple[Any, Any]:

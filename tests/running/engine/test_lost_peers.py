@@ -58,6 +58,26 @@ def loop(folder: Path, rank: int, ends: Callable[[], None], *, sharing: bool) ->
             micro.backward(model(**micro.inputs).loss)
 
 
+def given_loop(folder: Path, rank: int, ends: Callable[[], None], *, where: str) -> None:
+    """Five calls of a run of given batches; step 1 ends ``rank`` within it, before it, or never."""
+    model, here = llama(), torch.distributed.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = attached(model, optimizer, None, folder, longest=80, costs=costs(2), check_loss=False)
+
+    def may_end(number: int, now: str) -> None:
+        if (number, now, here) == (1, where, rank):
+            (folder / "ended").write_text(str(time.time()))
+            ends()
+
+    for number in range(4):
+        may_end(number, "before")
+        for micro in run.step(dataset()):
+            may_end(number, "within")
+            micro.backward(model(**micro.inputs).loss)
+    run.map(dataset(), lambda outputs, micro: outputs.logits[..., 0])
+    HELD.append(run)
+
+
 def loop_of_a_program(folder: Path, rank: int) -> None:
     """The loop in which ``rank`` raises an error that nobody catches: it ends as the interpreter
     ends a program."""
@@ -191,6 +211,33 @@ def test_the_others_name_the_rank_and_the_step(
     assert len(others) == ranks - 1, text
     assert all("step 1" in how for how in others)
     assert seconds < 30
+
+
+@pytest.mark.parametrize("ends", [killed, raising])
+@pytest.mark.parametrize("where", ["within", "before"])
+def test_a_run_of_given_batches_names_the_rank(
+    where: str, ends: Callable[[], None], tmp_path: Path
+) -> None:
+    """Catches gloo's own error, or one without a name, where samples are given for each step."""
+    text, seconds = told(tmp_path, 2, 1, ends, body=given_loop, where=where)
+    assert len(re.findall(r"PeerLost: rank 1: got .*step [01]", text)) == 1, text
+    assert seconds < 30
+
+
+def test_a_run_of_given_batches_that_ends_well_is_no_loss(tmp_path: Path) -> None:
+    """Catches a rank that ends after its last batch and is taken for a lost one: nobody says that
+    no batch follows."""
+
+    def work() -> str:
+        given_loop(tmp_path, -1, killed, where="never")
+        if torch.distributed.get_rank():
+            HELD[-1]._watch._leave()  # what the interpreter calls at its end
+            HELD[-1]._watch._lifeline.close()
+            return ""
+        time.sleep(1.5)
+        return str(HELD[-1]._watch.cause() or "")
+
+    assert run_ranks(2, work, timeout_s=60) == ["", ""]
 
 
 def test_an_error_that_ends_a_program_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 import headrace as hr
-from headrace.errors import HeadraceError, SpecError
+from headrace.errors import DataError, HeadraceError, SpecError
+from headrace.trainers.rows import samples_of
 from ranks import run_ranks
 from running.trainers.scripts import (
     LOSSES,
@@ -353,6 +354,42 @@ def learned_positions() -> Any:
 def of_two_lengths() -> list[dict[str, list[int]]]:
     """Items of which several are the shortest."""
     return [{name: row[:20] for name, row in item.items()} for item in data() if item][:9] + data()
+
+
+def token_classes(count: int = 40, seed: int = 1) -> list[dict[str, list[int]]]:
+    """Items of which each token is one of five classes."""
+    items = data(count, seed=seed)
+    return [item | {"labels": [token % 5 for token in item["input_ids"]]} for item in items]
+
+
+def classifier() -> Any:
+    """A tiny BERT that classifies tokens."""
+    torch.manual_seed(0)
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_labels": 5}
+    config = transformers.BertConfig(num_hidden_layers=2, num_attention_heads=4, **sizes, **drops)
+    return transformers.BertForTokenClassification(config)
+
+
+@pytest.mark.timeout(120)
+def test_classes_of_tokens(tmp_path: Path) -> None:
+    """Catches a model that is tried with tokens in the place of its labels."""
+    script = Script(model=classifier, items=token_classes, arguments={"max_steps": 3})
+    plain, planned = both(script, tmp_path)
+    assert len(numbers(plain, *NUMBERS)) == 3
+    for found, wanted in zip(numbers(planned, *NUMBERS), numbers(plain, *NUMBERS), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_holes_of_a_mask_are_refused() -> None:
+    """Catches tokens in the middle of a row that are cut out as padding: places would change."""
+    row = {"input_ids": torch.ones(1, 5, dtype=torch.long)}
+    for mask in ([1, 1, 1, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]):
+        assert (
+            len(samples_of({**row, "attention_mask": torch.tensor([mask])}, "input_ids", "x")) <= 1
+        )
+    with pytest.raises(DataError, match="one run of ones in every row"):
+        samples_of({**row, "attention_mask": torch.tensor([[1, 0, 1, 1, 0]])}, "input_ids", "x")
 
 
 KEPT = {"remove_unused_columns": False, "max_steps": 2}
