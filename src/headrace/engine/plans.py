@@ -101,11 +101,12 @@ def plan(
     from headrace.planners import PLANNERS
 
     problem = problem_of(costs)
-    seed = whole("seed", seed)
+    if type(seed) is not int or seed < 0:
+        seed = whole("seed", seed)
     if previous is not None:
         of_kind("previous plan", previous, Plan)
     chosen = PLANNERS[problem.planner] if generators is None else tuple(generators)
-    for generator in chosen:
+    for generator in chosen if generators is not None else ():
         of_kind("role of a generator", getattr(generator, "role", None), Role, hint=_GENERATORS)
     batch = _as_lengths(lengths)
     found = plan_batch(problem, batch, seed=seed, previous=previous, generators=chosen)

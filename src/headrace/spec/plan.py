@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
@@ -262,8 +263,7 @@ class Plan:
                 raise SpecError(
                     f"{name} of a plan", got=repr(getattr(self, name)), wanted=" or ".join(words)
                 )
-        whole("devices of a plan", self.devices, least=1, most=MOST_DEVICES)
-        _check_told(self)
+        _check_bound(self)
         seen = sorted(chain.from_iterable([micro.sequences for micro in self.micro_batches]))
         if seen != list(range(len(self.lengths))):
             missing = sorted(set(range(len(self.lengths))) - set(seen))
@@ -358,7 +358,7 @@ class Plan:
         made = copy(self)
         for name, value in changes.items():
             object.__setattr__(made, name, value)  # the class is frozen
-        _check_told(made)
+        _check_bound(made)
         return made
 
     def explain(self) -> str:
@@ -439,6 +439,7 @@ class Plan:
                 text: LayerPlan.parse(text)
                 for text in {m["layers"] for m in value["micro_batches"]}
             }
+            _require_told(value)
             return cls(
                 lengths=Lengths.from_json(value["lengths"]),
                 devices=value["devices"],
@@ -465,7 +466,7 @@ class Plan:
                 semantics=value["semantics"],
                 planner=value["planner"],
                 seed=value["seed"],
-                why=tuple(of_kind("reasons of a plan", value["why"], list)),
+                why=tuple(value["why"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SpecError("plan", got=f"{type(error).__name__}: {error}", wanted="its JSON form")
@@ -551,20 +552,25 @@ class Plan:
         return table_html(str(self))
 
 
-def _check_told(plan: Plan) -> None:
-    """Raise SpecError for seconds that are none, for a lower bound above the predicted seconds,
-    beyond rounding, and for a seed, a planner or reasons of another kind."""
-    number("predicted seconds of a plan", plan.predicted_s, least=0)
-    number("lower bound of a plan", plan.lower_bound_s, least=0)
-    whole("seed of a plan", plan.seed)
-    for text in (plan.planner, *of_kind("reasons of a plan", plan.why, tuple)):
-        of_kind("planner or reason of a plan", text, str)
-    if plan.lower_bound_s > plan.predicted_s * (1 + 1e-9):
+def _check_bound(plan: Plan) -> None:
+    """Raise SpecError for seconds that are none, and for a lower bound above the predicted ones,
+    beyond rounding."""
+    if not 0 <= plan.lower_bound_s <= plan.predicted_s * (1 + 1e-9) < inf:
         raise SpecError(
             "lower bound of a plan",
             got=f"{plan.lower_bound_s} s",
-            wanted=f"at most the predicted {plan.predicted_s} s",
+            wanted=f"at most the predicted {plan.predicted_s} s, which end",
         )
+
+
+def _require_told(value: Mapping[str, Any]) -> None:
+    """Raise SpecError for numbers and texts of a plan in JSON that are of another kind."""
+    whole("devices of a plan", value["devices"], least=1, most=MOST_DEVICES)
+    number("predicted seconds of a plan", value["predicted_s"], least=0)
+    number("lower bound of a plan", value["lower_bound_s"], least=0)
+    whole("seed of a plan", value["seed"])
+    for text in (value["planner"], *of_kind("reasons of a plan", value["why"], list)):
+        of_kind("planner or reason of a plan", text, str)
 
 
 def _wholes(what: str, values: Iterable[object]) -> tuple[int, ...]:
