@@ -32,9 +32,9 @@ PAGE = ROOT / "docs" / "_generated" / "flows.md"
 LIMITS = {
     "hr.plan": 25,
     "native step": 75,
-    "attached step": 61,
+    "attached step": 63,
     "hr.adapt forward": 12,
-    "hr.attach loads": 220,
+    "hr.attach loads": 224,
 }
 """The most files of a flow, or modules of the library that a verb loads."""
 

@@ -36,7 +36,7 @@ from headrace.native.executor import Executor
 from headrace.native.machine import matmul_flops_per_s
 from headrace.native.optimizers import Schedule
 from headrace.native.shard_files import StoredShard
-from headrace.spec.architecture import parameter_count
+from headrace.spec.architecture import Architecture, parameter_count
 from headrace.spec.lengths import Lengths
 from headrace.spec.profile import Profile
 from headrace.spec.step import Step
@@ -397,8 +397,8 @@ class RankRun:
         if state.architecture != wanted:
             raise CheckpointError(
                 f"model of {path}",
-                got=state.architecture,
-                wanted=wanted,
+                got=_told_apart(state.architecture, wanted),
+                wanted=_told_apart(wanted, state.architecture),
                 hint="resume with the configuration that began the run",
             )
         checkpoint.load(path, self._shards())
@@ -445,3 +445,11 @@ class RankRun:
         if self.record is not None:
             self.record.close()
             self.rank.listener.end()
+
+
+def _told_apart(model: Architecture, other: Architecture) -> str:
+    """A model in words, with its options that ``other`` has otherwise, as the words leave out some
+    of them."""
+    values, others = model.to_json(), other.to_json()
+    names = [name for name in values if values[name] != others[name]]
+    return f"{model} ({', '.join(f'{name} {values[name]}' for name in names)})"

@@ -245,6 +245,14 @@ def test_a_checkpoint_of_another_model_is_not_passed_over(whole: Whole, copy: Pa
         hr.train(config, out=copy, resume=True, tell=silent)
 
 
+def test_what_differs_of_a_model_is_said(whole: Whole, copy: Path) -> None:
+    """Catches an error with the same text on both sides."""
+    turned = whole[0].model.model_copy(update={"dropout": 0.1})
+    config = whole[0].model_copy(update={"model": turned})
+    with pytest.raises(CheckpointError, match=r"\(dropout 0\.0\), wanted .*\(dropout 0\.1\)"):
+        hr.train(config, out=copy, resume=True, tell=silent)
+
+
 ODD: list[Any] = [None, True, -1, -5, 10**30, 1.5, float("1e308"), "x", [], {}, [[]], {"a": 1}]
 
 
