@@ -145,7 +145,9 @@ class ExchangeCost:
     def __post_init__(self) -> None:
         """Raise CostError for seconds or a share that are negative or not finite."""
         for name, value in asdict(self).items():
-            number(f"exchange.{name}", value, least=0, error=CostError)
+            # Of most plans a share is made anew, of numbers that are right.
+            if type(value) is not float or not 0 <= value < math.inf:
+                number(f"exchange.{name}", value, least=0, error=CostError)
 
     @property
     def total_s(self) -> float:

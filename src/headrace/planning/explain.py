@@ -147,7 +147,7 @@ def _binding(problem: Problem, bound: Bound, best: Candidate, plan: Plan) -> str
             f"bound by memory: {bytes_text(costs.capacity_bytes)} of a rank, "
             f"{bytes_text(costs.state_bytes)} of it state, weights {plan.working}"
         )
-    bound_s = step_bound_s(costs.replace(scale=1.0), bound)
+    bound_s = step_bound_s(problem.pricing.costs, bound)
     return (
         f"bound by the total work: it keeps {counted(problem.devices, 'rank')} busy for "
         f"{_text(problem, bound_s)}, exchange included"
@@ -158,7 +158,7 @@ def _flat(problem: Problem, bound: Bound, flat: Bound, best: Candidate) -> str |
     """A clause on what ``flat``, the bound of plans without stages and tensor blocks, says of the
     plan, and what ``bound``, that of all plans, leaves out; None where the gap to ``flat`` is not
     clearly smaller than the one to ``bound``."""
-    unscaled = problem.model.replace(scale=1.0)
+    unscaled = problem.pricing.costs
     gap, flat_gap = (
         _ratio(best.seconds, step_bound_s(unscaled, each)) - 1 for each in (bound, flat)
     )

@@ -233,10 +233,10 @@ class ModelSource:
             lower_bound_s=min(bound_s, made.predicted_s) * scale,
         )
 
-    @cached_property
+    @property
     def _costs(self) -> CostModel:
         """The model's costs without their scale."""
-        return self.problem.model.replace(scale=1.0)
+        return self.problem.pricing.costs
 
     @cached_property
     def _ideal(self) -> Bound:
