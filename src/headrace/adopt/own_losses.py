@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from headrace.comm.collectives import gather_floats
@@ -323,8 +324,11 @@ class OwnLosses:
         ]
         leaves = [node.variable for node in used]
         learnt = [x for x in leaves if isinstance(x, torch.nn.Parameter) or self._is_learnt(x)]
-        own = set(map(id, self._model.parameters())) if learnt else set[int]()
-        shapes = (list(x.shape) for x in learnt if id(x) not in own)
+        own = list(self._model.parameters()) if learnt else []
+        known = set(map(id, own))
+        # FSDP2 gathers shards into other tensors, which are told by their shapes alone.
+        gathered = {x.shape for x in own if isinstance(x, DTensor)}
+        shapes = (list(x.shape) for x in learnt if id(x) not in known and x.shape not in gathered)
         said = "weights {} beside the model, whose gradients nobody sums"
         return next((said.format(shape) for shape in shapes), "")
 

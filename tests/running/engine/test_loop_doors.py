@@ -831,6 +831,30 @@ def test_gradients_are_left_alone_within_a_step(how: str, tmp_path: Path) -> Non
                 np.testing.assert_allclose(one, other, rtol=0, atol=1e-10, err_msg=what)
 
 
+def head_called_again(folder: Path) -> list[float]:
+    """Losses of two steps that call the head of a sharded model on hidden states."""
+    model, losses = llama(), list[float]()
+    for module in (model.lm_head, *model.model.layers, model):
+        fully_shard(module)
+    run = attached(model, sgd(model), dataset(), folder, costs=costs(2), steps=2, batch_tokens=200)
+    for step in run:
+        for micro in step:
+            inputs = {name: value for name, value in micro.inputs.items() if name != "labels"}
+            states = model(**inputs, output_hidden_states=True).hidden_states[-1]
+            micro.backward(micro.loss(model.lm_head(states)))
+        losses.append(step.loss)
+    return losses
+
+
+def test_weights_that_fsdp2_has_gathered_are_the_models(tmp_path: Path) -> None:
+    """Catches a head that is refused as one beside the model, since FSDP2 gathers its shards into
+    other tensors."""
+    model = llama()
+    wanted = one_process(model, sgd(model), batches(dataset(), 2, batch_tokens=200))
+    for losses in run_ranks(2, head_called_again, tmp_path, timeout_s=100):
+        assert losses == pytest.approx(wanted, rel=1e-10)
+
+
 def seeded(differ: bool, folder: Path) -> tuple[Any, list[str]]:
     """Weights after two steps of ranks that began with weights of their own, or with the first
     rank's."""
