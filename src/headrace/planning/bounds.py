@@ -47,7 +47,9 @@ Where costs know the stages, which may differ, rows of whole models stand for th
 of the layers that the planner tries (:attr:`headrace.planning.priced.StageCosts.variants`). A
 micro-batch keeps the width's ranks busy for what it takes, in sum over the stages, and passes all
 of them one after the other. No stage is busy for longer than tau, so P times what one stage takes
-may stand for the sum: the last one, which has the model's end, or the fullest other one.
+may stand for the sum: the last one, which has the model's end, or the fullest other one. Schemes
+that no search looks at, as they hardly ever pay, count too: by what is least of all that have their
+width and depth, for the next shorter of some lengths.
 
 Memory takes part. The first stage keeps a share r_j n_j of its room for activations (and a constant
 share, which counts likewise) for micro-batch j of n_j tokens from the start of its forward to the
