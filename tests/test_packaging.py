@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+DISTRIBUTIONS = {"vl_convert": "vl-convert-python", "sklearn": "scikit-learn"}
 """Packages that are installed under another name than they are imported."""
 
 
