@@ -322,17 +322,21 @@ def test_an_unknown_token_order_is_refused() -> None:
         replace(micro(0, 1), order="zig")  # type: ignore[arg-type]
 
 
+def edited(path: tuple[Any, ...], junk: Any) -> dict[str, Any]:
+    """A plan in JSON with ``junk`` at the place that ``path`` leads to."""
+    value = holder = by_hand().to_json()
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = junk
+    return value
+
+
 @pytest.mark.parametrize("path", PATHS, ids=str)
 def test_a_value_of_another_type_is_no_traceback(path: tuple[Any, ...]) -> None:
     """Catches an error of Python's own where a file was edited by hand."""
     for junk in (None, 3.5, -1, "x", [[]], {"a": 1}):
-        value = by_hand().to_json()
-        holder = value
-        for key in path[:-1]:
-            holder = holder[key]
-        holder[path[-1]] = junk
         with contextlib.suppress(SpecError):
-            Plan.from_json(value)
+            Plan.from_json(edited(path, junk))
 
 
 UNUSABLE: dict[tuple[Any, ...], tuple[Any, ...]] = {
@@ -354,13 +358,8 @@ UNUSABLE: dict[tuple[Any, ...], tuple[Any, ...]] = {
 def test_values_that_nothing_can_run_are_refused(path: tuple[Any, ...]) -> None:
     """Catches a plan that is read, and fails when it is printed, hashed or simulated."""
     for junk in UNUSABLE[path]:
-        value = by_hand().to_json()
-        holder = value
-        for key in path[:-1]:
-            holder = holder[key]
-        holder[path[-1]] = junk
         with pytest.raises(SpecError):
-            Plan.from_json(value)
+            Plan.from_json(edited(path, junk))
 
 
 def test_files_that_are_no_plan_are_refused(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ _FLOOR = 1e-3
 """The fraction of the largest value of all gradients below which a gradient may be rounding
 alone."""
 _Written = dict[int, tuple[int, int]]
-"""Where the data of gradients is and how often it was written to, by the parameters' ids."""
+"""What :func:`written` says of gradients, by the parameters' ids."""
 _WRAPPERS = (DistributedDataParallel, FSDPModule)
 
 
@@ -240,13 +240,17 @@ class SummedGradients:
             )
 
 
+def written(gradient: torch.Tensor) -> tuple[int, int]:
+    """Where the data of a gradient is, this rank's shard of a DTensor, and how often it was written
+    to; torch counts no writes to shards by functions of many tensors."""
+    local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient  # noqa: SLF001
+    versions = {id(x): x._version for x in (gradient, local)}  # noqa: SLF001
+    return local.data_ptr(), sum(versions.values())
+
+
 def _written(model: torch.nn.Module) -> _Written:
-    """Where the gradients of ``model`` are now, and how often they were written to."""
-    return {
-        id(p): (p.grad.data_ptr(), p.grad._version)  # noqa: SLF001
-        for p in model.parameters()
-        if p.grad is not None
-    }
+    """What :func:`written` says of the gradients of ``model`` now."""
+    return {id(p): written(p.grad) for p in model.parameters() if p.grad is not None}
 
 
 def _kept(model: torch.nn.Module, noted: _Written) -> Iterator[tuple[torch.Tensor, bool]]:
@@ -254,9 +258,8 @@ def _kept(model: torch.nn.Module, noted: _Written) -> Iterator[tuple[torch.Tenso
     was written to since."""
     for p in model.parameters() if noted else ():
         if p.grad is not None and id(p) in noted:
-            at, version = noted[id(p)]
-            now = p.grad._version  # noqa: SLF001
-            if p.grad.data_ptr() == at and now >= version:
+            (at, version), (place, now) = noted[id(p)], written(p.grad)
+            if place == at and now >= version:
                 yield p.grad, now > version
 
 

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 from torch.distributed.tensor import DTensor
 
+from headrace.adopt.gradients import written
 from headrace.errors import HeadraceError
 
 __all__ = ["KeptGradients"]
@@ -48,7 +49,7 @@ class KeptGradients:
         # The parameters are kept: those of a model that FSDP2 has gathered are other tensors.
         self._noted = [(p, _written(p.grad)) for p in parameters]
         self._begun = True
-        # torch counts no writes to the shards of a DTensor by functions of many tensors.
+        # Not all writes to shards are counted.
         sharded = [p for p, _ in self._noted if isinstance(p.grad, DTensor)]
         every = max(1, len(sharded) // _FEW)
         self._shards = [(p, _bytes(p.grad).clone()) for p in sharded[::every]]
@@ -87,10 +88,7 @@ class KeptGradients:
 
 def _written(gradient: torch.Tensor | None) -> _Written:
     """Return where a gradient is and how often it was written to."""
-    if gradient is None:
-        return None
-    local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient  # noqa: SLF001
-    return local.data_ptr(), local._version + gradient._version  # noqa: SLF001
+    return None if gradient is None else written(gradient)
 
 
 def _bytes(gradient: torch.Tensor | None) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import overload
+from typing import get_args, overload
 
 from headrace.config.model import PlannerConfig
 from headrace.costs import CostModel
@@ -55,6 +55,8 @@ __all__ = [
 PlanningCosts = CostModel | PipelineCosts | GroupCosts | Problem
 """Inputs that a plan can be made from: costs, or a problem that restricts the choices."""
 
+_PLAN = "hr.plan(lengths, costs) makes one"
+_ORDER = "lengths or a plan come first: hr.plan(lengths, costs), hr.simulate(plan, costs)"
 _GENERATORS = "generators are values such as hr.planning.Nested(), not names"
 
 _recent: deque[Problem] = deque(maxlen=4)
@@ -153,8 +155,8 @@ def simulate(plan: Plan, costs: PlanningCosts) -> Timeline:
         SpecError: For arguments in another order.
         ProgramError: When the programs would deadlock or leave something out.
     """
-    _require_plan(plan)
-    _require_costs(costs)
+    of_kind("plan", plan, Plan, hint=_PLAN)
+    of_kind("costs of a plan", costs, get_args(PlanningCosts), hint=_ORDER)
     given = costs.costs if isinstance(costs, Problem) else costs
     if not isinstance(given, CostModel):
         return published_timeline(plan, given)
@@ -260,7 +262,7 @@ def peak_bytes(plan: Plan, costs: CostModel | Problem) -> tuple[int, ...]:
         CostError: For costs of other devices, and a scheme or a layer option without costs.
         SpecError: For published costs, which know no bytes, and what is no plan.
     """
-    _require_plan(plan)
+    of_kind("plan", plan, Plan, hint=_PLAN)
     return _peak_bytes(plan, problem_of(costs).model)
 
 
@@ -317,31 +319,13 @@ def problem_of(costs: PlanningCosts) -> Problem:
             problem = Problem(costs=costs)
             _recent.append(problem)
         return problem
-    _require_costs(costs)
+    of_kind("costs of a plan", costs, get_args(PlanningCosts), hint=_ORDER)
     raise SpecError(
         "costs of a plan",
         got="published costs",
         wanted="a problem that says how many devices",
         hint="hr.Problem(costs=costs, devices=64)",
     )
-
-
-def _require_costs(costs: object) -> None:
-    """Raise SpecError for what is neither costs nor a problem."""
-    if not isinstance(costs, CostModel | PipelineCosts | GroupCosts | Problem):
-        raise SpecError(
-            "costs of a plan",
-            got=f"a {type(costs).__name__}",
-            wanted="costs, or a problem that has them",
-            hint="lengths or a plan come first: hr.plan(lengths, costs), hr.simulate(plan, costs)",
-        )
-
-
-def _require_plan(plan: object) -> None:
-    """Raise SpecError for what is no plan."""
-    if not isinstance(plan, Plan):
-        got = f"a {type(plan).__name__}"
-        raise SpecError("plan", got=got, wanted="a Plan", hint="hr.plan(lengths, costs) makes one")
 
 
 def _as_lengths(lengths: Lengths | Iterable[int]) -> Lengths:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from numbers import Integral, Real
 from typing import Any, get_args
 
 import numpy as np
@@ -33,6 +32,7 @@ from headrace.planning.priced import (
 from headrace.planning.published import priced
 from headrace.planning.tolerances import CLOSE
 from headrace.spec import LayerOption, LayerPlan, Pipeline, Scheme, Strategy
+from headrace.spec.given import number, whole
 from headrace.spec.known_methods import block_ranks
 from headrace.spec.layer_plan import RECOMPUTE, Recompute
 from headrace.spec.plan import Semantics, Working
@@ -500,8 +500,7 @@ class Problem:
     def _check_published(self) -> None:
         """Raise SpecError for restrictions of a model's layers, memory or pipelines, which
         published costs do not know, and for no devices."""
-        if self.devices < 1:
-            raise SpecError("devices", got=repr(self.devices), wanted="a whole number >= 1")
+        whole("devices", self.devices, least=1)
         for name in _OF_A_MODEL:
             given = getattr(self, name)
             if given != type(self).__dataclass_fields__[name].default:
@@ -538,10 +537,7 @@ class Problem:
         texts in the place of lists, and a text in the place of True or False."""
         if not isinstance(self.stages, bool):
             raise SpecError("stages", got=repr(self.stages), wanted="True or False")
-        if isinstance(self.devices, bool) or not isinstance(self.devices, Integral):
-            raise SpecError("devices", got=repr(self.devices), wanted="a whole number")
-        if isinstance(self.smoothing, bool) or not isinstance(self.smoothing, Real):
-            raise SpecError("smoothing", got=repr(self.smoothing), wanted="0 <= smoothing < 1")
+        number("smoothing", self.smoothing)
         for name, of in _LISTS.items():
             given = getattr(self, name)
             left_out = given is None and name in ("sizes", "methods", "layers")
@@ -552,13 +548,11 @@ class Problem:
         self._check_entries("holding", get_args(Working))
         if not self.holding:
             raise SpecError("holding", got="none", wanted=" or ".join(get_args(Working)))
-        for p in self.sizes or ():
-            if isinstance(p, bool) or not isinstance(p, Integral):
-                raise SpecError("group size", got=repr(p), wanted="a whole number")
-        # Those of arrays would not be hashed or counted in bits as whole numbers are.
-        object.__setattr__(self, "devices", int(self.devices))
+        # Numbers of arrays would not be hashed or counted in bits as whole numbers are.
+        object.__setattr__(self, "devices", whole("devices", self.devices))
         if self.sizes is not None:
-            object.__setattr__(self, "sizes", tuple(map(int, self.sizes)))
+            sizes = tuple(whole("group size", p) for p in self.sizes)
+            object.__setattr__(self, "sizes", sizes)
         for strategy in self.strategies:
             if not isinstance(strategy, Strategy):
                 hint = "hr.Strategy.parse(text)"

@@ -74,16 +74,17 @@ def number(
 def of_kind(
     what: str,
     value: object,
-    kind: type[Kind],
+    kind: type[Kind] | tuple[type[Kind], ...],
     *,
     hint: str | None = None,
     error: type[HeadraceError] = SpecError,
 ) -> Kind:
-    """The value, which is of the class ``kind``. Raises ``error``, about ``what``, for another."""
+    """The value, which is of the class ``kind`` or one of several. Raises ``error``, about
+    ``what``, for another."""
     if isinstance(value, kind):
         return value
-    name = kind.__name__
-    wanted = f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+    names = [each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,))]
+    wanted = f"{'an' if names[0][0] in 'AEIOU' else 'a'} {' or '.join(names)}"
     raise error(what, got=shown(value), wanted=wanted, hint=hint)
 
 

@@ -21,6 +21,7 @@ from headrace.ops.loss import IGNORED
 from ranks import run_ranks
 from running.adopt.axial import DIMS, stages, table
 from running.adopt.foreign import Gpt, drawn, gpt
+from spread import whole
 
 EXACT = 1e-10
 
@@ -462,7 +463,7 @@ def _miscounted(how: str, backend: str | None) -> tuple[float, float, float] | s
     return found, float(one), error_of(model, alone)
 
 
-@pytest.mark.parametrize("backend", [None, "eager"])
+@pytest.mark.parametrize("backend", [None, whole("eager")])
 def test_a_mean_over_labels_that_nobody_counted_is_refused(backend: str | None) -> None:
     """It would be divided by the number of others."""
     for how in ("a mask", "other labels"):
