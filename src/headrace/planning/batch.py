@@ -322,7 +322,9 @@ class PriceTable:
         alike_packs: Cache of packed pipelines with their members, by scheme and lengths.
         needs: Cache of :mod:`headrace.planning.filling`: the devices that a sequence of each run
             needs of each scheme, by step of the time in which it must end.
-        rankings: Cache of the schemes ordered by these devices, by the same step.
+        idle: Another: the device-seconds that a pipeline of each scheme wastes at least, by the
+            time in which it must end.
+        rankings: Cache of the schemes ordered by these devices, by the step of ``needs``.
     """
 
     def __init__(
@@ -352,6 +354,7 @@ class PriceTable:
         share = self.exchange.sharded_share
         self.moved = [share if scheme.shards_over(devices) else 1.0 for scheme in self.schemes]
         self.needs: dict[int, Floats] = {}
+        self.idle: dict[float, list[float]] = {}
         self.rankings: dict[int, list[tuple[list[int], int]]] = {}
         self.packs: dict[tuple[int, ...], Packed] = {}
         self.alike_packs: dict[tuple[int, ...], tuple[Sequence[int], Packed]] = {}

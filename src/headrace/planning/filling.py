@@ -178,6 +178,13 @@ class Filler:
         # sequences that are left cannot all find a place.
         spare_s = self.devices * tau - least_s
         given_up_s = -inf if measured else -ROUNDING * self.devices * tau
+        # By scheme, the device-seconds that a pipeline wastes at least. Where it is known how many
+        # there are, they come off before the pipelines are opened.
+        foreseen_s = [0.0] * len(widths)
+        if may_open is not None and not measured:
+            foreseen_s = _idle_s(table, tau)
+            pipelines_of = zip(may_open, foreseen_s, strict=True)
+            spare_s -= sum([count * idle_s for count, idle_s in pipelines_of if count])
         # What the last sequence went into: scheme, pipeline, its seconds and tokens left, and all
         # pipelines of that scheme with room.
         k, g, left_s, token_room, open_k = 0, 0, 0.0, list[int](), open_of[0]
@@ -269,7 +276,8 @@ class Filler:
                     joining, left_s = joined(
                         table, k, left_s, token_room, need_s, tokens, count - 1
                     )
-                spare_s -= (tau - left_s) * widths[k] - least_of[r] * (1 + joining)
+                held_s = (tau - left_s) * widths[k] - foreseen_s[k]
+                spare_s -= held_s - least_of[r] * (1 + joining)
                 pipelines.append((k, [*range(i, i + 1 + joining)]))
                 token_rooms.append(token_room)
                 # With stages the first sequence, the longest, has set what the bubbles take.
@@ -381,6 +389,19 @@ def _needs(table: PriceTable, step: int) -> Floats:
     if step not in table.needs:
         table.needs[step] = _needed(table, float(np.exp((step + 1) * _STEP)))
     return table.needs[step]
+
+
+def _idle_s(table: PriceTable, tau: float) -> list[float]:
+    """Device-seconds for which a pipeline of each scheme does no work within ``tau`` seconds, at
+    least, whatever its longest sequence; computed once for each time."""
+    if tau not in table.idle:
+        idle_s = list[float]()
+        for k, line in enumerate(table.lines):
+            longest_s = np.array(table.each_seconds[k])
+            usable_s = _usable_s(line, tau, longest_s[np.isfinite(longest_s)])
+            idle_s.append(table.width[k] * (tau - float(usable_s.max(initial=0.0))))
+        table.idle[tau] = idle_s
+    return table.idle[tau]
 
 
 def _ranking(table: PriceTable, step: int) -> list[tuple[list[int], int]]:

@@ -208,8 +208,7 @@ class _Search:
         """Work out ``times`` and ``ends`` of the ``changed`` pipelines anew; where pipelines are
         nested, ``ends`` of all."""
         for g in changed:
-            self.times[g] = self.table.times(self.kinds[g], self.packs[g])
-            self.ends[g] = sum(self.times[g]) + self.late_s[g]
+            self.ends[g] = self._end_s(g)
         if self.nested:
             # A pipeline's ranks end with the last pipelines that have these ranks.
             sent = self.chains.sent_s(self.times)
@@ -217,6 +216,12 @@ class _Search:
                 sent[last] if last >= 0 else max([sent[h] for h in after])
                 for last, after in zip(self.only, self.after, strict=True)
             ]
+
+    def _end_s(self, g: int) -> float:
+        """Work out ``times`` of pipeline ``g``. Returns the seconds until it has sent its
+        gradients, if it waits for no other."""
+        self.times[g] = times = self.table.times(self.kinds[g], self.packs[g])
+        return sum(times) + self.late_s[g]
 
     def step(self) -> bool:
         """Make the most promising change that lets the latest pipelines end earlier; False when
@@ -269,7 +274,9 @@ class _Search:
         half_gap_s = (last_s - end_s) / 2
         if len(best) == self.most:
             limit_s = best[-1][0]
-        for i in self.members[source]:
+        # Two pipelines of one scheme can at best end together, with one micro-batch less.
+        least_s = last_s - half_gap_s - source_c / 2 if k == j else 0.0
+        for i in self.members[source] if least_s < limit_s else ():
             leaving_s, target_end_s = source_s[i], end_s + target_s[i]
             source_end_s = last_s - leaving_s
             if source_end_s - source_c >= limit_s:  # it is too short, and those after it, too
@@ -331,11 +338,14 @@ class _Search:
         before = self.members[source], self.members[target], self.packs[source], self.packs[target]
         source_members = [i for i in before[0] if i != given] + ([back] if back >= 0 else [])
         target_members = [i for i in before[1] if i != back] + [given]
-        self._put(source, sorted(source_members))
+        limit_s = last_s * (1 - GAIN)
         self._put(target, sorted(target_members))
-        self._time((source, target))
-        if max(self.ends[source], self.ends[target]) < last_s * (1 - GAIN):
-            return True
+        # More often it is the target that ends too late; then the source need not be packed.
+        if self.nested or self._end_s(target) < limit_s:
+            self._put(source, sorted(source_members))
+            self._time((source, target))
+            if max(self.ends[source], self.ends[target]) < limit_s:
+                return True
         self.members[source], self.members[target], self.packs[source], self.packs[target] = before
         self._time((source, target))
         return False
