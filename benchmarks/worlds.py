@@ -18,6 +18,8 @@ cases, not world by world: a search is a lottery within a fraction of a percent.
     behind      the step over the best known, less one: mean and worst of the group
     gap         the step over its own bound, less one: mean and worst
     cpu         processor time of a warm plan: geometric mean and most
+    of a step   the most of it for each second of the step: below one, plans that a process makes
+                while batches train are never waited for
 
 ``--restrict`` plans each world with less allowed (one stage; powers of two; weights held one way;
 tensor blocks and stages without context groups): where such a plan is quicker, the search is to
@@ -321,11 +323,13 @@ def summed(rows: list[dict[str, Any]]) -> dict[str, float]:
         "widest": max(gaps),
         "cpu_s": geometric_mean(spent),
         "most_cpu_s": max(spent),
+        "of_step": max(row["cpu_s"] / row["step_s"] for row in rows),
     }
 
 
 def told(rows: list[dict[str, Any]], console: Console, *, each: bool) -> None:
-    table = Table("group", "worlds", "behind", "worst", "gap", "widest", "cpu", "most")
+    columns = ("group", "worlds", "behind", "worst", "gap", "widest", "cpu", "most", "of a step")
+    table = Table(*columns)
     for group in dict.fromkeys(row["group"] for row in rows):
         own = [row for row in rows if row["group"] == group]
         found = summed(own)
@@ -334,6 +338,7 @@ def told(rows: list[dict[str, Any]], console: Console, *, each: bool) -> None:
             str(len(own)),
             *(f"{100 * found[key]:.2f} %" for key in ("behind", "worst", "gap", "widest")),
             *(seconds_text(found[key]) for key in ("cpu_s", "most_cpu_s")),
+            f"{100 * found['of_step']:.3g} %",
         )
     console.print(table)
     for row in rows if each else ():

@@ -61,9 +61,11 @@ running/engine/test_iteration_order.py::test_an_epoch_trains_every_sample_once_a
 running/engine/test_loop_doors.py::test_a_loop_that_is_left_loses_no_batch
 running/engine/test_loop_doors.py::test_a_loss_that_is_no_sum_is_refused_on_every_rank[2]
 running/engine/test_loop_doors.py::test_dropout_goes_on_with_the_same_numbers
+running/engine/test_loop_doors.py::test_gradients_are_left_alone_within_a_step[sharded]
 running/engine/test_loop_doors.py::test_labels_are_never_replaced[values of others]
 running/engine/test_loop_doors.py::test_losses_of_tokens_are_exact[2]
 running/engine/test_loop_doors.py::test_ranks_begin_with_the_same_weights
+running/engine/test_lost_peers.py::test_a_run_of_given_batches_names_the_rank[within-killed]
 running/engine/test_own_loop_guide.py::test_other_loops_run[stoppable]
 running/engine/test_own_samples.py::test_memory_that_runs_out
 running/engine/test_own_samples.py::test_refused_on_all_ranks
@@ -84,6 +86,7 @@ running/native/test_strategies.py::test_other_models_equal_one_process[gpt]
 running/ops/test_triton_kernels.py::test_kernels_give_what_plain_operators_do
 running/trainers/test_grpo.py::test_equals_the_plain_trainer[a reference, several updates]
 running/trainers/test_trainer.py::test_equals_one_process[ddp]
+running/trainers/test_trainer.py::test_goes_on_without_the_state_of_planning[of no plans]
 running/trainers/test_trl.py::test_equals_one_process[sft]
 test_names.py::test_a_public_class_is_defined_once
 test_names.py::test_no_method_is_named_outside_its_facts

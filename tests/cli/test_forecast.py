@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cli.test_hardware import LENGTHS, call, config
 from headrace.costs import roofline_costs
 from headrace.costs.measured_device import measured_device, save_device
+from headrace.engine import robustness
 from headrace.spec import Architecture
 from headrace.spec.hardware import DEVICES, Hardware
 
@@ -129,6 +131,23 @@ def test_a_plan_for_the_worst(config: Path, capsys) -> None:
     code, out, err = call(capsys, "plan", config, *LENGTHS, "--pessimistic")
     assert (code, out) == (2, "")
     assert "--pessimistic" in err
+
+
+@pytest.mark.parametrize("how", ["alone", "pessimistic"])
+def test_other_processes_make_the_same_plans(config: Path, capsys, monkeypatch, how: str) -> None:
+    """Catches plans under doubts that are of another batch or another doubt where processes make
+    them, as for many devices."""
+    flags = ["--pessimistic"] if how == "pessimistic" else []
+    words = ("plan", config, *LENGTHS, "--json", "--hardware", "h100", "--batches", "2", *flags)
+    told = list[list[dict[str, Any]]]()
+    for many in (1, 1_000):
+        monkeypatch.setattr(robustness, "_MANY", many)
+        code, out, err = call(capsys, *words)
+        assert code == 0, err
+        told.append([{**each, "planning_s": 0.0} for each in json.loads(out)["plans"]])
+    by_processes, alone = told
+    assert by_processes == alone
+    assert len({each["robustness"]["regret"] for each in alone}) == 2
 
 
 def test_a_measured_device_is_planned_for(config: Path, tmp_path: Path, capsys) -> None:

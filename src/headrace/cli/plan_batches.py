@@ -77,10 +77,10 @@ def _print(planned: Planned, work: PlanningWork) -> None:
     print(f"{'forecast':<14}{work.rates(chosen)}")
     took = [f"{seconds_text(planned.planning_s)} to plan"]
     robust, robust_s = _timed(lambda: work.robustness(planned))
-    if robust is not None:
+    if robust is not None and work.doubted is not None:
         print(f"{'robust':<14}{robust}")
-        plans = counted(len(work.doubts), "plan")
-        took.append(f"{seconds_text(robust_s)} for {plans} of other efficiencies")
+        plans = counted(len(work.doubted.doubts), "plan")
+        took.append(f"{seconds_text(robust_s)} more for {plans} of other efficiencies")
     problem, seed = work.planner.problem(), work.planner.seed
     others, others_s = _timed(lambda: rivals(problem, chosen.lengths, seed=seed))
     for name, rival in others.items():

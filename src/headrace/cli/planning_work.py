@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,13 @@ from headrace.engine.iteration_sampler import IterationSampler
 from headrace.engine.listener import ProgressLines
 from headrace.engine.planned_iterations import OWN
 from headrace.engine.plans import sizes_left_out
-from headrace.engine.robustness import Robustness, doubted, for_the_worst, robustness
+from headrace.engine.robustness import (
+    DoubtedPlans,
+    Robustness,
+    doubted,
+    for_the_worst,
+    robustness,
+)
 from headrace.engine.setup import (
     PricedSampler,
     architecture_of,
@@ -52,8 +58,8 @@ class PlanningWork:
     """What to plan and who plans it.
 
     ``batches`` are the lengths of each batch's sequences; ``source`` says where the costs are from,
-    ``assumed`` what rates assume. ``doubts`` are planners for hardware that is somewhat slower or
-    faster than the assumed one, by names such as ``links x 0.8``; empty where costs were measured.
+    ``assumed`` what rates assume. ``doubted`` has the plans for hardware that is somewhat slower or
+    faster than the assumed one, by names such as ``links x 0.8``; None where costs were measured.
     With ``pessimistic``, each batch gets the plan that is best in the worst case of these.
     """
 
@@ -62,7 +68,7 @@ class PlanningWork:
     source: str
     architecture: Architecture
     assumed: Assumed
-    doubts: Mapping[str, StepPlanner]
+    doubted: DoubtedPlans | None
     pessimistic: bool = False
 
     @property
@@ -75,10 +81,10 @@ class PlanningWork:
         previous: Plan | None = None
         for step, batch in enumerate(self.batches):
             request = PlanRequest(lengths=batch, step=step, previous=previous)
-            if self.pessimistic:
-                planned = for_the_worst(request, self.planner, self.doubts)
-            else:
-                planned = self.planner.plan(request)
+            planned = self.planner.plan(request)
+            if self.pessimistic and (doubted := self.doubted) is not None:
+                made = doubted.of(step)
+                planned = for_the_worst(planned, self.planner, doubted.doubts, made)
             yield planned
             previous = planned.plan
 
@@ -89,9 +95,11 @@ class PlanningWork:
     def robustness(self, planned: Planned) -> Robustness | None:
         """How far a plan stays best when the hardware is not as assumed; None where costs were
         measured."""
-        if not self.doubts:
+        if self.doubted is None:
             return None
-        return robustness(planned, self.doubts)
+        assert planned.request is not None, "each plan is of a batch"
+        made = self.doubted.of(planned.request.step)
+        return robustness(planned.plan, self.doubted.doubts, made)
 
 
 def fits(planned: Planned, costs: CostModel) -> str:
@@ -132,7 +140,9 @@ def prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> PlanningWork
     else:
         options = config.data.iterations.options(config.run.seed)
         batches = _iterations(flags.lengths, options, flags.batches, planner.problem())
-    doubts = _doubts(config, architecture) if flags.costs is None else {}
+    doubts: dict[str, StepPlanner] = {}
+    if isinstance(flags, PlanFlags) and flags.costs is None:
+        doubts = _doubts(config, architecture)
     pessimistic = isinstance(flags, PlanFlags) and flags.pessimistic
     if pessimistic and not doubts:
         wanted = "costs of hardware that is not at hand (--hardware)"
@@ -143,7 +153,7 @@ def prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> PlanningWork
         source=remark or costs.fingerprint,
         architecture=architecture,
         assumed=assumed_by(config, costs),
-        doubts=doubts,
+        doubted=DoubtedPlans(batches, doubts) if doubts else None,
         pessimistic=pessimistic,
     )
 

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
 from math import ceil, exp, floor, inf, log, sqrt
 from typing import overload
 
@@ -478,23 +478,25 @@ class Least:
         """Least seconds per token of sequences of ``lengths`` [ways, lengths], over all rows and
         over all tokens of the micro-batch that each may be in. In each of ``ways``, (number in
         ``busy``, weight), time counts by these rows and by 1 - weight, memory by the weight."""
-        frontier = self.alone
-        a, b, c, _, caps = frontier.columns(0)
-        chosen, weight = [number for number, _ in ways], np.array([way[1:] for way in ways])
-        busy = (1 - weight)[:, :, None] * self.busy[chosen]  # [ways, rows, 3]
-        busy_a, busy_b, busy_c = (busy[:, :, at, None] for at in range(3))
-        slope, constant = (weight * self.depth)[:, :, None] * self.kept.T[:, None, :, None]
+        a, b, c, _, caps = self.alone.columns(0)  # [rows, 1] each
+        too_long, most = lengths > caps, np.maximum(caps, lengths)
         through_s = a * lengths + b  # per token, on all stages
-        by_tokens, by_number = slope * through_s, busy_c + constant * c
-        # Of the best micro-batch: the most that fit where tokens in flight cost nothing.
-        tokens = np.sqrt(by_number / np.maximum(by_tokens, 1e-300))
-        np.maximum(tokens, lengths, out=tokens)
-        np.minimum(tokens, np.maximum(caps, lengths), out=tokens)
-        seconds = busy_a * lengths + busy_b + constant * through_s + slope * c
-        seconds += by_tokens * tokens
-        seconds += by_number / tokens
-        seconds[:, lengths > caps] = inf
-        least: Floats = seconds.min(axis=1)
+        least = np.empty((len(ways), len(lengths)))
+        for way, (number, weight) in enumerate(ways):  # one by one, as their arrays stay in caches
+            busy_a, busy_b, busy_c = (1 - weight) * self.busy[number].T[:, :, None]
+            slope, constant = weight * self.depth * self.kept.T[:, :, None]
+            seconds, by_number, tokens = busy_a * lengths, busy_c + constant * c, most
+            seconds += busy_b + slope * c
+            if weight:
+                by_tokens = slope * through_s
+                # Of the best micro-batch: the most that fit where tokens in flight cost nothing.
+                tokens = np.sqrt(by_number / np.maximum(by_tokens, 1e-300))
+                np.clip(tokens, lengths, most, out=tokens)
+                seconds += constant * through_s
+                seconds += by_tokens * tokens
+            seconds += by_number / tokens
+            seconds[too_long] = inf
+            np.minimum.reduce(seconds, axis=0, out=least[way])
         return least
 
 
@@ -557,8 +559,13 @@ class StageCosts:
         """Bytes of a micro-batch's activations on each stage, as slope and constant of its tokens:
         (bytes kept until its backward [stages, plans, 2], bytes at each moment that may be the peak
         [stages, plans, moments, 2])."""
-        layers = self.table.layers
-        lines = [self._moments(stage, layers[:, stage.start : stage.stop]) for stage in self.stages]
+        layers, lines = self.table.layers, list[tuple[Floats, Floats]]()
+        # Stages of as many layers are worked out at once; the last has the head besides.
+        alike = groupby(self.stages, key=lambda stage: (stage.stop - stage.start, stage.last))
+        for (_, last), stages in alike:
+            parts = [layers[:, stage.start : stage.stop] for stage in stages]
+            kept, peaks = self._moments(np.concatenate(parts), last=last)
+            lines += zip(np.split(kept, len(parts)), np.split(peaks, len(parts)), strict=True)
         most = max(peaks.shape[1] for _, peaks in lines)
         # Stages with fewer moments repeat their last one.
         peaks = [
@@ -630,6 +637,7 @@ class StageCosts:
         ``pairs``, which :meth:`mixed` explains."""
         both, by_stage = self.table.layers[pairs], list[Counts]()  # [pairs, 2, layers]
         targets = np.zeros((len(pairs), 0))  # tokens that mixtures hold [pairs, mixtures of each]
+        known = dict[tuple[bool, bytes], tuple[Floats, Floats]]()
         for s, stage in enumerate(self.stages if len(pairs) else ()):
             thrifty, quick = both[:, :, None, stage.start : stage.stop].swapaxes(0, 1)
             number = np.arange(stage.stop - stage.start)
@@ -637,7 +645,13 @@ class StageCosts:
             thriftily = number < np.arange(len(number) + 1)[:, None]
             layers = np.where(thriftily, thrifty, quick)
             flat = layers.reshape(-1, len(number))
-            tokens = self._fitting(s, flat, len(self.stages)).reshape(len(pairs), -1)
+            key = stage.last, flat.tobytes()  # most stages have the same mixtures
+            if key not in known:
+                known[key] = self._moments(flat, last=stage.last)
+            kept, peaks = known[key]
+            at_once = len(self.stages)
+            tokens = self._fitting(kept[None], peaks[None], at_once, slice(s, s + 1))
+            tokens = tokens.reshape(len(pairs), -1)
             targets = tokens if s == 0 else targets
             holds = tokens[:, None] >= targets[:, :, None]  # [pairs, mixtures, counts]
             count = np.where(holds.any(axis=2), holds.argmax(axis=2), len(number))
@@ -684,36 +698,35 @@ class StageCosts:
     def caps_at(self, at_once: int) -> list[int]:
         """For each plan the most tokens of a micro-batch such that every stage has memory for as
         many as it has in flight, at most ``at_once``."""
-        layers = self.table.layers
-        fitting = [
-            self._fitting(s, layers[:, stage.start : stage.stop], at_once)
-            for s, stage in enumerate(self.stages)
-        ]
-        return [floor(tokens) for tokens in np.minimum.reduce(fitting).tolist()]
+        kept, peaks = self.bytes
+        fitting = self._fitting(kept, peaks, at_once, slice(None))
+        return [floor(tokens) for tokens in fitting.min(axis=0).tolist()]
 
-    def _fitting(self, s: int, layers: Counts, at_once: int) -> Floats:
-        """For each choice of stage s's ``layers`` [plans, layers of the stage] the most tokens of a
-        micro-batch such that the stage has memory for as many as it has in flight, at most
-        ``at_once`` [plans]."""
-        held, peaks = self._moments(self.stages[s], layers)
+    def _fitting(self, kept: Floats, peaks: Floats, at_once: int, stages: slice) -> Floats:
+        """For each plan and each of some ``stages`` the most tokens of a micro-batch such that the
+        stage has memory for as many as it has in flight, at most ``at_once`` [stages, plans], given
+        the bytes of :attr:`bytes`: ``kept`` [stages, plans, 2] and ``peaks`` [stages, plans,
+        moments, 2]."""
         # Stage s holds up to depth - s micro-batches: one at its peak, what is kept of others.
-        needs = (min(at_once, len(self.stages) - s) - 1) * held[:, None] + peaks
-        slope, free = needs[:, :, 0], self.rooms[s] - needs[:, :, 1]
+        beside = np.minimum(self._beside, at_once - 1)[stages, None, None, None]
+        needs = beside * kept[:, :, None] + peaks
+        slope = needs[..., 0]
+        free = np.array(self.rooms, dtype=np.float64)[stages, None, None] - needs[..., 1]
         fitting = np.where(slope > 0, free / np.where(slope > 0, slope, 1.0), float(MOST_TOKENS))
-        tokens: Floats = np.where(free < 0, 0.0, fitting).min(axis=1)
+        tokens: Floats = np.where(free < 0, 0.0, fitting).min(axis=2)
         return np.minimum(tokens, float(MOST_TOKENS))
 
-    def _moments(self, stage: Stage, layers: Counts) -> tuple[Floats, Floats]:
+    def _moments(self, layers: Counts, *, last: bool) -> tuple[Floats, Floats]:
         """Bytes of a micro-batch in a stage as lines, slope and constant of its tokens: those kept
         until its backward [plans, 2], and those at each moment that may be the peak [plans,
         moments, 2], while the last of some alike layers runs or the head does. While a layer runs,
-        it and all layers before it keep theirs. What the ends keep counts from the last stage's
+        it and all layers before it keep theirs. What the ends keep counts from the ``last`` stage's
         first layer on, which is never less than is there. ``layers`` are the options of the stage's
         layers in each plan [plans, layers of the stage]."""
         kept, passing = self.table.kept[layers], self.table.passing[layers]
         ends = self.costs.ends[self.scheme.width]
         end_kept, end_passing = _lines([ends.kept, ends.transient])
-        if stage.last:
+        if last:
             kept[:, 0] += end_kept
         held = kept.cumsum(axis=1)
         # The last of alike layers in a row, of each plan as many as of the plan with the most.
@@ -722,7 +735,7 @@ class StageCosts:
         most = int(is_last.sum(axis=1).max(initial=1))
         moments = (layers.shape[1] - 1 - latest_first[:, :most])[:, :, None]
         peaks = np.take_along_axis(held + passing, moments, axis=1)
-        if stage.last:
+        if last:
             peaks = np.concatenate([peaks, held[:, -1:] + end_passing], axis=1)
         return held[:, -1], peaks
 
