@@ -267,7 +267,8 @@ class AlikeWeights:
         batches that :meth:`require` looks at; empty for others. Waits for the device."""
         if not self._is_due():
             return ""
-        return str([_checksum(x) for of in (self._trained(), self._kept()) for x in _few(of)])
+        kept = self._kept()  # first: a state dict frees what FSDP2 has gathered
+        return str([_checksum(x) for of in (self._trained(), kept) for x in _few(of)])
 
     def _is_due(self) -> bool:
         """Count a batch; returns whether weights are compared before it."""
