@@ -26,6 +26,7 @@ from torch.nn.functional import (
 )
 
 from headrace import SpreadOptions
+from headrace.adopt.held_weights import AlikeWeights
 from headrace.adopt.samples import TokenReader
 from headrace.data.sampler import Sampler, SamplerOptions
 from headrace.engine.sample_order import DrawnOrder, Samples, StreamOrder
@@ -853,6 +854,22 @@ def test_weights_that_fsdp2_has_gathered_are_the_models(tmp_path: Path) -> None:
     wanted = one_process(model, sgd(model), batches(dataset(), 2, batch_tokens=200))
     for losses in run_ranks(2, head_called_again, tmp_path, timeout_s=100):
         assert losses == pytest.approx(wanted, rel=1e-10)
+
+
+def read_after_a_forward() -> str:
+    """What is compared of a sharded model whose weights a forward has just gathered."""
+    model = llama()
+    for module in (*model.model.layers, model):
+        fully_shard(module)
+    model(input_ids=torch.arange(1, 9)[None])
+    return AlikeWeights(model).text()
+
+
+def test_weights_that_fsdp2_has_freed_are_not_read() -> None:
+    """Catches a look at gathered weights after something that frees them, as a state dict does."""
+    first, second = run_ranks(2, read_after_a_forward, timeout_s=60)
+    assert first == second
+    assert first
 
 
 def seeded(differ: bool, folder: Path) -> tuple[Any, list[str]]:
