@@ -274,13 +274,19 @@ def _unbeaten(seconds: Floats, caps: Floats) -> Counts:
     """Numbers of the plans that no other beats: none is at most as large in every coefficient and
     holds as many tokens. Of equal plans the first stays."""
     columns = np.column_stack([seconds, -caps])
-    no_worse = np.ones((len(columns), len(columns)), dtype=np.bool_)
-    for column in columns.T:
-        no_worse &= column[:, None] <= column[None, :]
-    number = np.arange(len(columns))
-    beats = no_worse & (~no_worse.T | (number[:, None] < number[None, :]))
-    unbeaten: Counts = np.flatnonzero(~beats.any(axis=0)).astype(np.int64)
-    return unbeaten
+    # In this order only earlier plans beat one, and what a beaten one beats another beats, too.
+    order = np.lexsort(columns.T[::-1])
+    kept, numbers = columns[:0], list[Counts]()
+    for start in range(0, len(order), _EXACT):
+        block = columns[order[start : start + _EXACT]]
+        rivals = np.concatenate([kept, block])
+        beats = np.triu(np.ones((len(rivals), len(block)), dtype=np.bool_), 1 - len(kept))
+        for column in range(1, columns.shape[1]):
+            beats &= rivals[:, column, None] <= block[None, :, column]
+        unbeaten = np.flatnonzero(~beats.any(axis=0))
+        numbers.append(order[start + unbeaten])
+        kept = np.concatenate([kept, block[unbeaten]])
+    return np.sort(np.concatenate(numbers or [order])).astype(np.int64)
 
 
 def _quickest(rows: Floats) -> Counts:
