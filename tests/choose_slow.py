@@ -85,8 +85,10 @@ running/native/test_strategies.py::test_named_strategies_equal_one_process[3]
 running/native/test_strategies.py::test_other_models_equal_one_process[gpt]
 running/ops/test_triton_kernels.py::test_kernels_give_what_plain_operators_do
 running/trainers/test_grpo.py::test_equals_the_plain_trainer[a reference, several updates]
+running/trainers/test_grpo.py::test_equals_the_plain_trainer[fsdp2]
 running/trainers/test_trainer.py::test_equals_one_process[ddp]
 running/trainers/test_trainer.py::test_goes_on_without_the_state_of_planning[of no plans]
+running/trainers/test_trl.py::test_equals_one_process[rewards, fsdp2]
 running/trainers/test_trl.py::test_equals_one_process[sft]
 test_names.py::test_a_public_class_is_defined_once
 test_names.py::test_no_method_is_named_outside_its_facts

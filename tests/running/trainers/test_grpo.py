@@ -58,7 +58,8 @@ SCRIPTS = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "name", [n if n == "a reference, several updates" else whole(n) for n in SCRIPTS]
+    "name",
+    [n if n in ("a reference, several updates", "fsdp2") else whole(n) for n in SCRIPTS],
 )
 def test_equals_the_plain_trainer(name: str, tmp_path: Path) -> None:
     """Catches gradients of other ranks' completions, or counted once for each rank; values of

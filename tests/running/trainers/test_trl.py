@@ -45,7 +45,7 @@ SCRIPTS = {
     "rewards, lora": Script(base="RewardTrainer", evaluates=True, lora=True),
 }
 
-EACH_TIME = ("sft", "dpo", "rewards, padded by the last token")
+EACH_TIME = ("sft", "dpo", "rewards, padded by the last token", "rewards, fsdp2")
 
 
 def assert_equal(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
@@ -56,9 +56,7 @@ def assert_equal(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "name", [n if n in ("sft", "dpo") or "last token" in n else whole(n) for n in SCRIPTS]
-)
+@pytest.mark.parametrize("name", [n if n in EACH_TIME else whole(n) for n in SCRIPTS])
 def test_equals_one_process(name: str, tmp_path: Path) -> None:
     """Catches a loss, a gradient norm, or any other number of the log that is not that of one
     process: in training, and in evaluation after it."""
