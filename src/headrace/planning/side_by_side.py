@@ -11,8 +11,8 @@ ones are a choice of their own: from a strategy, 1, 2, 4, ... pipelines of a sch
 of another's, and a strategy is better if its pipelines can be filled in a little less time. This
 is done from the strategies found so far and from those of one scheme, with schemes whose devices
 are a power of two and with all, and the best of each is drafted: where there are more schemes, the
-few that take part are others, so more choices would be worse. Of many sequences without stages it
-is done once.
+few that take part are others, so more choices would be worse. Of many sequences it is done once
+where costs are published, whose strategies come out the same, or where there are no stages.
 """
 
 from __future__ import annotations
@@ -116,8 +116,9 @@ class SideBySide:
         found = dict.fromkeys([*strategies[::-1], *_counted(table, known.strategies)])
         alike, every = _homogeneous(table), tuple(range(len(table)))
         searches: list[tuple[Iterable[Counts], tuple[int, ...]]] = [(found or alike, every)]
-        # Of many sequences without stages, nested groups are quicker nearly always.
-        if few or any(table.staged):
+        # Of many sequences without stages, nested groups are quicker nearly always; and published
+        # costs of stages are no estimates, so one search is enough.
+        if few or any(table.clocked):
             families = [*filter(None, dict.fromkeys((_powers_of_two(table), every)))]
             searches = [(starts, family) for starts in (found, alike) for family in families]
         yield from self._exchanged(table, searches, high_s, bound_s)
