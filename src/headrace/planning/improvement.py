@@ -46,7 +46,7 @@ class Improvement:
     """
 
     packed: int = 12
-    looks: int = 1_000_000
+    looks: int = 500_000
     clocked: int = 64
 
     def scheduled(
