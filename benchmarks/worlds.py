@@ -18,8 +18,8 @@ cases, not world by world: a search is a lottery within a fraction of a percent.
     behind      the step over the best known, less one: mean and worst of the group
     gap         the step over its own bound, less one: mean and worst
     cpu         processor time of a warm plan: geometric mean and most
-    of a step   the most of it for each second of the step: below one, plans that a process makes
-                while batches train are never waited for
+    of a step   processor time over the seconds of the step, the largest of the group: below 100 %
+                one more core, as fast as this one, plans batches as quickly as they train
 
 ``--restrict`` plans each world with less allowed (one stage; powers of two; weights held one way;
 tensor blocks and stages without context groups): where such a plan is quicker, the search is to
