@@ -12,7 +12,7 @@ import pytest
 import headrace as hr
 from headrace.costs import published, synthetic_costs
 from headrace.errors import HeadraceError, SpecError
-from headrace.planners import PLANNERS
+from headrace.planners import BASELINES, PLANNERS
 from headrace.planning import (
     GENERATORS,
     Known,
@@ -24,12 +24,14 @@ from headrace.planning import (
     Waves,
     plan,
 )
-from headrace.planning.batch import PriceTable
+from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.filling import deal
+from headrace.planning.formula_source import formula_table
 from headrace.planning.generators import Draft
 from headrace.planning.schedule import Assignment, placed
 from headrace.planning.side_by_side import ANY_SCHEME
 from headrace.planning.static import static_schedule
+from headrace.spec import Lengths
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "plans.md"
 LENGTHS = [9000, 4000, 3000, 900, 800, 700, 300, 200, 100, 50]
@@ -116,6 +118,19 @@ def test_generators_know_the_strategies_found_before() -> None:
     assert made.strategy in listener.told
     assert all(strategy.devices <= 32 for strategy in listener.told)
     assert len(set(listener.told)) == len(listener.told) > 1
+
+
+@pytest.mark.parametrize("name", ["hybrid-cp", "dcp", "max-length", "token-balance"])
+def test_planners_of_others_are_asked_again_for_few_sequences(name: str) -> None:
+    """Catches one that takes its time for many sequences, and one that is never asked."""
+    problem = problems()["groups" if name in ("hybrid-cp", "dcp") else "pipelines"]
+    (again,) = (
+        own for own in PLANNERS["adaptive"] if own.role.name == name and own.role.covers(problem)
+    )
+    tables = [formula_table(problem, SortedBatch.of(Lengths.of([900] * n))) for n in (100, 101)]
+    made = [[*again.drafts(table, Known(problem=problem, bound_s=0.0))] for table in tables]
+    assert [len(drafts) for drafts in made] == [1, 0]
+    assert BASELINES[name].schedules(tables[1], "free", 0) is not None
 
 
 def test_lost_sequences_are_refused() -> None:

@@ -24,7 +24,7 @@ from headrace.planners.megatron import dp_balanced, hybrid
 from headrace.planners.switching import switching
 from headrace.planners.token_balance import by_weight
 from headrace.planning.batch import PriceTable
-from headrace.planning.generators import CostKind, Generator, Known, Role, TableKind
+from headrace.planning.generators import FEW, CostKind, Generator, Known, Role, TableKind
 from headrace.planning.schedule import Assignment, Group, launched
 from headrace.planning.search import GENERATORS
 from headrace.planning.static import (
@@ -65,6 +65,8 @@ class Baseline:
         one_size: Whether all its groups have one size, the smallest of a table that holds the
             batch; as a generator it is given each size, and the quickest counts.
         prepare: Of those that are ``staged``, decides for all batches at once.
+        few: Whether it is asked last only for batches of up to :data:`FEW` sequences: of 600 drawn
+            batches of more it was never the quickest.
     """
 
     role: Role = _BY_NAME
@@ -74,6 +76,7 @@ class Baseline:
     staged: bool = False
     one_size: bool = False
     prepare: Prepare | None = None
+    few: bool = False
 
     def drafts(self, table: PriceTable, known: Known) -> Iterator[Assignment]:
         """The planner's schedules of a table: one, or one for each group size where it keeps to one
@@ -83,7 +86,9 @@ class Baseline:
             table = groups_only(table)
             if not len(table):
                 return
-        if self.role.last and self.least_s(table) >= known.best_s:
+        if self.role.last and (
+            (self.few and len(table.tokens) > FEW) or self.least_s(table) >= known.best_s
+        ):
             return
         if self.one_size and not self.role.last:
             yield from self._of_sizes(table, known)
@@ -228,6 +233,7 @@ def _staged_baseline(
         least_s=least_s,
         staged=True,
         prepare=prepare,
+        few=True,
         meaning=meaning,
     )
 
@@ -257,6 +263,7 @@ BASELINES: Mapping[str, Baseline] = {
     "hybrid-cp": Baseline(
         schedules=_from_launches("hybrid-cp", hybrid),
         least_s=_hybrid_s,
+        few=True,
         meaning="every sequence alone on the fewest ranks that hold it (Megatron-like)",
     ),
     "bucket": Baseline(
@@ -274,6 +281,7 @@ BASELINES: Mapping[str, Baseline] = {
     "dcp": Baseline(
         schedules=_from_launches("dcp", accumulated),
         least_s=accumulated_s,
+        few=True,
         meaning="a size per bucket, accumulation steps to end together (Data-Centric Parallel)",
     ),
     "max-length": _staged_baseline(

@@ -169,6 +169,7 @@ class _Search:
         ranks: The ranks of each pipeline.
         members: Positions of the sequences of each pipeline, longest first.
         packs: The micro-batches of each pipeline.
+        held: Tokens that the sequences of each pipeline take of its micro-batches.
         chains: Which pipelines wait for which.
         nested: Whether any pipeline waits for another.
         after: Where pipelines are nested, for each one the last pipelines that its ranks run; else
@@ -189,6 +190,7 @@ class _Search:
         self.ranks = [ranks for _, ranks, _ in schedule.groups]
         self.members = [list(members) for _, _, members in schedule.groups]
         self.packs: list[Packed] = list(schedule.packs)
+        self.held = [self._held(k, own) for k, own in zip(self.kinds, self.members, strict=True)]
         self.chains = self.table.chained(self.ranks)
         self.nested = any(self.chains.before)
         last_of = self.chains.last_of.__getitem__
@@ -326,18 +328,20 @@ class _Search:
 
     def _surplus(self, g: int) -> int:
         """Tokens that pipeline g has to lose so that it needs one micro-batch less."""
-        k = self.kinds[g]
-        room = self.table.room(k)
-        held = sum([room[i] for i in self.members[g]])
-        return held - (len(self.packs[g].bins) - 1) * self.table.cap[k]
+        return self.held[g] - (len(self.packs[g].bins) - 1) * self.table.cap[self.kinds[g]]
+
+    def _held(self, k: int, members: Sequence[int]) -> int:
+        """Tokens that ``members`` take of the micro-batches of a pipeline of scheme k."""
+        return sum(map(self.table.room(k).__getitem__, members))
 
     def _taken(self, change: _Change, last_s: float) -> bool:
         """Make a change and pack both pipelines exactly. Where they do not both end before
         ``last_s``, undo it and return False."""
         _, source, target, given, back = change
-        before = self.members[source], self.members[target], self.packs[source], self.packs[target]
-        source_members = [i for i in before[0] if i != given] + ([back] if back >= 0 else [])
-        target_members = [i for i in before[1] if i != back] + [given]
+        before = [(g, self.members[g], self.packs[g], self.held[g]) for g in (source, target)]
+        source_members = [i for i in self.members[source] if i != given]
+        source_members += [back] if back >= 0 else []
+        target_members = [i for i in self.members[target] if i != back] + [given]
         limit_s = last_s * (1 - GAIN)
         self._put(target, sorted(target_members))
         # More often it is the target that ends too late; then the source need not be packed.
@@ -346,7 +350,8 @@ class _Search:
             self._time((source, target))
             if max(self.ends[source], self.ends[target]) < limit_s:
                 return True
-        self.members[source], self.members[target], self.packs[source], self.packs[target] = before
+        for g, members, packed, held in before:
+            self.members[g], self.packs[g], self.held[g] = members, packed, held
         self._time((source, target))
         return False
 
@@ -354,3 +359,4 @@ class _Search:
         """Give pipeline ``g`` its sequences, longest first, and pack them."""
         self.members[g] = members
         self.packs[g] = pack(self.table, self.kinds[g], members)
+        self.held[g] = self._held(self.kinds[g], members)
