@@ -224,6 +224,10 @@ class TokenModel:
         arguments = arguments_of(inner)
         self._argument_names, self._argument_order = frozenset(arguments), tuple(arguments)
         self._takes_position_ids = "position_ids" in arguments
+        self._counts_positions = (
+            self._takes_position_ids
+            and arguments["position_ids"].default is not inspect.Parameter.empty
+        )
         self._takes_labels = label_name in arguments
         not_starred = (
             name
@@ -1485,11 +1489,14 @@ class TokenModel:
         results differ, else returns how often it calls attention and the position id of its first
         token."""
         run = partial(self._call_with, self._entry.probing)
+        inputs = self._probe_inputs(batch)
+        if self._counts_positions:  # where a row begins for the model is what it counts by itself
+            inputs.pop("position_ids", None)
         return probe(
             self.model,
             run,
             self._slot,
-            self._probe_inputs(batch),
+            inputs,
             self.tokens,
             places=self._takes_position_ids,
             firsts=self._first_positions,

@@ -174,10 +174,9 @@ def weights(model: torch.nn.Module) -> list[Any]:
 
 
 def batches(
-    items: Any, steps: int, *, tokens: str = "input_ids", **options: Any
+    items: Any, steps: int, *, tokens: str = "input_ids", kind: str = "next", **options: Any
 ) -> list[LoopBatch]:
-    """The batches that an attached loop draws."""
-    kind = "next"
+    """The batches that an attached loop draws, of labels of a ``kind``."""
     samples = Samples.of(items, None, TokenReader(tokens=tokens, kind=kind))
     chosen = SamplerOptions(too_long="refuse", min_tokens=1, **options)
     order = DrawnOrder(samples, Sampler(samples, chosen))

@@ -24,6 +24,7 @@ from headrace.spec.step import Planned, PlanRequest
 from ranks import run_ranks
 from running.engine.loops import (
     LENGTHS,
+    VOCABULARY,
     Drawn,
     alone,
     attached,
@@ -99,6 +100,54 @@ def test_any_plans_equal_one_process(how: str, ranks: int, tmp_path: Path) -> No
         assert strategies == found[0][2]
         for mine, wanted in zip(ends, weights(model), strict=True):
             np.testing.assert_allclose(mine, wanted, rtol=0, atol=EXACT)
+
+
+def roberta() -> Any:
+    """A RoBERTa that predicts masked tokens in fp64; positions of its tokens begin at 2."""
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    torch.manual_seed(0)
+    config = RobertaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        pad_token_id=1,
+        max_position_embeddings=128,
+    )
+    return RobertaForMaskedLM(config).double().train()
+
+
+def masked_items() -> list[dict[str, Any]]:
+    """Items without the id of padding, of which every third token has a label."""
+    items = []
+    for item in dataset(ignored=False):
+        ids = item["input_ids"].clamp(min=2)
+        labels = torch.full_like(ids, -100)
+        labels[::3] = ids[::3]
+        items.append({"input_ids": ids, "labels": labels})
+    return items
+
+
+def roberta_steps(ranks: int, folder: Path) -> list[float]:
+    model = roberta()
+    run = attached(model, sgd(model), masked_items(), folder, costs=costs(ranks), labels="same")
+    run.engine.planner = Drawn(ranks=ranks, layers=2, seed=3)
+    return trained(run, model)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_positions_begin_where_the_model_counts_them_from(ranks: int, tmp_path: Path) -> None:
+    """Catches positions from 0 on for a model that keeps the first ones for padding."""
+    found = run_ranks(ranks, roberta_steps, ranks, tmp_path, timeout_s=200)
+    model, steps = roberta(), len(found[0])
+    drawn = batches(masked_items(), steps, kind="same", batch_tokens=150)
+    losses = alone(model, sgd(model), drawn)
+    for got in found:
+        assert got == pytest.approx(losses, rel=1e-6)  # the model's loss is in single precision
 
 
 def planned_steps(how: str, folder: Path, options: dict[str, Any]) -> Any:
