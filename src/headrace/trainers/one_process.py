@@ -28,6 +28,13 @@ class OneProcess:
 
     def __init__(self, real: Any) -> None:
         self.real = real
+        self._rows: int | None = None  # of the batch that is evaluated
+
+    def note_rows(self, inputs: Any) -> None:
+        """Note how many rows the batch ``inputs`` has, whose values are gathered next."""
+        from accelerate.utils import find_batch_size
+
+        self._rows = find_batch_size(inputs)
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the real accelerator, as it is not defined here."""
@@ -39,11 +46,13 @@ class OneProcess:
 
     def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
         """The values without those of padding samples: of the last batch of a data loader only the
-        first ``remainder``."""
+        first ``remainder`` or, where the data set has no length, as many as the batch has rows."""
         from accelerate.utils import recursively_apply
 
         state = self.real.gradient_state
         remainder = state.remainder if state.end_of_dataloader else 0
+        if remainder < 0 and self._rows is not None:
+            remainder = self._rows
         if remainder <= 0:  # not the last batch, or no padding in it
             return values
         return recursively_apply(partial(_first_rows, remainder), values)
@@ -105,9 +114,12 @@ def as_one_process(trainer: Any) -> Iterator[None]:
         return
     alone = OneProcess(before)
     trainer.accelerator = alone
-    trainer.gather_function = partial(
-        alone.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object
-    )
+    if gathers == before.gather:  # as Seq2SeqTrainer has it
+        trainer.gather_function = alone.gather
+    else:
+        trainer.gather_function = partial(
+            alone.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object
+        )
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -41,8 +41,9 @@ from headrace.engine.attach import Attached, attach
 from headrace.engine.attach_options import MeasureOptions, SampleOptions, SpreadOptions
 from headrace.engine.listener import tell
 from headrace.errors import DataError, MissingExtra, ModelError, SpecError
+from headrace.ops.loss import IGNORED
 from headrace.spec.step import Step
-from headrace.trainers.one_process import as_one_process
+from headrace.trainers.one_process import OneProcess, as_one_process
 from headrace.trainers.policy import PolicyModel, policy_values
 from headrace.trainers.refusals import Kind, kind_of, require_base, require_combinable
 from headrace.trainers.rows import RowSample, rows_of, samples_of
@@ -186,6 +187,8 @@ class _Planned(_Trainer):
         self._run: Attached | None = None  # made when training begins
         self._loss_checked = False
         self._outcomes: list[Outcome] | None = None  # those of a policy's step while it is taken
+        # Names of TRL's metrics that were collected and left out, and those that were said to be.
+        self._collected, self._said = set[str](), set[str]()
         super().__init__(*args, **named)
         self._kind: Kind = kind_of(type(self))
         budget = self._planned.batch_tokens is not None
@@ -344,7 +347,7 @@ class _Planned(_Trainer):
             self._check_loss_of(model, items)
             self._loss_checked = True
         samples = [sample.fields for item in items for sample in item.samples]
-        beside = _fields_of(items)
+        beside, share = _fields_of(items), self._targets_share(samples)
         # By attempt, as one that runs out of memory counts for nothing.
         step, sums = self._run.step(samples), defaultdict[int, Sums](Sums)
         for micro in step:
@@ -352,26 +355,40 @@ class _Planned(_Trainer):
             counted = micro.sequences and not micro.checking
             with micro:
                 counts = sums[step.retries] if counted else None
-                loss = self._part_loss(model, micro, beside, counts)
+                loss = self._part_loss(model, micro, beside, counts, share=share)
                 micro.backward(loss)
         tokens = sum(len(sample["input_ids"]) for sample in samples)
         self._note_tokens(tokens)
         if self._kind == "sft":
             self._report(sums[step.retries], tokens, step.tokens)
+            self._say_what_is_unreported()
         return step.loss
 
     def _part_loss(
-        self, model: Any, micro: Any, beside: Iterable[str], sums: Sums | None = None
+        self,
+        model: Any,
+        micro: Any,
+        beside: Iterable[str],
+        sums: Sums | None = None,
+        *,
+        share: float,
     ) -> torch.Tensor:
         """The trainer's own loss [] of the local tokens of ``micro``, a micro-batch or a part of a
         batch: a sum over them, divided by the number of tokens of the whole step that have a loss.
-        ``beside`` are the fields that samples have. What TRL reports of these tokens is added to
-        ``sums``."""
-        items = torch.tensor(micro.targets, device=micro.labels.device)
+        ``beside`` are the fields that samples have, and ``share`` is that of :meth:`_targets_share`
+        for the whole step. What TRL reports of these tokens is added to ``sums``."""
+        items = torch.tensor(round(micro.targets / share), device=micro.labels.device)
         part = PartOfModel(
-            model, micro.inputs, micro.labels, shifts=self._shifts, sums=sums, items=items
+            model,
+            micro.inputs,
+            micro.labels,
+            shifts=self._shifts,
+            sums=sums,
+            items=items,
+            share=share,
+            read=self._has_own_loss,
         )
-        inputs = PartInputs(part.inputs, beside)
+        inputs = PartInputs(part.inputs, beside, part.mask)
         with self._unreported(), as_one_process(self), self.compute_loss_context_manager():
             return self.compute_loss(part, inputs, num_items_in_batch=items)
 
@@ -381,39 +398,96 @@ class _Planned(_Trainer):
         assert self._run is not None, "made before the first step"
         return bool(self._run.predicts_next)
 
+    @property
+    def _has_own_loss(self) -> bool:
+        """Whether ``compute_loss`` is a user's, which may read what the libraries' does not."""
+        module = type(self).compute_loss.__module__ or ""  # None of one that was made by exec()
+        return not module.startswith(("transformers.", "trl."))
+
+    def _targets_share(self, samples: Iterable[Mapping[str, torch.Tensor]]) -> float:
+        """Of the labels of ``samples`` that the trainer counts, by whose number it divides losses,
+        the share that some token predicts. It counts the first label of a row too for models of
+        which transformers does not know that they shift labels, such as GPT-2."""
+        if not self._shifts or getattr(self, "_loss_shifts_labels", True):
+            return 1.0
+        counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        labels = [sample["labels"] for sample in samples if counts and "labels" in sample]
+        counted = sum(int((own != IGNORED).sum()) for own in labels)
+        targets = sum(int((own[1:] != IGNORED).sum()) for own in labels)
+        return targets / counted if targets else 1.0
+
     def _check_loss_of(self, model: Any, items: Sequence[Collated]) -> None:
-        """Compare the loss of a few items as the trainer collates and computes it with that of the
-        same samples spread over all ranks. Collective. Raises ModelError on all ranks where they
-        differ."""
+        """Compare the loss of a few items as the trainer collates and computes it, in one batch and
+        as batches that it accumulates, with that of the same samples spread over all ranks.
+        Collective. Raises ModelError on all ranks where they differ."""
         assert self._run is not None, "made before the first step"
         few = _short_ones(items)
         if not any(map(_has_target, few)):
             few = _short_ones([item for item in items if _has_target(item)])
         if not few:
             return  # the step itself raises an error for samples without a label
-        batch = self._prepare_inputs(self.data_collator([item.item for item in few]))
-        samples = samples_of(batch, "input_ids", "a batch")
-        _require_same(samples, few)
+        together = self._collated(few)
+        if len(together) == 1:
+            _require_same(samples_of(together[0], "input_ids", "a batch"), few)
+        samples = [sample for item in few for sample in item.samples]
+        ways = [together]
+        if self.args.gradient_accumulation_steps > 1 and len(few) > 1:
+            ways.append([self._prepare_inputs(self.data_collator([item.item])) for item in few])
         with torch.no_grad(), held_still(model, training=True):
-            with self._unreported(), as_one_process(self), self.compute_loss_context_manager():
-                count = self._get_num_items_in_batch([batch], self.args.device)
-                plain = self.compute_loss(model, dict(batch), num_items_in_batch=count)
             # Not the batch itself: a planned step has samples without the padding before them.
-            with self._run.shard(rows_of(samples)) as part:
+            with self._run.shard(self._prepare_inputs(rows_of(samples))) as part:
                 assert part.labels is not None, "looked for above"
-                own_loss = self._part_loss(model, part, _fields_of(few))
-        total = sum(row[0] for row in gather_floats([float(own_loss)], dist.group.WORLD))
-        wanted = float(plain)
+                share = self._targets_share(sample.fields for sample in samples)
+                own_loss = self._part_loss(model, part, _fields_of(few), share=share)
+            total = sum(row[0] for row in gather_floats([float(own_loss)], dist.group.WORLD))
+            for batches in ways:
+                self._require_like(total, self._plain_loss(model, batches), len(batches))
+
+    def _collated(self, few: Sequence[Collated]) -> list[Any]:
+        """The batch of a few items; where the collator cannot put them together, and each rank
+        takes one item at a time, a batch of each."""
+        items = [item.item for item in few]
+        try:
+            return [self._prepare_inputs(self.data_collator(items))]
+        except (TypeError, ValueError, RuntimeError):
+            if self.args.per_device_train_batch_size > 1:
+                raise
+        return [self._prepare_inputs(self.data_collator([item])) for item in items]
+
+    def _plain_loss(self, model: Any, batches: Sequence[Any]) -> float:
+        """The loss that the trainer without plans has of a step of these batches: it adds up that
+        of each, divided by their number where it takes them for means."""
+        with self._unreported(), as_one_process(self), self.compute_loss_context_manager():
+            items = self._get_num_items_in_batch(batches, self.args.device)
+            losses = [
+                float(self.compute_loss(model, dict(batch), num_items_in_batch=items))
+                for batch in batches
+            ]
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if scaled is None:
+            by_model = self.model_accepts_loss_kwargs and items is not None
+            scaled = by_model or self.compute_loss_func is not None
+        return sum(losses) if scaled else sum(losses) / len(losses)
+
+    def _require_like(self, total: float, wanted: float, batches: int) -> None:
+        """Raise ModelError where the loss ``total`` of a few samples spread differs from the one
+        ``wanted``, which the trainer has of them in so many ``batches``."""
         limit = self._tolerance * max(abs(wanted), abs(total))
         # ``not <=`` refuses a total that is NaN, too.
-        if math.isfinite(wanted) and not abs(total - wanted) <= limit:
-            raise ModelError(
-                f"loss of {type(self).__name__}",
-                got=f"{total:.6g} of {len(few)} samples spread",
-                wanted=f"{wanted:.6g}, as compute_loss makes of them in one batch",
-                hint="a loss is a sum over tokens with a label, divided by num_items_in_batch; a "
-                "data collator gives the same of a sample alone and in a batch",
-            )
+        if not math.isfinite(wanted) or abs(total - wanted) <= limit:
+            return
+        where, hint = "one batch", "a data collator gives the same of a sample alone and in a batch"
+        if batches > 1:
+            where = f"{batches} batches that are added up"
+            hint = "a model that does not take it has a mean for each batch: raise "
+            hint += "per_device_train_batch_size instead of gradient_accumulation_steps, as plans "
+            hint += "cut a step into what fits"
+        raise ModelError(
+            f"loss of {type(self).__name__}",
+            got=f"{total:.6g} of a few samples spread",
+            wanted=f"{wanted:.6g}, as compute_loss makes of them in {where}",
+            hint=f"a loss is a sum over tokens with a label, divided by num_items_in_batch; {hint}",
+        )
 
     @property
     def _tolerance(self) -> float:
@@ -484,7 +558,19 @@ class _Planned(_Trainer):
         try:
             yield
         finally:
+            self._collected |= self._metrics["train"].keys()
             self._metrics, self._total_train_tokens = metrics, tokens
+
+    def _say_what_is_unreported(self) -> None:
+        """Say on the first rank, once, which metrics a user's ``compute_loss`` collects that are
+        not logged in training, as they are of micro-batches."""
+        own, self._collected = self._collected - self._metrics["train"].keys() - self._said, set()
+        self._said |= own
+        if own and self.is_world_process_zero():
+            self._planned.say(
+                f"metrics of compute_loss that are not logged in training: {', '.join(sorted(own))}"
+                " (they would be those of micro-batches; on_step= is called with every step)"
+            )
 
     def _report(self, sums: Sums, tokens: int, targets: int) -> None:
         """Have SFTTrainer add the metrics of a step, by its own formulas, as if it had been one
@@ -669,9 +755,12 @@ class _Planned(_Trainer):
     ) -> Any:
         """The trainer's results (loss, logits, labels) of a batch; once training has begun they
         come from planned forwards that all ranks share."""
+        if isinstance(self.accelerator, OneProcess):
+            self.accelerator.note_rows(inputs)
         if self._run is None or self._kind == "policy":
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        with torch.no_grad(), self._stood_in(makes_logits=not prediction_loss_only) as whole:
+        makes_logits = self._has_own_loss or not prediction_loss_only
+        with torch.no_grad(), self._stood_in(makes_logits=makes_logits) as whole:
             return super().prediction_step(whole, inputs, prediction_loss_only, ignore_keys)
 
     # Checkpoints.
@@ -796,17 +885,15 @@ def _require_one_mean(instance: Any, kind: Kind) -> None:
     batches however many tokens each has, which it does when its loss is not given the number of the
     step's tokens. A planned step weighs all tokens alike, so its loss would differ."""
     several = instance.args.gradient_accumulation_steps > 1
-    scaled = instance.model_accepts_loss_kwargs or instance.compute_loss_func is not None
-    if (
-        kind == "sums"
-        and several
-        and not scaled
-        and not getattr(instance, "loss_is_scaled_for_ga", None)
-    ):
+    scaled = getattr(instance, "loss_is_scaled_for_ga", None)
+    if scaled is None:
+        scaled = instance.model_accepts_loss_kwargs or instance.compute_loss_func is not None
+    if kind == "sums" and several and not scaled:
         raise SpecError(
             "gradient_accumulation_steps",
             got=instance.args.gradient_accumulation_steps,
-            wanted=f"1 for {type(instance.model).__name__}, which takes no num_items_in_batch",
+            wanted=f"1 for {type(instance.model).__name__}, whose loss is not divided by "
+            "num_items_in_batch",
             hint="its loss is a mean of the means of batches: raise per_device_train_batch_size "
             "instead, as plans cut a step into what fits",
         )

@@ -56,6 +56,8 @@ def samples_of(batch: Mapping[str, Any], tokens: str, what: str) -> list[RowSamp
             got=f"fields {', '.join(map(str, batch))}",
             wanted=f"{tokens} [b, S]",
         )
+    if not ids.shape[1]:  # an item without tokens
+        return []
     mask = batch.get("attention_mask")
     fields = dict[str, torch.Tensor]()
     for name, value in batch.items():

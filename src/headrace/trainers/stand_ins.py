@@ -81,16 +81,20 @@ class ModelStandIn:
 class PartInputs(dict[str, Any]):
     """What a trainer's ``compute_loss`` gets for a part of a batch. Reading a field ``beside``
     these, which samples have and the model does not take, raises DataError: of such a field a part
-    would need other columns than it has of tokens or of labels."""
+    would need other columns than it has of tokens or of labels. The attention mask is not among
+    what ``inputs`` lists, as a part has no padding; who asks for it gets the ``mask`` of ones."""
 
-    def __init__(self, inputs: Mapping[str, Any], beside: Iterable[str]) -> None:
+    def __init__(
+        self, inputs: Mapping[str, Any], beside: Iterable[str], mask: torch.Tensor
+    ) -> None:
         super().__init__(inputs)
         self._beside = frozenset(beside) - inputs.keys()
+        self._mask = mask
 
     def __getitem__(self, name: str) -> Any:
         """The value of a field."""
         self._require_given(name)
-        return super().__getitem__(name)
+        return self._mask if name == "attention_mask" else super().__getitem__(name)
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a field of this name."""
@@ -100,12 +104,12 @@ class PartInputs(dict[str, Any]):
     def get(self, name: str, default: Any = None) -> Any:
         """The value of a field, or the default."""
         self._require_given(name)
-        return super().get(name, default)
+        return self._mask if name == "attention_mask" else super().get(name, default)
 
     def pop(self, name: str, *default: Any) -> Any:
         """The value of a field, which is taken out, or the default."""
         self._require_given(name)
-        return super().pop(name, *default)
+        return self._mask if name == "attention_mask" else super().pop(name, *default)
 
     def _require_given(self, name: object) -> None:
         """Raise DataError for a field that samples have beside what the model takes."""
@@ -121,9 +125,10 @@ class PartInputs(dict[str, Any]):
 class PartOfModel(ModelStandIn):
     """A model as a trainer's ``compute_loss`` calls it for the ``inputs`` of a micro-batch, whose
     ``labels`` [1, s_r] are at the places that predict them. If ``shifts``, the trainer shifts
-    labels itself, so labels and logits get one more column each, which its shift cuts off. What TRL
-    reports of the tokens is added to ``sums``. ``items`` [] is the number of targets of the step
-    that the trainer was given: the model divides its loss by it anyhow."""
+    labels itself, so labels and logits get one more column each, which its shift cuts off; logits
+    beside a loss of the model's own only where they are ``read``. What TRL reports of the tokens is
+    added to ``sums``. ``items`` [] is the number that the trainer was given to divide losses by,
+    ``share`` of which are the targets of the step: by these the model divides its loss."""
 
     def __init__(
         self,
@@ -134,27 +139,25 @@ class PartOfModel(ModelStandIn):
         shifts: bool,
         sums: Sums | None = None,
         items: torch.Tensor | None = None,
+        share: float = 1.0,
+        read: bool = False,
     ) -> None:
         super().__init__(model)
         self._labels, self._shifts, self._sums = labels, shifts, sums
-        self._items = items
+        self._items, self._share, self._read = items, share, read
         before = labels.new_full((labels.shape[0], 1), IGNORED)
         self._given = torch.cat([before, labels], dim=1) if shifts else labels
+        self.mask = torch.ones_like(self._given)
         self.inputs = {**inputs, "labels": self._given}
 
     def __call__(self, **named: Any) -> Any:
         """The outputs of the model for the local tokens. Raises ModelError for other labels than
-        those in ``inputs``, as the local ones could not be found in them, and for another number
-        of items."""
-        labels = named.pop("labels", None)
-        self._require_items(named.pop("num_items_in_batch", None))
-        if labels is not None and labels is not self._given:
-            raise ModelError(
-                "labels in compute_loss",
-                got="others than those of inputs",
-                wanted='inputs["labels"], as the trainer gave them',
-                hint="change labels in the data set or the data collator",
-            )
+        or mask than those in ``inputs``, as the local ones could not be found in them, and for
+        another number of items."""
+        labels, items = named.pop("labels", None), named.pop("num_items_in_batch", None)
+        self._require_items(items)
+        self._require_own("labels", labels, self._given)
+        self._require_own("attention_mask", named.pop("attention_mask", None), self.mask)
         if named.get("fused_lm_head"):
             named["shift_labels"] = self._labels
             outputs = self.stands_for(**named)
@@ -162,13 +165,28 @@ class PartOfModel(ModelStandIn):
                 self._sums.add(outputs)
             return outputs
         if labels is not None:
-            return self.stands_for(labels=self._labels, **named)
-        # Without labels the trainer computes the loss of the logits itself.
+            named["labels"] = self._labels
         outputs = self.stands_for(**named)
-        if self._shifts and getattr(outputs, "logits", None) is not None:
+        if labels is not None and items is not None and self._share != 1:
+            outputs.loss = outputs.loss * self._share
+        # Without labels the trainer computes the loss of the logits itself.
+        reads = self._shifts and (labels is None or self._read)
+        if reads and getattr(outputs, "logits", None) is not None:
             logits = outputs.logits
             outputs.logits = torch.cat([logits, torch.zeros_like(logits[:, :1])], dim=1)
         return outputs
+
+    @staticmethod
+    def _require_own(name: str, value: Any, own: torch.Tensor) -> None:
+        """Raise ModelError for a ``value`` of the field ``name`` that is given, but not the ``own``
+        one of ``inputs``."""
+        if value is not None and value is not own:
+            raise ModelError(
+                f"{name} in compute_loss",
+                got="others than those of inputs",
+                wanted=f'inputs["{name}"], as the trainer gave them',
+                hint=f"change {name} in the data set or the data collator",
+            )
 
     def _require_items(self, items: Any) -> None:
         """Raise ModelError where the model is to divide its loss by another number than that of the
@@ -251,7 +269,9 @@ class WholeModel(ModelStandIn):
         shape = (ids.shape[0], ids.shape[1])
         if labels is not None and not self._makes_logits:
             values = self._mapped(samples, _token_losses)
-            return {"loss": self._mean(columns_of(values, samples, shape).sum(), labels, items)}
+            return _outputs(
+                loss=self._mean(columns_of(values, samples, shape).sum(), labels, items)
+            )
         values = self._mapped(samples, _logits)
         logits = columns_of(values, samples, shape).to(ids.device)
         if labels is None:

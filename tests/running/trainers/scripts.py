@@ -88,6 +88,7 @@ class Script:
     lora: bool = False
     sharded: bool = False
     evaluates: bool = False
+    measures: bool = True
     compute_loss: str = ""
     resume: bool = False
     drawn: bool = True
@@ -172,7 +173,8 @@ def _of_transformers(script: Script, common: dict[str, Any], over: Callable[[Any
     if script.compute_loss == "func":
         more["compute_loss_func"] = smoothed
     if script.evaluates:
-        more |= {"eval_dataset": script.evaluated(), "compute_metrics": accuracy}
+        more["eval_dataset"] = script.evaluated()
+        more |= {"compute_metrics": accuracy} if script.measures else {}
     return over(base)(
         model=model,
         args=_arguments(TrainingArguments, script, common),
@@ -234,10 +236,73 @@ def _unshifted(outputs: Any, labels: torch.Tensor, items: Any) -> torch.Tensor:
     return total / items
 
 
+def _of_the_model() -> Any:
+    """A trainer that takes the model's own loss, and tells the model nothing."""
+    from transformers import Trainer
+
+    class Own(Trainer):  # type: ignore[misc]
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch=None
+        ) -> Any:
+            outputs = model(**inputs)
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    return Own
+
+
+def _mean_of_means() -> Any:
+    """A trainer that says that its loss is a mean of each batch."""
+
+    class Own(_of_the_model()):  # type: ignore[misc]
+        loss_is_scaled_for_ga = False
+
+    return Own
+
+
+def _labels_kept() -> Any:
+    """A trainer that gives the model labels, and takes the loss of its logits all the same."""
+    from transformers import Trainer
+
+    class Own(Trainer):  # type: ignore[misc]
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch=None
+        ) -> Any:
+            outputs, labels = model(**inputs), inputs["labels"]
+            items = (
+                (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            )
+            found = smoothed(outputs, labels, items)
+            return (found, outputs) if return_outputs else found
+
+    return Own
+
+
+def _masked() -> Any:
+    """A trainer whose loss is multiplied by the attention mask."""
+    from transformers import Trainer
+
+    class Own(Trainer):  # type: ignore[misc]
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch=None
+        ) -> Any:
+            labels, mask = inputs.pop("labels"), inputs["attention_mask"]
+            outputs = model(**inputs)
+            flat = outputs.logits[:, :-1].transpose(1, 2)
+            each = torch.nn.functional.cross_entropy(flat, labels[:, 1:], reduction="none")
+            found = (each * mask[:, 1:]).sum() / num_items_in_batch
+            return (found, outputs) if return_outputs else found
+
+    return Own
+
+
 LOSSES: dict[str, Callable[[], Any]] = {
     "own": _own(smoothed),
     "mean": _own(_mean),
     "unshifted": _own(_unshifted),
+    "of the model": _of_the_model,
+    "mean of means": _mean_of_means,
+    "labels kept": _labels_kept,
+    "masked": _masked,
 }
 
 

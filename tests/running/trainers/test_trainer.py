@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import headrace as hr
 from headrace.errors import DataError, HeadraceError, SpecError
+from headrace.trainers.planned_trainer import _Planned
 from headrace.trainers.rows import samples_of
 from ranks import run_ranks
 from running.trainers.scripts import (
@@ -231,6 +232,14 @@ REFUSED: dict[str, tuple[Script, str]] = {
         "gradient_accumulation_steps: got 2",
     ),
     "liger": (Script(arguments={"use_liger_kernel": True}), "use_liger_kernel"),
+    "means that are added up": (
+        Script(compute_loss="of the model", accumulates=2),
+        "in 2 batches that are added up",
+    ),
+    "means by choice": (
+        Script(compute_loss="mean of means", accumulates=2),
+        "gradient_accumulation_steps: got 2",
+    ),
 }
 
 
@@ -379,6 +388,109 @@ def test_classes_of_tokens(tmp_path: Path) -> None:
     assert len(numbers(plain, *NUMBERS)) == 3
     for found, wanted in zip(numbers(planned, *NUMBERS), numbers(plain, *NUMBERS), strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.timeout(120)
+def test_accumulated_means_of_a_model_are_refused(tmp_path: Path) -> None:
+    """Catches a model that takes the number of a step's items and passes it over: transformers adds
+    up the means of its batches."""
+    script = Script(model=classifier, items=token_classes, accumulates=2)
+    with pytest.raises(AssertionError, match="in 2 batches that are added up"):
+        script.run(2, tmp_path)
+
+
+def first_labels() -> list[dict[str, list[int]]]:
+    """Items of which the long ones have a label on their first token, too."""
+    return [
+        item | ({"labels": item["input_ids"]} if len(item["input_ids"]) > 40 else {})
+        for item in data()
+    ]
+
+
+def one_by_one(items: Any) -> dict[str, torch.Tensor]:
+    """A collator that puts no items of several lengths together."""
+    return {name: torch.tensor([item[name] for item in items]) for name in items[0]}
+
+
+def with_an_empty_one() -> list[dict[str, list[int]]]:
+    """Items of which one has no tokens."""
+    items = data()
+    items[4] = {name: [] for name in items[4]}
+    return items
+
+
+class Streamed(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """A data set without a length; its last batch is not full."""
+
+    def __iter__(self) -> Any:
+        return iter(data(18, seed=3))
+
+
+ONE_STEP = {"max_steps": 2}
+ORDINARY: dict[str, Script] = {
+    "first labels of GPT-2": Script(model=learned_positions, items=first_labels),
+    "labels kept": Script(compute_loss="labels kept", arguments=ONE_STEP, evaluates=True),
+    "a mask in the loss": Script(compute_loss="masked", arguments=ONE_STEP),
+    "an empty item": Script(items=with_an_empty_one, arguments={"max_steps": 5}),
+    "evaluation of a stream": Script(
+        compute_loss="of the model",
+        evaluates=True,
+        measures=False,
+        evaluated=Streamed,
+        options={"longest": 64},
+        arguments={**ONE_STEP, "eval_strategy": "steps", "eval_steps": 1},
+    ),
+    "evaluation of logits": Script(
+        compute_loss="labels kept",
+        evaluates=True,
+        measures=False,
+        arguments={**ONE_STEP, "eval_strategy": "steps", "eval_steps": 1},
+    ),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_scripts_equal_one_process(name: str, tmp_path: Path) -> None:
+    """Catches labels that transformers counts and that have no token before them, losses that read
+    labels, logits or the mask, collators of single items, items without tokens, and the last batch
+    of a stream."""
+    plain, planned = both(ORDINARY[name], tmp_path)
+    for names in (NUMBERS, ("eval_loss",)):
+        wanted = numbers(plain, *names)
+        assert len(wanted) >= 2 or (
+            names != NUMBERS and "eval_strategy" not in ORDINARY[name].arguments
+        )
+        for found, row in zip(numbers(planned, *names), wanted, strict=True):
+            assert found == pytest.approx(row, rel=1e-5)
+
+
+@pytest.mark.timeout(120)
+def test_batches_of_one_item_need_no_padding(tmp_path: Path) -> None:
+    """Catches a collator of single items that is called with two, as a rank never does."""
+    made = {"collate": one_by_one, "arguments": ONE_STEP}
+    plain = Script(accumulates=8, **made).run(1, tmp_path / "plain", planned=False)
+    planned = Script(accumulates=4, **made).run(2, tmp_path / "planned")
+    assert len(numbers(plain, *NUMBERS)) == 2
+    for found, wanted in zip(numbers(planned, *NUMBERS), numbers(plain, *NUMBERS), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_metrics_that_are_left_out_are_said_once() -> None:
+    """Catches metrics of a user's loss that are in no log, without a word."""
+    said: list[str] = []
+    own = SimpleNamespace(
+        _collected={"entropy", "mine"},
+        _said=set(),
+        _metrics={"train": {"entropy": [1.0]}},
+        _planned=SimpleNamespace(say=said.append),
+        is_world_process_zero=lambda: True,
+    )
+    for _ in range(2):
+        own._collected |= {"entropy", "mine"}
+        _Planned._say_what_is_unreported(own)  # type: ignore[arg-type]
+    (line,) = said
+    assert "not logged in training: mine" in line
 
 
 def test_holes_of_a_mask_are_refused() -> None:
