@@ -220,12 +220,15 @@ def _hooked(
 
 def _require_alike_embeddings(model: torch.nn.Module) -> None:
     """Raise ModelError for embeddings whose gradients are sparse, which no rank can add to those of
-    others, and for those whose forward changes the rows that it looks up."""
+    others, or scaled by how often a rank has a token, and for those whose forward changes the rows
+    that it looks up."""
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
             continue
         if module.sparse and module.weight.requires_grad:
             what = "sparse=True", "sparse=False", "sparse gradients are not summed over ranks"
+        elif module.scale_grad_by_freq and module.weight.requires_grad:
+            what = "scale_grad_by_freq", "False", "each rank would count its own tokens"
         elif module.max_norm is not None:
             what = "max_norm", "none", "each rank would scale the rows of its own tokens"
         else:

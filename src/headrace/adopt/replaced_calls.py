@@ -211,8 +211,9 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Cross entropy with the arguments of torch's function. A mean is this rank's part of that over
     all ranks: the sum over its own tokens, divided by the targets of the step. Other reductions are
-    torch's own. Raises ModelError for means that are weighted by class, and for those over labels
-    other than the targets that are counted."""
+    torch's own. Raises ModelError for means that are weighted by class, for those over labels other
+    than the targets that are counted, and for those over probabilities of classes, of which none is
+    ignored."""
     if size_average is not None or reduce is not None:
         raise ModelError("cross_entropy", got="size_average or reduce", wanted="reduction")
     if reduction != "mean":
@@ -227,6 +228,13 @@ def cross_entropy(
     if weight is not None:
         raise ModelError(
             "cross_entropy", got="weights of classes and a mean", wanted="no weights, or a sum"
+        )
+    if labels.is_floating_point():
+        raise ModelError(
+            "cross_entropy",
+            got="probabilities of classes and a mean",
+            wanted="a sum, divided by the targets of the step",
+            hint="a mean over probabilities counts tokens without a label, too",
         )
     if ignore_index != IGNORED:
         raise ModelError(

@@ -106,7 +106,8 @@ def scaled_by_others(
             few = logits[0][list(tokens)].flatten(1)
             weights = torch.cos(torch.arange(few.shape[1], device=few.device)).to(few.dtype)
             try:
-                found += torch.autograd.grad((few * weights).sum(), marks, materialize_grads=True)
+                gradient = _gradient((few * weights).sum(), marks)
+                found.append(torch.zeros_like(marks) if gradient is None else gradient)
             except RuntimeError as error:
                 if "torch.utils.checkpoint" in str(error):  # reentrant ones
                     return False
@@ -163,10 +164,29 @@ def _others_with_gradient(result: torch.Tensor, marks: torch.Tensor, *, again: b
     seen = torch.tensor(SEEN_TOKENS, device=result.device)
     flat = result[0].index_select(0, seen).flatten()
     weights = torch.cos(torch.arange(len(flat), device=flat.device, dtype=torch.float32))
-    (gradient,) = torch.autograd.grad(
-        (flat * weights.to(flat.dtype)).sum(), marks, retain_graph=again, allow_unused=True
-    )
+    gradient = _gradient((flat * weights.to(flat.dtype)).sum(), marks, again=again)
     if gradient is None or not bool(gradient.isfinite().all()):
         return []
     found = gradient.nonzero().flatten().tolist()
     return [token for token in found if token not in SEEN_TOKENS]
+
+
+def _gradient(of: torch.Tensor, marks: torch.Tensor, *, again: bool = False) -> torch.Tensor | None:
+    """The gradient [n] of a number by the marks, None where it does not depend on them; ``again``
+    keeps the graph."""
+    # torch.autograd.grad and backward are themselves seen by function modes, which are off while
+    # they look: what a checkpoint computes again would have dropout, and no marks. So the engine is
+    # called as these two call it.
+    engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
+    marks.grad = None
+    engine.run_backward(
+        (of,),
+        (torch.ones_like(of),),
+        again,
+        False,  # no graph of the gradient
+        (marks,),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+    found, marks.grad = marks.grad, None
+    return found

@@ -247,6 +247,7 @@ class TokenModel:
         # How the model counts position ids: candidates for that of a row's first token; whether it
         # skips masked tokens; the padding's token id, where it skips tokens with that id.
         self._first_positions = first_places(inner)
+        self._modules = tuple[torch.nn.Module, ...]()  # those of the model when it was last probed
         self._counts_by_mask = False
         self._skipped_padding_id: int | None = None
         self._groups = groups or groups_here(device_of(inner))
@@ -617,7 +618,8 @@ class TokenModel:
             )
         self._require_position_ids(inputs)
         self._require_labels(inputs, placement)
-        if self.inner.training not in self._probed_modes:  # train() or eval() since shard()
+        # train() or eval() since shard(), or other modules
+        if self.inner.training not in self._probed_modes or self._has_other_modules():
             lengths = [placement.tokens.lengths]
             together = placement.tokens.ranks == self._world
             self._probe_again(inputs, lengths, together=together)
@@ -945,6 +947,8 @@ class TokenModel:
             self._loss_modes |= {False, True}
             return
         self._probe_first(batch)
+        if self._has_other_modules():
+            self._probed_modes.clear()
         training, longest = self.inner.training, tried_tokens(documents)
         known = self._probed_tokens.get(training, 0)
         may_go_on = together or not is_wrapped(self.model)
@@ -953,7 +957,18 @@ class TokenModel:
             if may_go_on:
                 # At least doubled, so that rows that grow step by step are seldom looked at again.
                 self._probed_tokens[training] = max(longest, 2 * known)
+        self._modules = tuple(self.inner.modules())
         self._look_at_loss(batch, training=training)
+
+    def _has_other_modules(self) -> bool:
+        """Whether the model has other modules than when it was probed last. A wrapped model is not
+        asked, as probing it takes all ranks."""
+        if not self._modules or is_wrapped(self.model):
+            return False
+        now = tuple(self.inner.modules())
+        return len(now) != len(self._modules) or any(
+            own is not before for own, before in zip(now, self._modules, strict=True)
+        )
 
     def _probe_first(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Find the layers, masks and positions of the model by its first batch, and whether it can

@@ -464,14 +464,15 @@ class _Runs:
 
     @property
     def parts(self) -> tuple[slice, ...]:
-        """Three parts of the tokens, not all of one length: about 5, 3 and 5 thirteenths of them.
-        Each has two tokens or more, as compilers make another graph for a size of 1."""
+        """Three parts of the tokens in the order in which they are run, about 5, 5 and 3 of 13: two
+        of one length (in a short row) show what a forward keeps for so many tokens. Each has two
+        tokens or more, as compilers make another graph for a size of 1."""
         first_cut, second_cut = 5 * self.count // 13, 8 * self.count // 13
         if self.count > _TOKENS:
             # Odd cuts are no multiples of an even number of tokens in which a model may work, so
             # that they cut its blocks apart.
             first_cut, second_cut = first_cut | 1, second_cut | 1
-        return slice(0, first_cut), slice(first_cut, second_cut), slice(second_cut, self.count)
+        return slice(0, first_cut), slice(second_cut, self.count), slice(first_cut, second_cut)
 
     def outcome_of(
         self, few: Mapping[str, torch.Tensor], part: slice | None = None, *, target_factor: int = 1
@@ -524,7 +525,7 @@ class _Runs:
         if len(differing) > self.count // (512 if single else 64):
             return ModelError(
                 f"model run on parts of {self.count} tokens",
-                got=f"another result for token {differing[0]}",
+                got=f"another result for token {min(differing)}",
                 wanted="the results of the whole",
                 hint=f"something beside attention meets other tokens{self._in_mode}, or places are "
                 "counted in it: give position_ids, use scaled_dot_product_attention with "

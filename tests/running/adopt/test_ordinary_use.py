@@ -766,7 +766,41 @@ def auxiliary() -> Gpt:
     return model
 
 
+class Table(nn.Module):
+    """Adds sines that it counts itself, and keeps until a call has another number of tokens."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.rates = torch.arange(1, features + 1) / features
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None or len(self.kept) != x.shape[1]:
+            self.kept = torch.sin(torch.arange(x.shape[1])[:, None] * self.rates).to(x)
+        return x + self.kept
+
+
+class OfClasses(Gpt):
+    """With a mean over probabilities of classes, in which tokens without a label count, too."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits, loss = super().forward(ids)
+        if labels is not None:
+            classes = f.one_hot(labels.clamp(min=0), logits.shape[-1]).to(logits)
+            classes = classes * (labels >= 0)[..., None]
+            loss = f.cross_entropy(logits.flatten(0, 1), classes.flatten(0, 1))
+        return logits, loss
+
+
+def of_classes() -> Gpt:
+    model = gpt()
+    model.__class__ = OfClasses
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a table of as many tokens": (lambda: gpt(other=Table), "another result for token"),
+    "probabilities of classes": (of_classes, "got probabilities of classes and a mean"),
     "a convolution behind a gate": (lambda: gpt(other=Gated), "another result for token 5"),
     "a far neighbour": (lambda: gpt(other=Dilated), "parts of 60 tokens.*another result"),
     "a capacity": (lambda: gpt(other=Full), "parts of 60 tokens.*another result"),
@@ -819,6 +853,56 @@ def test_a_longer_batch_is_looked_at_again() -> None:
     run.shard(drawn(1, 14))
     with pytest.raises(ModelError, match=r"parts of 60 tokens.*another result for token"):
         run.shard(drawn(1, 60))
+
+
+class Dropping(nn.Module):
+    """Drops some of the values."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(features, features), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.linear(x).relu())
+
+
+@pytest.mark.parametrize("level", ["attention", "full"])
+def test_dropout_is_computed_again(level: Any) -> None:
+    """Catches a probe in which what is computed again drops other values, or any at all."""
+    losses = []
+    for recompute in (None, level):
+        run, batch = hr.compile(gpt(other=Dropping), recompute=recompute), drawn(1, 20)
+        _, loss = run(**run.shard(batch).inputs)
+        run.backward(loss)
+        losses.append(float(run.add_up(loss)))
+    assert losses[0] == pytest.approx(losses[1], rel=EXACT)
+
+
+def test_a_module_that_comes_later_is_looked_at() -> None:
+    """Catches a convolution in the place of a module that was looked at."""
+    model: Any = gpt(other=Noting)
+    run = hr.compile(model)
+    run.shard(drawn(1, 20))
+    for block in model.blocks:
+        block.other = Gated(32).double()
+    with pytest.raises(ModelError, match="another result for token 5"):
+        run.shard(drawn(1, 20))
+
+
+def by_frequency() -> str:
+    """What is said of an embedding whose gradients are divided by how often a token comes."""
+    model: Any = gpt()
+    next(m for m in model.modules() if isinstance(m, nn.Embedding)).scale_grad_by_freq = True
+    try:
+        hr.compile(model).shard(drawn(1, 20))
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_by_frequency_are_refused() -> None:
+    """Catches embeddings whose gradients count the tokens of one rank."""
+    assert all("scale_grad_by_freq" in said for said in run_ranks(2, by_frequency))
 
 
 class Noting(nn.Module):
