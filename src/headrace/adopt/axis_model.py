@@ -47,6 +47,7 @@ from headrace.adopt.gradients import (
     SummedGradients,
     add_plainly,
     is_wrapped,
+    require_made,
 )
 from headrace.adopt.held_weights import AlikeWeights, require_linear_hooks
 from headrace.adopt.labels import logits_of, result_tensors
@@ -855,8 +856,9 @@ class AxisModel:
                 said to be alike; gradients are dropped. Ranks compare the gradients of such
                 tensors after the first eight backwards, and after those whose number is a power
                 of two, as that waits for the device. And for gradients of the step before that are
-                still there, summed over ranks.
+                still there, summed over ranks, and for a loss that was made of no result.
         """
+        require_made(loss, "loss given to run.backward")
         self._summed.require_dropped(self.model)
         shards, guards = self._manager.at_work, self._guards
         axis = shards.axis

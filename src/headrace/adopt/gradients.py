@@ -23,6 +23,7 @@ __all__ = [
     "gradient_error",
     "is_wrapped",
     "require_known_wrapper",
+    "require_made",
 ]
 
 _BUCKET_BYTES = 32 << 20
@@ -65,6 +66,22 @@ def require_known_wrapper(model: torch.nn.Module) -> None:
         "run.compile() compile the spread model"
         if compiled
         else "start a rank for each GPU by torchrun",
+    )
+
+
+def require_made(loss: object, what: str) -> None:
+    """Raise ModelError for ``what``, a loss that was made of no result of the model: no backward
+    would reach it, and the ranks that share the batch would wait in theirs."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.grad_fn is not None:
+        return
+    got = type(loss).__name__
+    if isinstance(loss, torch.Tensor):
+        got = f"{list(loss.shape)}" if loss.numel() != 1 else "a number made of no result"
+    raise ModelError(
+        what,
+        got=got,
+        wanted="a single number, made of what the model returned",
+        hint="for a part without a label it is 0: say logits.sum() * 0",
     )
 
 

@@ -50,6 +50,7 @@ from headrace.adopt.gradients import (
     add_plainly,
     is_wrapped,
     require_known_wrapper,
+    require_made,
 )
 from headrace.adopt.held_weights import AlikeWeights, require_linear_hooks
 from headrace.adopt.labels import (
@@ -822,8 +823,10 @@ class TokenModel:
             loss: This rank's part, a single number.
 
         Raises:
-            ModelError: Where the gradients of the step before are still there, summed over ranks.
+            ModelError: For a loss that was made of no result, and where the gradients of the step
+                before are still there, summed over ranks.
         """
+        require_made(loss, "loss given to run.backward")
         self._summed.require_dropped(self.model)
         now = self._last_called
         if self._world > 1 and now is not None:

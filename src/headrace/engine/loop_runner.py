@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from headrace.adopt.gradients import require_made
 from headrace.adopt.held_weights import AlikeWeights, HeldWeights, bytes_now, require_linear_hooks
 from headrace.adopt.labels import local_loss
 from headrace.adopt.own_losses import functions_of
@@ -214,6 +215,7 @@ class LoopMicroBatch:
                 wanted="one for each",
                 hint="add up the parts of a loss before",
             )
+        require_made(loss, "loss given to micro.backward")
         self._backward(self, loss)
         self.done = True
 

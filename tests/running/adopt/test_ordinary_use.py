@@ -889,6 +889,24 @@ def test_a_module_that_comes_later_is_looked_at() -> None:
         run.shard(drawn(1, 20))
 
 
+NOTHING: dict[str, Any] = {
+    "a leaf": lambda logits: torch.zeros((), requires_grad=True),
+    "none": lambda logits: None,
+    "a number": lambda logits: 0.0,
+    "of each token": lambda logits: logits.square().sum(-1),
+}
+
+
+@pytest.mark.parametrize("what", NOTHING)
+def test_losses_that_no_backward_leads_from_are_refused(what: str) -> None:
+    """Catches a rank that has no label and skips its backward, while others wait in theirs."""
+    run = hr.compile(gpt())
+    logits, _ = run(**run.shard(drawn(1, 20)).inputs)
+    with pytest.raises(ModelError, match=r"loss given to run\.backward.*logits\.sum\(\) \* 0"):
+        run.backward(NOTHING[what](logits))
+    run.backward(logits.sum() * 0)
+
+
 def by_frequency() -> str:
     """What is said of an embedding whose gradients are divided by how often a token comes."""
     model: Any = gpt()
