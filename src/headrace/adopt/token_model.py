@@ -225,10 +225,6 @@ class TokenModel:
         arguments = arguments_of(inner)
         self._argument_names, self._argument_order = frozenset(arguments), tuple(arguments)
         self._takes_position_ids = "position_ids" in arguments
-        self._counts_positions = (
-            self._takes_position_ids
-            and arguments["position_ids"].default is not inspect.Parameter.empty
-        )
         self._takes_labels = label_name in arguments
         not_starred = (
             name
@@ -1508,7 +1504,7 @@ class TokenModel:
         token."""
         run = partial(self._call_with, self._entry.probing)
         inputs = self._probe_inputs(batch)
-        if self._counts_positions:  # where a row begins for the model is what it counts by itself
+        if self._from_transformers:  # they count by themselves: is that from 0 on?
             inputs.pop("position_ids", None)
         return probe(
             self.model,

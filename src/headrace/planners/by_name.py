@@ -65,8 +65,8 @@ class Baseline:
         one_size: Whether all its groups have one size, the smallest of a table that holds the
             batch; as a generator it is given each size, and the quickest counts.
         prepare: Of those that are ``staged``, decides for all batches at once.
-        few: Whether it is asked last only for batches of up to :data:`FEW` sequences: of 600 drawn
-            batches of more it was never the quickest.
+        few: Whether the search asks it again only for batches of up to :data:`FEW` sequences: for
+            more it takes long, and gained nothing (``docs/log.md``).
     """
 
     role: Role = _BY_NAME

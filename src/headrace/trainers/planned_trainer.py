@@ -421,8 +421,10 @@ class _Planned(_Trainer):
         as batches that it accumulates, with that of the same samples spread over all ranks.
         Collective. Raises ModelError on all ranks where they differ."""
         assert self._run is not None, "made before the first step"
-        few = _short_ones(items)
-        if not any(map(_has_target, few)):
+        few, accumulates = _short_ones(items), self.args.gradient_accumulation_steps > 1
+        # The mean of a batch without a target is no number, which nothing could be compared with.
+        enough = all if accumulates else any
+        if not enough(map(_has_target, few)):
             few = _short_ones([item for item in items if _has_target(item)])
         if not few:
             return  # the step itself raises an error for samples without a label
@@ -431,7 +433,7 @@ class _Planned(_Trainer):
             _require_same(samples_of(together[0], "input_ids", "a batch"), few)
         samples = [sample for item in few for sample in item.samples]
         ways = [together]
-        if self.args.gradient_accumulation_steps > 1 and len(few) > 1:
+        if accumulates and len(few) > 1:
             ways.append([self._prepare_inputs(self.data_collator([item.item])) for item in few])
         with torch.no_grad(), held_still(model, training=True):
             # Not the batch itself: a planned step has samples without the padding before them.
@@ -479,9 +481,9 @@ class _Planned(_Trainer):
         where, hint = "one batch", "a data collator gives the same of a sample alone and in a batch"
         if batches > 1:
             where = f"{batches} batches that are added up"
-            hint = "a model that does not take it has a mean for each batch: raise "
-            hint += "per_device_train_batch_size instead of gradient_accumulation_steps, as plans "
-            hint += "cut a step into what fits"
+            hint = "a model that is not given this number, or passes it over, has a mean for each "
+            hint += "batch: give it, or raise per_device_train_batch_size instead of "
+            hint += "gradient_accumulation_steps, as plans cut a step into what fits"
         raise ModelError(
             f"loss of {type(self).__name__}",
             got=f"{total:.6g} of a few samples spread",

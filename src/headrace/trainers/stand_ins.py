@@ -183,8 +183,8 @@ class PartOfModel(ModelStandIn):
         if value is not None and value is not own:
             raise ModelError(
                 f"{name} in compute_loss",
-                got="others than those of inputs",
-                wanted=f'inputs["{name}"], as the trainer gave them',
+                got="another tensor than that of inputs",
+                wanted=f'inputs["{name}"], as the trainer gave it',
                 hint=f"change {name} in the data set or the data collator",
             )
 

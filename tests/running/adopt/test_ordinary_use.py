@@ -889,6 +889,31 @@ def test_a_module_that_comes_later_is_looked_at() -> None:
         run.shard(drawn(1, 20))
 
 
+class Placed(Gpt):
+    """Says that positions may be left out, and needs them."""
+
+    def forward(  # type: ignore[override]
+        self, ids: torch.Tensor, position_ids: Any = None, labels: torch.Tensor | None = None
+    ) -> Any:
+        x = self.token(ids) + self.place(position_ids + 3)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.norm(x) @ self.token.weight.t()
+        return logits, f.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_positions_that_a_model_of_ones_own_is_given() -> None:
+    """Catches a model that is tried without positions, which it does not count by itself."""
+    model = gpt()
+    model.__class__ = Placed
+    batch = drawn(1, 20) | {"position_ids": torch.arange(20)[None]}
+    _, wanted = model(**batch)
+    run = hr.compile(model)
+    _, loss = run(**run.shard(batch).inputs)
+    run.backward(loss)
+    assert float(run.add_up(loss)) == pytest.approx(float(wanted), rel=EXACT)
+
+
 NOTHING: dict[str, Any] = {
     "a leaf": lambda logits: torch.zeros((), requires_grad=True),
     "none": lambda logits: None,

@@ -18,7 +18,7 @@ import headrace as hr
 from headrace.engine import loop_runner
 from headrace.engine.run_planner import RunPlanner
 from headrace.engine.step_planner import StepPlanner
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ModelError
 from headrace.native.spans import HostClock
 from headrace.spec.step import Planned, PlanRequest
 from ranks import run_ranks
@@ -148,6 +148,24 @@ def test_positions_begin_where_the_model_counts_them_from(ranks: int, tmp_path: 
     losses = alone(model, sgd(model), drawn)
     for got in found:
         assert got == pytest.approx(losses, rel=1e-6)  # the model's loss is in single precision
+
+
+def loss_of_nothing(folder: Path) -> str:
+    model = llama()
+    run = attached(model, sgd(model), dataset(), folder, costs=costs(1))
+    for step in run:
+        for micro in step:
+            try:
+                micro.backward(torch.zeros((), requires_grad=True))
+            except ModelError as error:
+                return str(error)
+    return ""
+
+
+def test_a_loss_of_no_result_is_refused(tmp_path: Path) -> None:
+    """Catches a micro-batch whose backward nobody begins, while other ranks wait in theirs."""
+    (said,) = run_ranks(1, loss_of_nothing, tmp_path)
+    assert "loss given to micro.backward: got a number made of no result" in said
 
 
 def planned_steps(how: str, folder: Path, options: dict[str, Any]) -> Any:

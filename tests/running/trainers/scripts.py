@@ -236,73 +236,57 @@ def _unshifted(outputs: Any, labels: torch.Tensor, items: Any) -> torch.Tensor:
     return total / items
 
 
-def _of_the_model() -> Any:
-    """A trainer that takes the model's own loss, and tells the model nothing."""
-    from transformers import Trainer
+def _called(loss: Callable[[Any, Any, Any], tuple[torch.Tensor, Any]], **more: Any) -> Any:
+    """A trainer whose loss and outputs are ``loss(model, inputs, items)``."""
 
-    class Own(Trainer):  # type: ignore[misc]
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch=None
-        ) -> Any:
-            outputs = model(**inputs)
-            return (outputs.loss, outputs) if return_outputs else outputs.loss
+    def made() -> Any:
+        from transformers import Trainer
 
-    return Own
+        class Own(Trainer):  # type: ignore[misc]
+            def compute_loss(
+                self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch=None
+            ) -> Any:
+                found, outputs = loss(model, inputs, num_items_in_batch)
+                return (found, outputs) if return_outputs else found
 
+        for name, value in more.items():
+            setattr(Own, name, value)
+        return Own
 
-def _mean_of_means() -> Any:
-    """A trainer that says that its loss is a mean of each batch."""
-
-    class Own(_of_the_model()):  # type: ignore[misc]
-        loss_is_scaled_for_ga = False
-
-    return Own
+    return made
 
 
-def _labels_kept() -> Any:
-    """A trainer that gives the model labels, and takes the loss of its logits all the same."""
-    from transformers import Trainer
-
-    class Own(Trainer):  # type: ignore[misc]
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch=None
-        ) -> Any:
-            outputs, labels = model(**inputs), inputs["labels"]
-            items = (
-                (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
-            )
-            found = smoothed(outputs, labels, items)
-            return (found, outputs) if return_outputs else found
-
-    return Own
+def _of_the_model(model: Any, inputs: Any, items: Any) -> tuple[torch.Tensor, Any]:
+    """The model's own loss; the model is told nothing."""
+    outputs = model(**inputs)
+    return outputs.loss, outputs
 
 
-def _masked() -> Any:
-    """A trainer whose loss is multiplied by the attention mask."""
-    from transformers import Trainer
+def _labels_kept(model: Any, inputs: Any, items: Any) -> tuple[torch.Tensor, Any]:
+    """A loss of logits of a model that is given labels all the same."""
+    outputs, labels = model(**inputs), inputs["labels"]
+    if items is None:  # while evaluating
+        items = (labels[:, 1:] != -100).sum()
+    return smoothed(outputs, labels, items), outputs
 
-    class Own(Trainer):  # type: ignore[misc]
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch=None
-        ) -> Any:
-            labels, mask = inputs.pop("labels"), inputs["attention_mask"]
-            outputs = model(**inputs)
-            flat = outputs.logits[:, :-1].transpose(1, 2)
-            each = torch.nn.functional.cross_entropy(flat, labels[:, 1:], reduction="none")
-            found = (each * mask[:, 1:]).sum() / num_items_in_batch
-            return (found, outputs) if return_outputs else found
 
-    return Own
+def _masked(model: Any, inputs: Any, items: Any) -> tuple[torch.Tensor, Any]:
+    """A loss that is multiplied by the attention mask."""
+    labels, mask = inputs.pop("labels"), inputs["attention_mask"]
+    outputs = model(**inputs)
+    flat = outputs.logits[:, :-1].transpose(1, 2)
+    each = torch.nn.functional.cross_entropy(flat, labels[:, 1:], reduction="none")
+    return (each * mask[:, 1:]).sum() / items, outputs
 
 
 LOSSES: dict[str, Callable[[], Any]] = {
     "own": _own(smoothed),
     "mean": _own(_mean),
     "unshifted": _own(_unshifted),
-    "of the model": _of_the_model,
-    "mean of means": _mean_of_means,
-    "labels kept": _labels_kept,
-    "masked": _masked,
+    "of the model": _called(_of_the_model),
+    "mean of means": _called(_of_the_model, loss_is_scaled_for_ga=False),
+    "labels kept": _called(_labels_kept),
+    "masked": _called(_masked),
 }
 
 

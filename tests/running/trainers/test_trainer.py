@@ -399,6 +399,24 @@ def test_accumulated_means_of_a_model_are_refused(tmp_path: Path) -> None:
         script.run(2, tmp_path)
 
 
+def shortest_without_a_target() -> list[dict[str, list[int]]]:
+    """Items of which the shortest have no label."""
+    return [
+        item | ({"labels": [-100] * len(item["labels"])} if len(item["labels"]) < 12 else {})
+        for item in data()
+    ]
+
+
+@pytest.mark.timeout(120)
+def test_accumulated_means_are_refused_whatever_has_a_target(tmp_path: Path) -> None:
+    """Catches a comparison with the mean of a batch without a target, which is no number."""
+    items = shortest_without_a_target()
+    assert max(min(items, key=lambda item: len(item["labels"]))["labels"]) < 0
+    script = Script(compute_loss="of the model", accumulates=2, items=shortest_without_a_target)
+    with pytest.raises(AssertionError, match="in 2 batches that are added up"):
+        script.run(1, tmp_path)
+
+
 def first_labels() -> list[dict[str, list[int]]]:
     """Items of which the long ones have a label on their first token, too."""
     return [
