@@ -25,9 +25,9 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, product, repeat
 from typing import Any
 
 import torch
@@ -51,7 +51,8 @@ from headrace.adopt.gradients import (
 )
 from headrace.adopt.held_weights import AlikeWeights, require_linear_hooks
 from headrace.adopt.labels import logits_of, result_tensors
-from headrace.adopt.own_losses import OwnLosses, Parted
+from headrace.adopt.own_hooks import hook_before
+from headrace.adopt.own_losses import OwnLosses, Parted, PartOf
 from headrace.adopt.placement import fingerprint, replica_blocks
 from headrace.adopt.replaced_calls import compiled_within
 from headrace.adopt.samples import numbers_of
@@ -191,6 +192,11 @@ class AxisModel:
         gives, with the result on the shards of the inputs: for loops that call the model. Returns a
         function that undoes this."""
 
+        def begin(*_: Any) -> None:
+            """Note that a forward begins, which a graph cannot hold."""
+            if self._manager.spread and not torch.compiler.is_compiling():
+                self._own_losses.begin()
+
         def back(_: Any, out: Any) -> Any:
             """Put the result back on the shards of the inputs, and prepare it for a backward."""
             if not self._manager.spread:
@@ -198,7 +204,10 @@ class AxisModel:
             on_input_shards = self.back(out, str(self._main_input))
             return self._spread_in_backward(on_input_shards, self._manager.at_work)
 
-        return self._manager.on(self.inner, after=back)
+        removers = ExitStack()
+        removers.callback(hook_before(self.inner, begin, named=False))
+        removers.callback(self._manager.on(self.inner, after=back))
+        return removers.close
 
     def on(
         self,
@@ -749,6 +758,7 @@ class AxisModel:
         self._manager.take(shards)
         self._manager.spread = True
         try:
+            self._own_losses.begin()
             with self._watch.during("forward"):
                 out = self._run(inputs)
         finally:
@@ -789,7 +799,8 @@ class AxisModel:
             parts = (
                 self._part_of(x, shards, alike) for x, alike in zip(values, flags, strict=True)
             )
-            self._own_losses.note(zip(values, parts, strict=True))
+            within = self._parts_within(shards)
+            self._own_losses.note(zip(values, parts, strict=True), part_of=within)
         if self._watcher is not None:
             self._watcher(values)
         return out
@@ -814,6 +825,36 @@ class AxisModel:
             group=_sharers(shards),
             weighed=len(set(sizes)) == 1,
         )
+
+    def _parts_within(self, shards: AxisShards) -> PartOf:
+        """What part a tensor of a shape is that a forward on ``shards`` has made: one with the dims
+        of an input or of a stage, of which any axis may be sharded."""
+        _, own_samples, _ = shards.samples
+        apart, sharers = shards.across is not None, _sharers(shards)
+        layouts = {*self.inputs.values(), *(x.layout for x in self._manager.stages.values())}
+        axes = () if shards.group is None else [x for x in shards.totals if x != self.batch]
+
+        def part_of(shape: tuple[int, ...]) -> Parted | None:
+            """The part; None for a tensor of other dims."""
+            if shards.group is None:
+                samples = apart and shape[:1] == (own_samples,)
+                return (
+                    Parted(shape=shape, dims=(0,), word="samples", weighed=True)
+                    if samples
+                    else None
+                )
+            for layout, axis in product(layouts, axes):
+                sizes = shards.sizes(axis)
+                here = {**shards.totals, axis: sizes[shards.rank]}
+                if axis in layout and layout.fits(shape, here):
+                    at = next(at for at, names in enumerate(layout.names) if axis in names)
+                    even = len(set(sizes)) == 1
+                    return Parted(
+                        shape=shape, dims=(at,), word="places", group=sharers, weighed=even
+                    )
+            return None
+
+        return part_of
 
     def _guarded(self, x: torch.Tensor, *, own: bool = False, known: bool = True) -> torch.Tensor:
         """Guard a tensor ``x`` that ranks have alike, or of which that is not ``known``

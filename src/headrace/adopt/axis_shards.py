@@ -65,6 +65,16 @@ class Dims:
             shape += [sizes.get(name, rest) for name in names]
         return x.reshape(shape)
 
+    def fits(self, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
+        """Whether a tensor of ``shape`` may have these dims. ``sizes`` are the sizes of names in
+        it, as far as they are known."""
+        known = [math.prod(sizes.get(name, 1) for name in names) for names in self.names]
+        whole = [all(name in sizes for name in names) for names in self.names]
+        return len(shape) == len(known) and all(
+            size == wanted if exactly else size % wanted == 0
+            for size, wanted, exactly in zip(shape, known, whole, strict=True)
+        )
+
     def sizes_of(self, x: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, int]:
         """The size in ``x`` of every name, given the ``sizes`` of those that are known, as for
         :meth:`opened`."""

@@ -6,14 +6,16 @@ a mean over the tokens of one rank, its first or last token, its tokens shifted 
 over them, the logarithm of a sum over them, products of tokens with others. The graph that autograd
 keeps between a loss and the model's results shows these; a mean cross entropy that is divided by
 hand shows in its value. What else is divided by counts of one rank shows in the factors of the
-graph: whatever is no part is alike on all ranks, and so is what a part is multiplied with.
+graph: whatever is no part is alike on all ranks, and so is what a part is multiplied with. Tensors
+that modules keep aside in a forward, and a loss is made of, are looked at as results are: autograd
+numbers its nodes as they are made, which tells those of a forward.
 
 Shape legend: b rows of s tokens on this rank; V tokens in a vocabulary.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -30,14 +32,19 @@ from headrace.comm.collectives import gather_floats
 from headrace.errors import ModelError
 from headrace.ops.loss import IGNORED
 
-__all__ = ["OwnLosses", "Parted", "functions_of", "note_alike", "note_whole"]
+__all__ = ["OwnLosses", "PartOf", "Parted", "functions_of", "note_alike", "note_whole"]
 
 _MARK = "headrace part"
 """The key under which a node of autograd has the :class:`Parted` results that it made."""
 _SHARERS = "headrace sharers"
 """The key under which it has the group of ranks that share the batch of its forward."""
+_WITHIN = "headrace within"
+"""The key of nodes that a forward has made. What they have saved is not read, as a checkpoint would
+compute it again."""
 _ALIKE = "headrace alike"
 """The key of nodes whose results ranks have alike, as those of ``run.mean``."""
+_FORWARDS = 64
+"""The last forwards that a loss may use tensors of which modules kept aside."""
 _NODES = 1_000
 """Nodes between a loss and the results that are looked at, at most."""
 _OFTEN = 8
@@ -152,13 +159,33 @@ class Parted:
         return found or ([0] if first and shape[0] in flat else [])
 
 
+PartOf = Callable[[tuple[int, ...]], Parted | None]
+"""What part a tensor of a shape is, which a forward has made; None where it is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """The nodes of autograd that a forward has made: those of the numbers [``first``, ``stop``).
+    ``part_of`` tells what part a tensor of a shape is."""
+
+    first: int
+    stop: int
+    part_of: PartOf
+
+    def part(self, node: Any, number: int) -> Parted | None:
+        """What part a result of one of these nodes is, by its shape; None where it is none."""
+        return self.part_of(tuple(node._input_metadata[number].shape))  # noqa: SLF001
+
+
 class OwnLosses:
     """Looks at the losses of the spread forwards of one ``model``. ``hint`` says how they are
-    made."""
+    made, ``aside`` how those of tensors that modules keep aside."""
 
-    def __init__(self, model: torch.nn.Module, hint: str) -> None:
+    def __init__(self, model: torch.nn.Module, hint: str, aside: str = "") -> None:
         """Nothing was called yet."""
-        self._model, self._hint = model, hint
+        self._model, self._hint, self._aside = model, hint, aside or hint
+        self._began: int | None = None  # the number of the first node of the forward that runs
+        self._made = deque[_Made](maxlen=_FORWARDS)
         self._calls = self._backwards = 0
         # Of the last forward that was looked at: the mean cross entropy [] of this rank's labels,
         # and their number.
@@ -167,13 +194,24 @@ class OwnLosses:
         self._suspected = list[tuple[int, ...]]()
         self._last: Parted | None = None  # the last part that was noted
 
+    def begin(self) -> None:
+        """Note that a forward begins, whose results are noted when it has ended."""
+        self._began = _next_number()
+
     def note(
         self,
         results: Iterable[tuple[torch.Tensor, Parted | None]],
         sharers: dist.ProcessGroup | None = None,
+        *,
+        part_of: PartOf,
     ) -> None:
         """Note the results of a forward; None for those that are no parts. Of losses among these
-        that the model makes, ``sharers`` have the other terms."""
+        that the model makes, ``sharers`` have the other terms. ``part_of`` tells what part a tensor
+        is that modules keep aside."""
+        began, self._began = self._began, None
+        stop = _next_number() if began is not None else None
+        if began is not None and stop is not None:
+            self._made.append(_Made(first=began, stop=stop, part_of=part_of))
         for result, parted in results:
             node: Any = result.grad_fn  # torch's types have its metadata as a function
             if node is not None:
@@ -248,7 +286,7 @@ class OwnLosses:
         Returns:
             The error.
         """
-        nodes = _nodes_before_results(loss.grad_fn)
+        nodes = self._nodes_of(loss)
         # A loss that the model makes is among its results, and no part: it may be left unused.
         if all(node.metadata.get(_MARK, nodes) is not None for node in nodes) and nodes:
             miscounted = 0.0
@@ -256,6 +294,7 @@ class OwnLosses:
         factors = _factors(nodes, made_of)
         found = (
             self._learnt_beside(nodes)
+            or _compiled_within(nodes)
             or ("" if shares else self._added_by_all(nodes))
             or _found(nodes, made_of, weighed=weighed)
             or self._mean_by_hand(loss, targets)
@@ -282,7 +321,7 @@ class OwnLosses:
             found = found or _said_of_indices([row[middle:] for row in rows])
             if not found:
                 return None
-        return self._error_of(found or "what another rank refuses")
+        return self._error_of(found or "what another rank refuses", nodes)
 
     def error_after(self, loss: torch.Tensor, *, weighed: bool = False) -> ModelError | None:
         """What is wrong with a loss whose gradients were made without :meth:`require_sum`, on this
@@ -295,20 +334,26 @@ class OwnLosses:
         Returns:
             The error; None where nothing is wrong.
         """
-        nodes = _nodes_before_results(loss.grad_fn)
+        nodes = self._nodes_of(loss)
         try:
-            found = self._learnt_beside(nodes)
+            found = self._learnt_beside(nodes) or _compiled_within(nodes)
             found = found or _found(nodes, _parts_made_of(nodes), weighed=weighed)
         except RuntimeError:  # of tensors that a backward has freed
             found = ""
-        return self._error_of(found) if found else None
+        return self._error_of(found, nodes) if found else None
 
     def require_own(self, loss: torch.Tensor) -> None:
         """Raise ModelError for a loss that ranks have alike, [], by which others than the model's
         weights learn: their gradients are summed by nobody."""
-        found = self._learnt_beside(_nodes_before_results(loss.grad_fn))
+        nodes = self._nodes_of(loss)
+        found = self._learnt_beside(nodes)
         if found:
-            raise self._error_of(found)
+            raise self._error_of(found, nodes)
+
+    def _nodes_of(self, loss: torch.Tensor) -> list[Any]:
+        """The nodes between a loss and results, as :func:`_nodes_before_results` has them, where
+        parts that modules kept aside are results, too, and are marked as these are."""
+        return _nodes_before_results(loss.grad_fn, made=self._made)
 
     def _learnt_beside(self, nodes: Sequence[Any]) -> str:
         """What is said of weights between a loss and the results of forwards that are not the
@@ -352,8 +397,8 @@ class OwnLosses:
         """Whether a leaf of autograd's that is no parameter is a number, or a few, of no token."""
         return leaf.dim() < 2 and not (self._last and self._last.dims_in(leaf.shape))
 
-    def _error_of(self, found: str) -> ModelError:
-        """The error for a loss of which this was found."""
+    def _error_of(self, found: str, nodes: Sequence[Any]) -> ModelError:
+        """The error for a loss, made by ``nodes``, of which this was found."""
         if found.startswith("weights"):
             wanted = "the model's own"
             hint = "make one module of both, or torch.no_grad() around what is not to learn"
@@ -361,7 +406,8 @@ class OwnLosses:
             wanted, hint = "run.share of each", "write loss + run.share * term"
         else:
             wanted = "a sum over this rank's part, divided by what the whole step has"
-            hint = self._hint
+            aside = any(_WITHIN in node.metadata for node in nodes)
+            hint = self._aside if aside else self._hint
         return ModelError("loss of a part", got=found, wanted=wanted, hint=hint)
 
     def _divided_by_tokens(
@@ -493,6 +539,8 @@ def _of_picked(node: Any, parted: Parted) -> Parted:
     """A part of which a node picks tokens, by a mask or by their numbers: they lie along the first
     dim then."""
     shape = _shape_of(node) or ()
+    if _WITHIN in node.metadata:
+        return replace(parted, shape=tuple(node._input_metadata[0].shape), dims=(0,))  # noqa: SLF001
     if _kind(node) == "MaskedSelect":
         mask = node._saved_mask  # noqa: SLF001
         is_of_tokens = bool(parted.dims_in(mask.shape))
@@ -588,6 +636,8 @@ def _indices(nodes: Sequence[Any], made_of: Mapping[Any, Parted]) -> list[torch.
         shape = _shape_of(node)
         if parted is None or parted.summed or shape is None or parted.word == "samples":
             continue
+        if _WITHIN in node.metadata:
+            continue
         dims = parted.dims_in(shape)
         if kind == "Index":
             picked = [x for dim, x in enumerate(node._saved_indices) if dim in dims]  # noqa: SLF001
@@ -604,7 +654,7 @@ def _indices(nodes: Sequence[Any], made_of: Mapping[Any, Parted]) -> list[torch.
 def _own_factor(node: Any, kind: str, parted: Parted) -> torch.Tensor | None:
     """What a node multiplies a part with, in fp64; None where that is nothing, a part too, or has
     a gradient."""
-    if kind not in ("Mul", "Div"):
+    if kind not in ("Mul", "Div") or _WITHIN in node.metadata:
         return None
     one, other = (getattr(node, f"_saved_{name}", None) for name in ("self", "other"))
     if kind == "Div":
@@ -622,6 +672,8 @@ def _own_factor(node: Any, kind: str, parted: Parted) -> torch.Tensor | None:
 
 def _add_up_to_one(node: Any) -> bool:
     """Whether a node multiplies tokens with weights that are no mask and add up to 1."""
+    if _WITHIN in node.metadata:
+        return False
     kept = [getattr(node, f"_saved_{name}", None) for name in ("self", "other", "tensor")]
     tensors = [x for x in kept if isinstance(x, torch.Tensor)]
     if len(tensors) != 1 or tensors[0].numel() < _FEWEST or tensors[0].requires_grad:
@@ -731,32 +783,60 @@ def _is_of(part: Parted, node: Any) -> bool:
     return any(part.dims_in(tuple(x.shape)) for x in getattr(node, "_input_metadata", ()))
 
 
-def _nodes_before_results(last: Any, *ends: str) -> list[Any]:
+def _nodes_before_results(last: Any, *ends: str, made: Sequence[_Made] = ()) -> list[Any]:
     """The nodes of autograd from the results of forwards up to ``last``, each after those that it
     depends on; none where they are too many. Nodes behind results are left out, and those behind
-    nodes with one of the keys ``ends``."""
-    order, seen, stack = list[Any](), set[Any](), [(last, False)]
+    nodes with one of the keys ``ends``. What a forward has ``made`` that is a part, and was kept
+    aside, is marked as a result."""
+    order, seen, stack = list[Any](), set[Any](), [(last, 0, False)]
     while stack:
-        node, done = stack.pop()
+        node, number, done = stack.pop()
         if done:
             order.append(node)
         elif node is not None and node not in seen:
             seen.add(node)
             if len(seen) > _NODES:
                 return []
-            stack.append((node, True))
+            forward = _forward_of(node, made) if made and _MARK not in node.metadata else None
+            if forward is not None:
+                node.metadata[_WITHIN] = True
+                part = forward.part(node, number)
+                if part is not None:
+                    node.metadata[_MARK] = part
+            stack.append((node, 0, True))
             if not any(key in node.metadata for key in (_MARK, *ends)):
-                stack += [(parent, False) for parent, _ in node.next_functions]
+                stack += [(parent, at, False) for parent, at in node.next_functions]
     return order
 
 
+def _next_number() -> int | None:
+    """The number that autograd gives the next node; None where it makes none."""
+    with torch._C.DisableTorchFunction():  # noqa: SLF001
+        node: Any = torch.zeros((), device="cpu", requires_grad=True).clone().grad_fn
+    return None if node is None else int(node._sequence_nr()) + 1  # noqa: SLF001
+
+
+def _forward_of(node: Any, made: Sequence[_Made]) -> _Made | None:
+    """The forward that made a node; None for a node of no forward, or of the leaves."""
+    number = node._sequence_nr()  # noqa: SLF001
+    return next((one for one in made if one.first <= number < one.stop), None)
+
+
+def _compiled_within(nodes: Sequence[Any]) -> str:
+    """What is said of numbers that compiled modules make in a forward and keep aside; nothing where
+    there are none."""
+    kept = (node for node in nodes if _WITHIN in node.metadata and _MARK not in node.metadata)
+    found = any(node.name().startswith("CompiledFunction") for node in kept)
+    return "numbers that a compiled module makes and keeps aside" if found else ""
+
+
 def _is_sum(node: Any, parted: Parted) -> bool:
-    """Whether a node sums over the part."""
+    """Whether a node sums over the part, or takes a mean, which is a sum where it is weighed."""
     kind, shape = _kind(node), _shape_of(node)
     if kind == "Dot":  # of vectors, one of which is of tokens
         return True
-    of_all = getattr(node, "_saved_reduction", None) == _SUM
-    if shape is None or not (of_all or kind in ("Sum", "Nansum")):
+    of_all = getattr(node, "_saved_reduction", None) in (_SUM, _MEAN)
+    if shape is None or not (of_all or kind in ("Sum", "Nansum", "Mean")):
         return False
     dims = [*range(len(shape))] if of_all else list(_dims_of(node, len(shape)))
     return any(dim in dims for dim in parted.dims_in(shape))
@@ -776,6 +856,8 @@ def _said_of(node: Any, parted: Parted, given: Sequence[Parted | None], *, weigh
         of_sums = [one is not None and one.summed for one in given]
         products = kind == "Mul" and all(of_sums) and len(of_sums) > 1
         products |= kind == "Div" and len(of_sums) > 1 and of_sums[1]
+        if kind in ("Mul", "Div") and _WITHIN in node.metadata and not products:
+            return f"sums over {parted.word} of one rank that a module multiplies or divides"
         wrong = products or kind in _NOT_LINEAR
         said = f"a function of sums over {parted.word} of one rank that is not linear ({kind})"
         return said if wrong else ""
@@ -806,6 +888,12 @@ def _is_of_each_token(node: Any, kind: str, given: Sequence[Parted | None]) -> b
     """Whether each token of a part is a matrix of its own in a product of matrices of parts."""
     if kind == "Mm":
         return False
+    if _WITHIN in node.metadata:
+        metadata = [parent._input_metadata[number] for parent, number in node.next_functions]  # noqa: SLF001
+        return all(
+            one is not None and one.dims_in(tuple(side.shape)) == [0]
+            for one, side in zip(given, metadata, strict=True)
+        )
     sides = [getattr(node, f"_saved_{name}", None) for name in _PRODUCTS[kind]]
     return all(
         one is not None and side is not None and one.dims_in(side.shape) == [0]
@@ -818,15 +906,22 @@ def _shape_of(node: Any) -> tuple[int, ...] | None:
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     if sizes is not None:
         return tuple(map(int, sizes))
+    if _WITHIN in node.metadata:
+        return _shape_given(node)
     for name in ("_saved_self", "_saved_input", "_saved_result"):
         try:
             kept = getattr(node, name, None)
-        except RuntimeError:  # a backward has freed it: what it was made by knows its shape
-            parent, number = node.next_functions[0]
-            return None if parent is None else tuple(parent._input_metadata[number].shape)  # noqa: SLF001
+        except RuntimeError:  # a backward has freed it
+            return _shape_given(node)
         if isinstance(kept, torch.Tensor):
             return tuple(kept.shape)
     return None
+
+
+def _shape_given(node: Any) -> tuple[int, ...] | None:
+    """The shape of what the function of a node was given first, as what has made it knows it."""
+    parent, number = node.next_functions[0]
+    return None if parent is None else tuple(parent._input_metadata[number].shape)  # noqa: SLF001
 
 
 def _dims_of(node: Any, count: int) -> Iterator[int]:

@@ -20,6 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, NoReturn, cast
@@ -69,7 +70,7 @@ from headrace.adopt.labels import (
 from headrace.adopt.model_layers import Layers, find_layers
 from headrace.adopt.operators import ModelSlot, StandIn
 from headrace.adopt.own_hooks import hook_after, hook_before
-from headrace.adopt.own_losses import OwnLosses, Parted, note_alike
+from headrace.adopt.own_losses import OwnLosses, Parted, PartOf, note_alike
 from headrace.adopt.placement import (
     EXCHANGES,
     Exchange,
@@ -293,6 +294,8 @@ class TokenModel:
             model,
             "run.loss(logits, part.labels), or reduction='sum' and / part.targets; "
             "part.labels are in the places that predict them, run.mean(values) is over all tokens",
+            "of what modules keep aside, too: run.share * of run.mean(values), which is over all "
+            "tokens, or what modules add up / part.targets",
         )
         self._watcher: Watcher | None = None  # sees the results of forwards in a loop
         self._summed, self._summed_backward = SummedGradients(), SummedBackward(model)
@@ -629,6 +632,7 @@ class TokenModel:
         self._last_labels = None if placement in self._told else own_labels
         try:
             labels = inputs.pop(self._label_name, None) if self._from_transformers else None
+            self._own_losses.begin()
             with self._watch.during("forward"):
                 if labels is not None and self._whole_head is not None:
                     outputs = self._call_with_whole_head(self._whole_head, placement, inputs)
@@ -641,7 +645,8 @@ class TokenModel:
         self._summed_backward.require(results)
         if self._world > 1:
             parted = ((x, _part_of(x, placement)) for x in results)
-            self._own_losses.note(parted, placement.group)
+            within = _parts_within(placement)
+            self._own_losses.note(parted, placement.group, part_of=within)
             self._own_losses.note_labels(results, None if labelled else own_labels)
         return self._with_backward_hooks(outputs, placement)
 
@@ -855,7 +860,8 @@ class TokenModel:
             results = [x for x in results if x.shape[2:] != (1,)]
         self._watcher(results)
         parted = ((x, _part_of(x, placement, alone=True)) for x in results)
-        self._own_losses.note(parted, placement.group)
+        within = _parts_within(placement, alone=True)
+        self._own_losses.note(parted, placement.group, part_of=within)
 
     def checked_backward(self, loss: torch.Tensor, *, weighed: bool) -> ModelError | None:
         """Run the backward of a loss in a loop, and tell what is wrong where its graph shows that
@@ -1033,6 +1039,8 @@ class TokenModel:
             self.model,
             "micro.loss(logits), or reduction='sum' and / micro.targets; micro.labels are in the "
             "places that predict them, and are not shifted once more",
+            "of what modules keep aside, too: what they add up / micro.targets, or sums of each "
+            "sequence (micro.per_sequence); a mean over one micro-batch follows the plan",
         )
         row = {name: value.to(device) for name, value in packed([sample]).items()}
         self.probe(row)
@@ -1213,11 +1221,12 @@ class TokenModel:
             )
 
     def _require_own(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Raise ModelError where the model, spread for a micro-batch, is called with other tokens
-        than its part, as it would take them to have the documents and positions of the micro-batch;
-        and where position ids are missing. ``args`` and ``named`` are the arguments of the call.
-        It suffices that the token ids or the position ids are those of the part: the user may have
-        changed the other ones on purpose."""
+        """Note that a forward begins. Raise ModelError where the model, spread for a micro-batch,
+        is called with other tokens than its part, as it would take them to have the documents and
+        positions of the micro-batch; and where position ids are missing. ``args`` and ``named`` are
+        the arguments of the call. It suffices that the token ids or the position ids are those of
+        the part: the user may have changed the other ones on purpose."""
+        self._own_losses.begin()
         if self._part is None:
             return
         given = {**dict(zip(self._argument_order, args, strict=False)), **named}
@@ -1662,12 +1671,34 @@ def _part_of(x: torch.Tensor, placement: Placement, *, alone: bool = False) -> P
     """What part of the whole result a result ``x`` of a forward on a placement is: tokens of rows
     that several ranks share, or this one has ``alone``, beside others of a step. None for other
     results, and for a single token of each row."""
-    tokens = placement.width if alone or placement.tokens.ranks > 1 else 0
-    if tokens < 2 or tuple(x.shape[:2]) != (placement.rows, tokens):
+    tokens = _part_of_tokens(placement, alone=alone)
+    if tokens is None or tuple(x.shape[:2]) != tokens.shape:
         return None
-    shape, group = tuple(x.shape), placement.group
     # A loop's shares are of labels: a mean over all tokens is found by its gradients.
-    return Parted(shape=shape, dims=(1,), word="tokens", group=group, weighed=alone)
+    return replace(tokens, shape=tuple(x.shape), weighed=alone)
+
+
+def _part_of_tokens(placement: Placement, *, alone: bool = False) -> Parted | None:
+    """What part a tensor [b, s_r] of a value for each token of a placement is; None where there is
+    a single token in each row, or where no ranks share them and none has them ``alone``."""
+    tokens = placement.width if alone or placement.tokens.ranks > 1 else 0
+    if tokens < 2:
+        return None
+    shape = (placement.rows, tokens)
+    return Parted(shape=shape, dims=(1,), word="tokens", group=placement.group)
+
+
+def _parts_within(placement: Placement, *, alone: bool = False) -> PartOf:
+    """What part a tensor of a shape is, [b, s_r, ...] or [b s_r, ...], that a forward on a
+    placement has made."""
+    tokens = _part_of_tokens(placement, alone=alone)
+
+    def part_of(shape: tuple[int, ...]) -> Parted | None:
+        """The part; None for a tensor of other dims."""
+        dims = () if tokens is None else tuple(tokens.dims_in(shape))
+        return replace(tokens, shape=shape, dims=dims) if tokens and dims else None
+
+    return part_of
 
 
 def _is_same_tensor(x: torch.Tensor, wanted: torch.Tensor) -> bool:
