@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "_generated" / "flows.md"
 LIMITS = {
     "hr.plan": 25,
     "native step": 77,
-    "attached step": 64,
+    "attached step": 65,
     "hr.adapt forward": 12,
     "hr.attach loads": 224,
 }

@@ -51,8 +51,9 @@ from headrace.adopt.gradients import (
 )
 from headrace.adopt.held_weights import AlikeWeights, require_linear_hooks
 from headrace.adopt.labels import logits_of, result_tensors
+from headrace.adopt.loss_graph import Parted, PartOf
 from headrace.adopt.own_hooks import hook_before
-from headrace.adopt.own_losses import OwnLosses, Parted, PartOf
+from headrace.adopt.own_losses import OwnLosses
 from headrace.adopt.placement import fingerprint, replica_blocks
 from headrace.adopt.replaced_calls import compiled_within
 from headrace.adopt.samples import numbers_of
@@ -1175,6 +1176,9 @@ class AxisModel:
             How many there are.
         """
         return sum(inner in self._manager.stages for inner in module.modules())
+
+    def look_again(self) -> None:
+        """Do nothing: stages are named by the user, and hooks are on the modules that he named."""
 
     def forget(self) -> None:
         """Drop the recorded order of stages, where a forward may have failed on some ranks."""

@@ -12,6 +12,7 @@ micro-batch has. The sum is that of one process only where the hook is linear (a
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ __all__ = [
 
 _OFTEN = 8
 """Batches before which weights are compared each time."""
-_FEW, _ELEMENTS = 8, 4_096
-"""About so many parameters are compared, and of each so many elements at most."""
+_FEW, _ELEMENTS, _OF_EACH = 8, 4_096, 16
+"""About so many parameters are compared, of each so many elements at most; and so many of all."""
 
 _STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Adam": 2, "AdamW": 2, "RAdam": 2, "Adamax": 2}
 """How many tensors of a parameter's size optimizers keep for it, by the names of their classes."""
@@ -300,9 +301,13 @@ class AlikeWeights:
 
 
 def _few(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The first elements of some of the tensors."""
+    """The first elements of some of the tensors, and a few of every one, joined."""
     every = max(1, len(tensors) // _FEW)
-    return [x.reshape(-1)[:_ELEMENTS] for x in tensors[::every]]
+    flat = [x.reshape(-1) for x in tensors if x.numel()]
+    spread = defaultdict[tuple[torch.dtype, torch.device], list[torch.Tensor]](list)
+    for x in flat:
+        spread[x.dtype, x.device].append(x[:: -(-len(x) // _OF_EACH)])
+    return [*(x[:_ELEMENTS] for x in flat[::every]), *map(torch.cat, spread.values())]
 
 
 def share_weights(held: HeldWeights, groups: Groups, say: Callable[[str], object]) -> None:

@@ -412,7 +412,23 @@ class ReplacedCalls(TorchFunctionMode):
         token_cuts = [cut for cut in cuts if self._is_token_count(out.shape[cut.made], part=cut.at)]
         if len(token_cuts) != 1:
             return out
+        self._require_rows(table.shape[token_cuts[0].dim])
         return rows_of(table, index, **token_cuts[0]._asdict(), handle=self._slot.handle)
+
+    def _require_rows(self, rows: int) -> None:
+        """Raise ModelError, on all ranks, where a table of places has fewer ``rows`` than the
+        longest document of the batch has tokens, as one that grows with the tokens it is asked for
+        has on each rank."""
+        now = self._slot.now
+        longest = 0 if isinstance(now, StandIn) else max(now.tokens.lengths)
+        if rows < longest:
+            raise ModelError(
+                f"table of places in {_site_text(_site())}",
+                got=f"{rows} rows",
+                wanted=f"{longest}, as many as the longest document has tokens",
+                hint="make the table for the longest rows at first: it may not grow while the "
+                "model is spread, as no rank has all tokens",
+            )
 
     def _is_held(self, table: torch.Tensor) -> bool:
         """Whether ``table`` is a parameter, buffer or attribute of one of the model's modules."""

@@ -393,6 +393,10 @@ class SpreadModel(SampleReader, Protocol):
         """
         ...
 
+    def look_again(self) -> None:
+        """Between two steps of a loop: look at a model again that has changed since."""
+        ...
+
     def forget(self) -> None:
         """Drop records of earlier forwards: after a failure they may differ between ranks."""
         ...

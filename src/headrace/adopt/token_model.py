@@ -23,6 +23,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from operator import is_
 from typing import Any, NoReturn, cast
 
 import torch
@@ -67,10 +68,11 @@ from headrace.adopt.labels import (
     require_labels,
     result_tensors,
 )
+from headrace.adopt.loss_graph import Parted, PartOf
 from headrace.adopt.model_layers import Layers, find_layers
 from headrace.adopt.operators import ModelSlot, StandIn
 from headrace.adopt.own_hooks import hook_after, hook_before
-from headrace.adopt.own_losses import OwnLosses, Parted, PartOf, note_alike
+from headrace.adopt.own_losses import OwnLosses, note_alike
 from headrace.adopt.placement import (
     EXCHANGES,
     Exchange,
@@ -116,6 +118,9 @@ from headrace.spec.method_facts import Members
 from headrace.spec.plan import TokenOrder
 
 __all__ = ["EntryPointName", "TokenModel", "arguments_of", "compile"]
+
+_MODES = ("training", "gradient_checkpointing")
+"""Flags that loops turn on and off, and that change no result beside dropout."""
 
 
 def compile(
@@ -245,7 +250,8 @@ class TokenModel:
         # How the model counts position ids: candidates for that of a row's first token; whether it
         # skips masked tokens; the padding's token id, where it skips tokens with that id.
         self._first_positions = first_places(inner)
-        self._modules = tuple[torch.nn.Module, ...]()  # those of the model when it was last probed
+        # Those of the model when it was last probed.
+        self._modules, self._flags = tuple[torch.nn.Module, ...](), list[tuple[int, str, object]]()
         self._counts_by_mask = False
         self._skipped_padding_id: int | None = None
         self._groups = groups or groups_here(device_of(inner))
@@ -289,6 +295,7 @@ class TokenModel:
         self._shares = False  # whether the user has asked for a rank's share
         self._told = weakref.WeakSet[Placement]()  # of whose targets the user has said the number
         self._part: BatchPart | None = None  # the part given to take(), until release()
+        self._loop_row: Mapping[str, torch.Tensor] | None = None  # what a loop's model is probed by
         self._hooks_seen = dict[int, Any]()  # hooks on gradients that were looked at, by id
         self._own_losses = OwnLosses(
             model,
@@ -962,18 +969,17 @@ class TokenModel:
             if may_go_on:
                 # At least doubled, so that rows that grow step by step are seldom looked at again.
                 self._probed_tokens[training] = max(longest, 2 * known)
-        self._modules = tuple(self.inner.modules())
+        self._modules, self._flags = tuple(self.inner.modules()), _flags_of(self.inner)
         self._look_at_loss(batch, training=training)
 
     def _has_other_modules(self) -> bool:
-        """Whether the model has other modules than when it was probed last. A wrapped model is not
-        asked, as probing it takes all ranks."""
+        """Whether the model has other modules than when it was probed last, or other flags. A
+        wrapped model is not asked, as probing it takes all ranks."""
         if not self._modules or is_wrapped(self.model):
             return False
         now = tuple(self.inner.modules())
-        return len(now) != len(self._modules) or any(
-            own is not before for own, before in zip(now, self._modules, strict=True)
-        )
+        same = len(now) == len(self._modules) and all(map(is_, now, self._modules))
+        return not same or _flags_of(self.inner) != self._flags
 
     def _probe_first(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Find the layers, masks and positions of the model by its first batch, and whether it can
@@ -1044,9 +1050,8 @@ class TokenModel:
         )
         row = {name: value.to(device) for name, value in packed([sample]).items()}
         self.probe(row)
-        for training in {False, True} - self._probed_modes:
-            self._probe_mode(row, tried_tokens(documents_of(row, self.tokens)), training=training)
-            self._look_at_loss(row, training=training)
+        self._probe_modes(row)
+        self._loop_row = row
         if self._check is not None and row[self.tokens].shape[1] >= self._world:
             check = self._check
             self.shard(self._user_labels(row))  # compares, and clears self._check
@@ -1059,11 +1064,26 @@ class TokenModel:
 
         def end() -> None:
             """Undo the installation and detach the model."""
+            self._loop_row = None
             self.release()
             uninstall()
             self.detach()
 
         return end
+
+    def look_again(self) -> None:
+        """Probe a model in a loop once more, in both modes, where it has other modules or flags
+        than at the last time."""
+        if self._loop_row is not None and self._has_other_modules():
+            self._probed_modes.clear()
+            self._probe_modes(self._loop_row)
+            self._modules, self._flags = tuple(self.inner.modules()), _flags_of(self.inner)
+
+    def _probe_modes(self, row: Mapping[str, torch.Tensor]) -> None:
+        """Probe the model with a row in those modes in which it was not."""
+        for training in {False, True} - self._probed_modes:
+            self._probe_mode(row, tried_tokens(documents_of(row, self.tokens)), training=training)
+            self._look_at_loss(row, training=training)
 
     def _user_labels(self, row: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The fields of a packed row, tensors [1, t, ...] by name, as a user would give them to
@@ -1599,6 +1619,17 @@ class TokenModel:
         if name == "position_ids":
             return self._takes_position_ids
         return self._takes_any_name or name in self._argument_names or name == self.tokens
+
+
+def _flags_of(model: torch.nn.Module) -> list[tuple[int, str, object]]:
+    """The flags and names that modules of a model have as attributes of their own, but those of
+    their modes: (number of the module, name, value)."""
+    return [
+        (at, name, value)
+        for at, module in enumerate(model.modules())
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, str)) and name not in _MODES and name[0] != "_"
+    ]
 
 
 def _dynamic_rope_limit(config: Any) -> int | None:

@@ -464,6 +464,8 @@ class LoopRunner:
         try:
             self._require_own_parameters()
             require_linear_hooks(self.held.model, self._hooks_seen)
+            if self.check_losses:
+                self.model.look_again()
             own_packs = self._read_packs(batch, plan)
         except Exception as error:  # told to all ranks, which would wait for this one
             failure = error

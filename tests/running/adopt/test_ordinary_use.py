@@ -780,6 +780,32 @@ class Table(nn.Module):
         return x + self.kept
 
 
+class Growing(Table):
+    """Keeps a table that grows where a call has more tokens than any before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None or len(self.kept) < x.shape[1]:
+            places = torch.arange(0.0, x.shape[1], dtype=x.dtype)
+            self.kept = torch.sin(places[:, None] * self.rates)
+        return x + self.kept[: x.shape[1]]
+
+
+def growing() -> str:
+    """What is said of a model whose table is as long as the tokens of a rank."""
+    run = hr.compile(gpt(other=Growing))
+    part = run.shard({"ids": drawn(1, 20)["ids"]})
+    with pytest.raises(ModelError) as caught:
+        run(**part.inputs)
+    return str(caught.value)
+
+
+def test_tables_that_are_too_short_are_refused_on_all_ranks() -> None:
+    """Catches an index beyond the table on one rank, while others wait for it."""
+    for said in run_ranks(2, growing):
+        assert "table of places in Growing.forward" in said
+        assert "got 10 rows, wanted 20, as many as the longest document has tokens" in said
+
+
 class OfClasses(Gpt):
     """With a mean over probabilities of classes, in which tokens without a label count, too."""
 
@@ -876,6 +902,34 @@ def test_dropout_is_computed_again(level: Any) -> None:
         run.backward(loss)
         losses.append(float(run.add_up(loss)))
     assert losses[0] == pytest.approx(losses[1], rel=EXACT)
+
+
+class Switched(nn.Module):
+    """Mixes tokens where a flag says so, and squares where another does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixes = self.squares = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x - x.mean(1, keepdim=True) if self.mixes else x
+        return x.square() if self.squares else x
+
+
+def test_a_flag_that_is_set_later_is_looked_at() -> None:
+    """Catches a model that mixes tokens from some step on."""
+    model: Any = gpt()
+    model.blocks[0].other = Switched()
+    run = hr.compile(model)
+    batch = drawn(2, 20)
+    for squares in (False, True):
+        model.blocks[0].other.squares = squares
+        found = run(**run.shard(batch).inputs)[1]
+        assert float(found.detach()) == pytest.approx(model(**batch)[1].item(), rel=EXACT)
+    model.blocks[0].other.mixes = True
+    for _ in range(2):
+        with pytest.raises(ModelError, match="another result for token"):
+            run.shard(batch)
 
 
 def test_a_module_that_comes_later_is_looked_at() -> None:
@@ -1519,7 +1573,7 @@ def said_of_own_losses(hows: list[str]) -> dict[str, str]:
 
 WRONG = {
     "mean": "a mean over tokens",
-    "mean in two dims": "the mean cross entropy",
+    "mean in two dims": "a mean over tokens",
     "divided by hand": "the mean cross entropy",
     "mean of those with a label": "a mean over tokens",
     "squares": "a mean over tokens",
@@ -1704,6 +1758,28 @@ def test_gradients_that_were_not_summed_are_noticed(how: str) -> None:
     for said in run_ranks(2, trained_apart, how, False):
         assert len(said) == 2
         assert said[0].startswith("weights of the model: got others than on rank 0")
+
+
+def drawn_anew(name: str) -> str:
+    """What is said of a batch after one weight of twelve blocks was drawn by every rank."""
+    model: Any = gpt(layers=12)
+    run: Any = hr.compile(model)
+    run.shard(drawn(2, 21))
+    torch.manual_seed(dist.get_rank())
+    with torch.no_grad():
+        model.get_parameter(name).normal_(std=0.02)
+    try:
+        run.shard(drawn(2, 21))
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["blocks.5.mlp.2.bias", "blocks.7.norm2.weight", "norm.bias"])
+def test_weights_that_ranks_draw_later_are_noticed(name: str) -> None:
+    """Catches a look at the first few weights alone."""
+    for said in run_ranks(2, drawn_anew, name):
+        assert said.startswith("weights of the model: got others than on rank 0")
 
 
 def of_the_backbone() -> list[str]:

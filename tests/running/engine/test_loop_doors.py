@@ -380,6 +380,50 @@ def test_results_of_compiled_models_are_looked_at(tmp_path: Path) -> None:
         assert "some of the places of one rank" in said
 
 
+class Switched(torch.nn.Module):
+    """Subtracts the mean of all tokens where a flag says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(1, keepdim=True) if self.mixes else x
+
+
+def changed_later(folder: Path, how: str) -> tuple[int, str]:
+    """(steps done, what is said) of a loop that changes its model after the first step."""
+    model: Any = llama()
+    model.model.layers[0].post_attention_layernorm = torch.nn.Sequential(
+        model.model.layers[0].post_attention_layernorm, Switched()
+    )
+    run = attached(model, sgd(model), dataset(), folder, costs=costs(2), steps=3)
+    done = 0
+    try:
+        for step in run:
+            for micro in step:
+                micro.backward(model(**micro.inputs).loss)
+            done += 1
+            if how == "a flag":
+                model.model.layers[0].post_attention_layernorm[1].mixes = True
+            elif how == "a module":
+                model.model.layers[0].post_attention_layernorm[1] = Switched()
+                model.model.layers[0].post_attention_layernorm[1].mixes = True
+            else:
+                model.model.layers[0].post_attention_layernorm[1] = torch.nn.Identity()
+    except ModelError as error:
+        return done, str(error)
+    return done, ""
+
+
+@pytest.mark.parametrize("how", ["a flag", "a module", "what does nothing"])
+def test_models_that_change_in_a_loop_are_looked_at(how: str, tmp_path: Path) -> None:
+    """Catches tokens that are mixed from the second step on."""
+    for done, said in run_ranks(2, changed_later, tmp_path, how):
+        assert done == (3 if how == "what does nothing" else 1)
+        assert ("another result for token" in said) == (how != "what does nothing")
+
+
 def weighted(model: Any, micro: Any) -> torch.Tensor:
     """As in reinforcement learning: a value of each token, one of each sample, and a penalty."""
     inputs = {name: value for name, value in micro.inputs.items() if name != "labels"}
