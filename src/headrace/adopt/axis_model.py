@@ -170,7 +170,7 @@ class AxisModel:
             "on every rank, or over a rank's samples, counts loss * run.share",
         )
         self._watcher: Watcher | None = None  # sees the results of forwards in a loop
-        self._summed, self._summed_backward = SummedGradients(), SummedBackward(model)
+        self._summed, self._summed_backward = SummedGradients(model), SummedBackward(model)
         self._alike_weights = AlikeWeights(model)
         self._author_compiles = bool(compiled_within(model))  # inputs of graphs are plain tensors
         weakref.finalize(self, self._watch.close)
@@ -451,7 +451,9 @@ class AxisModel:
         return value
 
     def take(self, part: BatchPart) -> None:
-        """Spread the model: its forwards work on the shards of ``part`` until :meth:`release`."""
+        """Spread the model: its forwards work on the shards of ``part`` until :meth:`release`. What
+        autocast keeps may be of weights as they were, or as FSDP2 has freed them."""
+        torch.clear_autocast_cache()
         self._manager.take(part.placed)
         self._guards.divides = False
         self._manager.spread = True
@@ -760,6 +762,7 @@ class AxisModel:
         self._manager.spread = True
         try:
             self._own_losses.begin()
+            torch.clear_autocast_cache()  # as in take()
             with self._watch.during("forward"):
                 out = self._run(inputs)
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -41,10 +41,11 @@ def is_wrapped(model: torch.nn.Module) -> bool:
     return isinstance(model, _WRAPPERS)
 
 
-def require_known_wrapper(model: torch.nn.Module) -> None:
+def require_known_wrapper(model: torch.nn.Module, *, static: bool = False) -> None:
     """Raise ModelError for a model within a wrapper whose calls or gradients are its own: FSDP1,
-    DataParallel, or what torch.compile made of the whole model; and for parameters in shards that
-    no FSDP2 around the model adds up."""
+    DataParallel, or what torch.compile made of the whole model; for parameters in shards that no
+    FSDP2 around the model adds up over all ranks; and for DDP of a graph that never changes, unless
+    it may be ``static``."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     compiled = hasattr(inner, "_orig_mod")
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
@@ -53,6 +54,14 @@ def require_known_wrapper(model: torch.nn.Module) -> None:
             "model with parameters in shards",
             got=f"{len(sharded)} DTensors, and no FSDP2 around the model",
             wanted="fully_shard(model), after that of its blocks, or no shards",
+        )
+    if isinstance(model, FSDPModule):
+        _require_all_ranks(model, sharded)
+    if isinstance(model, DistributedDataParallel) and model.static_graph and not static:
+        raise ModelError(
+            "model under DDP",
+            got="static_graph=True",
+            wanted="False: the backwards of a step differ",
         )
     found = [module for module in model.modules() if isinstance(module, (Fsdp1, DataParallel))]
     if not found and not compiled:
@@ -67,6 +76,40 @@ def require_known_wrapper(model: torch.nn.Module) -> None:
         if compiled
         else "start a rank for each GPU by torchrun",
     )
+
+
+def _require_all_ranks(model: torch.nn.Module, sharded: Sequence[DTensor]) -> None:
+    """Raise ModelError for parameters that FSDP2 shards over fewer ranks than there are, or that
+    tensor parallelism shards besides, or that FSDP2 ignores: nobody sums their gradients over all
+    ranks."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    for p in sharded:
+        mesh, (*others, last) = p.device_mesh, p.placements
+        if mesh.size() != world or not last.is_shard() or not all(x.is_replicate() for x in others):
+            raise ModelError(
+                f"parameter {list(p.shape)} under FSDP2",
+                got=f"{p.placements} on a mesh of {list(mesh.shape)}",
+                wanted=f"shards over all {world} ranks, or over some and copies beside",
+                hint="headrace spreads sequences over ranks in the place of tensor parallelism: "
+                "leave that out, and give fully_shard the mesh of all ranks",
+            )
+    _require_no_others(model)
+
+
+def _require_no_others(model: torch.nn.Module) -> None:
+    """Raise ModelError, on all ranks alike, for parameters that are trained and that FSDP2 around
+    the model ignores."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # what it has gathered are other tensors
+    ignored = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if ignored and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ModelError(
+            "parameters that FSDP2 ignores",
+            got=f"{len(ignored)} that are trained, the first of shape {list(ignored[0].shape)}",
+            wanted="none, as nobody sums their gradients over ranks",
+            hint="leave ignored_params out, or freeze them",
+        )
 
 
 def require_made(loss: object, what: str) -> None:
@@ -194,7 +237,9 @@ class SummedGradients:
     """Knows which gradients of a model are sums over ranks already, so that none is summed again,
     and which were changed since a backward, so that no rank's part is clipped by its own norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
+        # DDP knows no parameters that were frozen when it was made.
+        self._frozen = {id(p) for p in model.parameters() if not p.requires_grad}
         # Of each sum, and of each gradient after the last backward, where its data is and how
         # often it was written to, by the parameter's id.
         self._sums, self._parts = _Written(), _Written()
@@ -205,7 +250,10 @@ class SummedGradients:
         """Sum the gradients of ``model`` over ``world``, where no wrapper does and they are no
         sums already, and note them. Where a rank has an ``error``, all raise one instead.
         Collective."""
-        if isinstance(model, FSDPModule):
+        if isinstance(model, DistributedDataParallel):
+            _require_known(model, self._frozen)
+        elif isinstance(model, FSDPModule):
+            _require_no_others(model)
             add_up((), world, error)
         elif not is_wrapped(model) and not self.are_there(model):
             add_up(model.parameters(), world, error or self._error_of_parts(model))
@@ -255,6 +303,21 @@ class SummedGradients:
                 hint="call optimizer.zero_grad() first; of several backwards in a step give the "
                 "sum of their losses to one add_up, after the last",
             )
+
+
+def _require_known(model: DistributedDataParallel, frozen: Collection[int]) -> None:
+    """Raise ModelError, on all ranks alike, for parameters that are trained and that DDP does not
+    know, as they were ignored when it was made, or ``frozen``, by their ids."""
+    known = {id(p) for p in model._module_parameters} - set(frozen)  # noqa: SLF001
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
+    if others:
+        raise ModelError(
+            "parameters of a model under DDP",
+            got=f"{len(others)} that are trained and DDP does not know, the first of shape "
+            f"{list(others[0].shape)}",
+            wanted="those that required gradients when DDP was made",
+            hint="make DDP, and what hr.compile gives, anew once parameters are unfrozen",
+        )
 
 
 def written(gradient: torch.Tensor) -> tuple[int, int]:

@@ -33,8 +33,11 @@ def held_still(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
 
     Within it torch's dropout drops nothing, and parameters that are all zero hold small random
     numbers: a gate that starts at zero would hide whatever it multiplies. At the end its weights,
-    buffers, flags and counters are as they were, and so are the states of random generators."""
+    buffers, flags and counters are as they were, and so are the states of random generators. What
+    autocast keeps of weights in another type is dropped before and after."""
+    torch.clear_autocast_cache()
     with ExitStack() as undo:
+        undo.callback(torch.clear_autocast_cache)
         draws = Draws.now(model)
         undo.callback(draws.restore)
         undo.callback(_remember(model))
@@ -150,8 +153,9 @@ def _redraw(
     """Add random numbers to the parameters that ``chooses(parameter, local)`` names, where
     ``local`` is the parameter, or this rank's shard of it: from 0.05 to 0.15 of either sign, times
     its largest number where that is not 0, drawn with a fixed seed. Returns the function that
-    restores the numbers that were there."""
+    restores the numbers that were there. Autocast is to keep none of them in another type."""
     _reshard(model)
+    torch.clear_autocast_cache()
     generator = torch.Generator().manual_seed(0)
     changed = list[tuple[torch.Tensor, torch.Tensor]]()  # (parameter, its numbers)
     for parameter in model.parameters():

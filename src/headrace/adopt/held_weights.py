@@ -62,7 +62,7 @@ class HeldWeights:
     def of(cls, model: torch.nn.Module, ranks: int) -> HeldWeights:
         """The weights of ``model``, wrapped or not, in a world of ``ranks`` ranks. Raises
         ModelError for a wrapper that is not known."""
-        require_known_wrapper(model)
+        require_known_wrapper(model, static=True)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         return cls(model=model, inner=inner, ranks=ranks)
 
@@ -91,8 +91,16 @@ class HeldWeights:
         """A context for the micro-batches of a step, in which DDP does not synchronize gradients:
         they are summed once, by :meth:`add_up`."""
         if isinstance(self.model, DistributedDataParallel):
+            # A forward between steps that no backward followed would have the next one sum.
+            self.model.reducer._reset_state()  # noqa: SLF001
             return self.model.no_sync()
         return nullcontext()
+
+    def sum_shards(self) -> None:
+        """Have FSDP2 sum the gradients of the backward that follows, as those of every micro-batch
+        are to be, also where the loop has told it to put that off."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(True)
 
     def shard_again(self) -> None:
         """Have FSDP2 free weights that it has gathered: after a forward without a backward it keeps

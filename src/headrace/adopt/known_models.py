@@ -663,7 +663,7 @@ def adapt(
         >>> run = hr.adapt(model, stages=[stage], inputs={"x": "b t s c"}, axis="t")
         >>> out = run(**run.shard({"x": video}))
     """
-    require_known_wrapper(model)
+    require_known_wrapper(model, static=True)
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     known = KNOWN.get(type(inner).__name__.removeprefix("FSDP"))
     if known is not None and not stages:

@@ -314,7 +314,7 @@ class _Call:
 
     @property
     def first(self) -> Parted:
-        """The first of these."""
+        """The first of the parts that were given."""
         return self.parts[0]
 
     @property

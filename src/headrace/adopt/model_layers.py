@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["LayerCall", "Layers", "find_layers"]
+from headrace.adopt.own_hooks import in_checkpoint
+
+__all__ = ["LayerCall", "Layers", "are_in_checkpoints", "find_layers"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -106,6 +108,26 @@ def find_layers(model: nn.Module, run: Callable[[], Any]) -> Layers | None:
         many=not torch.is_tensor(out),
         hidden=inputs[0].shape[-1],
     )
+
+
+def are_in_checkpoints(layers: Layers, run: Callable[[], Any]) -> bool:
+    """Whether parts of the ``layers`` run in activation checkpoints of the model's author, as
+    ``run`` calls the model."""
+    found = list[bool]()
+
+    def look(_: nn.Module, args: tuple[Any, ...]) -> None:
+        """The hook before each part of a layer."""
+        found.append(in_checkpoint(args))
+
+    parts = [part for layer in layers.modules for part in layer.modules() if part is not layer]
+    handles = [part.register_forward_pre_hook(look) for part in parts]
+    try:
+        with torch.enable_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return any(found)
 
 
 def _recording_hook(calls: dict[int, list[tuple[Any, Any]]]) -> Callable[..., None]:

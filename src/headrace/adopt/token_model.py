@@ -305,7 +305,7 @@ class TokenModel:
             "tokens, or what modules add up / part.targets",
         )
         self._watcher: Watcher | None = None  # sees the results of forwards in a loop
-        self._summed, self._summed_backward = SummedGradients(), SummedBackward(model)
+        self._summed, self._summed_backward = SummedGradients(model), SummedBackward(model)
         self._fsdp_sums = False  # whether FSDP2 was told to sum gradients
         self._reader: TokenReader | None = None  # made for the first item that is read
         self.label_place: LabelPlace | None = None
@@ -583,7 +583,8 @@ class TokenModel:
 
     def take(self, part: BatchPart) -> None:
         """Spread the model: its forwards work on ``part`` from now on, and refuse the tokens of
-        others."""
+        others. What autocast keeps may be of weights as they were, or as FSDP2 has freed them."""
+        torch.clear_autocast_cache()
         self._slot.take(part.placed)
         self._part, self._last_labels = part, part.labels
         part.placed.counted.clear()
@@ -640,6 +641,7 @@ class TokenModel:
         try:
             labels = inputs.pop(self._label_name, None) if self._from_transformers else None
             self._own_losses.begin()
+            torch.clear_autocast_cache()  # as in take()
             with self._watch.during("forward"):
                 if labels is not None and self._whole_head is not None:
                     outputs = self._call_with_whole_head(self._whole_head, placement, inputs)

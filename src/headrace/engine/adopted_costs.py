@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from headrace.adopt.axis_probe import WholeFails
 from headrace.adopt.held_weights import HeldWeights, state_bytes
-from headrace.adopt.model_layers import find_layers
+from headrace.adopt.model_layers import are_in_checkpoints, find_layers
 from headrace.adopt.spread_model import Item, SpreadModel
 from headrace.comm.collectives import gather_bytes, gather_floats
 from headrace.comm.mesh import Groups
@@ -188,8 +189,11 @@ def _probes(setup: LoopSetup, sample: Item) -> ModelProbes:
     this_rank_alone, length = (setup.groups.rank,), model.few(sample)
     shard = probes.shard(setup.groups, this_rank_alone, (length,), model.exchanges[0])
     model.take(shard)
+    again = False
     try:
         probes.layers = find_layers(inner, lambda: inner(**shard.inputs))
+        if probes.layers is not None:
+            again = are_in_checkpoints(probes.layers, lambda: inner(**shard.inputs))
     except HeadraceError:
         raise
     except Exception as error:
@@ -199,9 +203,27 @@ def _probes(setup: LoopSetup, sample: Item) -> ModelProbes:
             wanted="results, to find its layers",
             hint="a sample must have all inputs of the model: call it with one by yourself",
         ) from error
+    apart = probes.layers is not None and any(map(_has_shards_within, probes.layers.modules))
     if probes.layers is not None and set(setup.options.recompute) - {"none"}:
-        probes.levels = model.levels(probes.layers.modules)
+        if again:
+            setup.say("layers are computed again as the model's own checkpoints say")
+        elif apart:
+            setup.say(
+                "layers are not computed again: FSDP2 shards parts of them by themselves, and "
+                "gathers these in another order where a layer is"
+            )
+        else:
+            probes.levels = model.levels(probes.layers.modules)
+    units = () if probes.layers is None else probes.layers.modules
+    if apart and not all(isinstance(layer, FSDPModule) for layer in units):
+        probes.layers = None  # what is no unit of FSDP2 cannot run without the model
     return probes
+
+
+def _has_shards_within(layer: torch.nn.Module) -> bool:
+    """Whether FSDP2 shards parts of a layer by themselves: ranks that compute the layer again would
+    gather these in another order than ranks that do not."""
+    return any(isinstance(part, FSDPModule) for part in layer.modules() if part is not layer)
 
 
 def _profile(

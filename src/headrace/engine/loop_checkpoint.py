@@ -57,6 +57,15 @@ class LoopCheckpoints:
         """Note the name of each parameter by its id: the optimizer knows parameters without their
         names."""
         self._names = {id(p): name for name, p in self.model.named_parameters()}
+        inner = getattr(self.optimizer, "optim", None)
+        if isinstance(inner, torch.optim.Optimizer) and inner.state is not self.optimizer.state:
+            raise CheckpointError(
+                f"optimizer {type(self.optimizer).__name__}",
+                got="states that each rank has of a part of the parameters",
+                wanted="states of the optimizer itself",
+                hint="shard the model by fully_shard, which shards states as well, or save by "
+                "consolidate_state_dict()",
+            )
 
     def save(
         self,

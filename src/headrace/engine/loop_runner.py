@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from headrace.adopt.gradients import require_made
+from headrace.adopt.gradients import require_known_wrapper, require_made
 from headrace.adopt.held_weights import AlikeWeights, HeldWeights, bytes_now, require_linear_hooks
 from headrace.adopt.labels import local_loss
 from headrace.adopt.own_losses import functions_of
@@ -307,6 +307,7 @@ class LoopRunner:
     _hook: Any = field(default=None, init=False)  # that of the optimizer, to remove it
     _kept: KeptGradients = field(default_factory=KeptGradients, init=False)
     _alike: AlikeWeights = field(init=False)
+    _sharded: bool = field(init=False)  # whether FSDP2 had sharded the model at first
     # How many parameters of the optimizer were seen to be the model's.
     _parameter_count: int = field(init=False)
     # Hooks on gradients that were looked at, by id.
@@ -315,6 +316,7 @@ class LoopRunner:
     def __post_init__(self) -> None:
         """Start the clock, and refuse calls of ``optimizer.step()`` where plans make the steps."""
         self._clock, self._alike = clock_of(self.device), AlikeWeights(self.held.inner)
+        self._sharded = self.held.sharded
         self.check, self._parameter_count = self.check_losses, _count_parameters(self.optimizer)
         if self.updates:
             self._hook = _unwrapped(self.optimizer).register_step_pre_hook(_refuse_steps)
@@ -463,6 +465,13 @@ class LoopRunner:
         failure: Exception | None = None
         try:
             self._require_own_parameters()
+            require_known_wrapper(self.held.model, static=True)
+            if self.held.sharded != self._sharded:
+                raise ModelError(
+                    type(self.held.inner).__name__,
+                    got="fully_shard since the loop began",
+                    wanted="fully_shard before hr.attach",
+                )
             require_linear_hooks(self.held.model, self._hooks_seen)
             if self.check_losses:
                 self.model.look_again()
@@ -686,6 +695,7 @@ class LoopRunner:
                     self.recovery.refuse(scaled_error(loss))
                     self._scaler_sought = True
             backward_start = self._clock.mark()
+            self.held.sum_shards()
             if check is not None and trial == check.looked_at and not idle:
                 weighed = handed_out.weighed
                 check.seen = self.model.checked_backward(loss, weighed=weighed)

@@ -42,6 +42,14 @@ def require_trainable(
             got="LBFGS, which computes the loss again",
             wanted="one whose step() takes no closure",
         )
+    accumulated = getattr(getattr(optimizer, "gradient_state", None), "num_steps", 1)
+    if update and accumulated > 1:
+        raise SpecError(
+            "optimizer of Accelerate",
+            got=f"gradient_accumulation_steps={accumulated}, by which it leaves steps out",
+            wanted="1: a plan has as many micro-batches as it needs, and one step",
+            hint="Accelerator(gradient_accumulation_steps=1), and no accelerator.accumulate(model)",
+        )
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise SpecError(
             "scheduler",
