@@ -35,9 +35,10 @@ report/test_page.py::test_a_browser_draws_every_figure[how1]
 running/adopt/test_adapted.py::test_a_wrong_stage_is_found
 running/adopt/test_adapted.py::test_losses_that_are_wrong_of_places_are_refused
 running/adopt/test_guide.py::test_the_loop_of_the_guide_runs
-running/adopt/test_ordinary_use.py::test_losses_that_are_right_of_parts_are_exact
-running/adopt/test_ordinary_use.py::test_losses_that_are_wrong_of_parts_are_refused
+running/adopt/test_losses_of_parts.py::test_losses_that_are_none_are_refused
+running/adopt/test_losses_of_parts.py::test_losses_that_are_sums_over_tokens_are_exact[labels]
 running/adopt/test_ordinary_use.py::test_models_of_texts_and_images_on_texts
+running/adopt/test_wrappers.py::test_batches_sharded_within_autocast[True]
 running/adopt/test_replicas.py::test_replicas_of_axes[4-2-True]
 running/adopt/test_transformers.py::test_under_fsdp2_with_blocks_computed_again
 running/adopt/test_transformers.py::test_verified[running.adopt.foreign:gpt]
