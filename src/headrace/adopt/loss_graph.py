@@ -510,8 +510,11 @@ def _aligned(call: _Call) -> tuple[list[int] | None, bool]:
     """The dims of tokens in what a function made by broadcasting; None where it has others. And
     whether tokens of one part are broadcast over those of another."""
     found = set[int]()
+    broadcasts = len(call.given) > 1 or call.kind == "Expand"
     for at, part in enumerate(call.parts):
         shift = len(call.out) - len(part.shape)
+        if shift > 0 and not broadcasts:  # a new dim, which may be anywhere
+            return None, False
         dims = [dim + shift for dim in part.dims]
         if shift < 0 or any(call.out[dim] != part.shape[dim - shift] for dim in dims):
             several = len(call.parts) > 1  # a token is broadcast over others
@@ -765,6 +768,24 @@ def _product(call: _Call) -> _Result:
     return call.of_tokens([*rows, *(dim if dim in shared else last for dim in columns)])
 
 
+def _with_new_dim(call: _Call) -> _Result:
+    """The same dims and another one behind them, or without the last one: windows along a dim, and
+    the two parts of a complex number."""
+    part = call.first
+    named = dims_named(call.node, len(part.shape)) or []
+    return call.wrong() if set(named) & set(part.dims) else call.of_tokens(part.dims)
+
+
+def _diagonal(call: _Call) -> _Result:
+    """Entries with the same place along two dims, which lie along the last one then."""
+    part, count = call.first, len(call.first.shape)
+    pair = {_signed(getattr(call.node, f"_saved_dim{at}")) % count for at in (1, 2)}
+    left = [dim for dim in range(count) if dim not in pair]
+    if pair & set(part.dims):
+        return call.wrong()
+    return call.of_tokens(new for new, dim in enumerate(left) if dim in part.dims)
+
+
 def _distances(call: _Call) -> _Result:
     """Distances of all rows of one tensor from all of another."""
     (one, _), (other, _) = call.given[:2]
@@ -845,6 +866,8 @@ _RULES: dict[str, Callable[[_Call], _Result]] = {
         ),
         _attended,
     ),
+    **dict.fromkeys(("Unfold", "ViewAsReal", "ViewAsComplex"), _with_new_dim),
+    "Diagonal": _diagonal,
     "Cat": _joined,
     "Stack": _stacked,
     "Repeat": _repeated,

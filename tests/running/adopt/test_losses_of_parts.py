@@ -85,14 +85,14 @@ def stack_rows(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     )
 
 
-def mtp(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def two_heads(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     t = 0
     for k in range(2):
         t = t + (logged(x * (k + 1), labels) * (labels >= 0)).sum()
     return -t / count
 
 
-def ppo(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def clipped_ratio(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     new = logged(x, labels)
     old = rest["old"]
     adv = rest["adv"]
@@ -101,7 +101,7 @@ def ppo(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return -(torch.min(r * adv, r.clamp(0.8, 1.2) * adv) * m).sum() / count
 
 
-def ppo2(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def policy_and_entropy(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     new = logged(x, labels)
     old = rest["old"]
     adv = rest["adv"]
@@ -161,7 +161,7 @@ def distil2(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     )
 
 
-def jsd(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def divergence_of_both(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     p, q = x.log_softmax(-1), rest["t"].log_softmax(-1)
     m = torch.logsumexp(torch.stack([p, q]) - torch.log(torch.tensor(2.0, dtype=p.dtype)), 0)
     return (
@@ -201,7 +201,7 @@ def weighted(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     )
 
 
-def poly(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def poly_loss(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     ce = f.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none")
     return (ce + 1 - (-ce).exp())[labels.flatten() >= 0].sum() / count
 
@@ -245,17 +245,17 @@ def einsum2(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return torch.einsum("bsv,bsv->bs", x, rest["t"]).tanh().sum() / count
 
 
-def rows_w(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def weights_of_rows(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return (
         (logged(x, labels) * (labels >= 0)).sum(1) * torch.tensor([1.0, 3.0]).to(x)
     ).sum() / count
 
 
-def dpo_lin(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def mean_of_rows(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return -(logged(x, labels) * (labels >= 0)).sum(-1).mean() / count
 
 
-def float_(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def in_single(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return (
         f.cross_entropy(x.float().double().flatten(0, 1), labels.flatten(), reduction="sum") / count
     )
@@ -268,11 +268,11 @@ def softcap(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     )
 
 
-def where(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def chosen(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return torch.where(labels >= 0, -logged(x, labels), torch.zeros_like(x[..., 0])).sum() / count
 
 
-def maskfill(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def filled(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return logged(x, labels).masked_fill(labels < 0, 0.0).square().sum() / count
 
 
@@ -291,7 +291,7 @@ def nonzero(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     )
 
 
-def rearr(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def reshaped(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return x.view(2, -1, 1, 61).permute(0, 2, 1, 3).contiguous().view(-1, 61).square().sum() / count
 
 
@@ -316,7 +316,7 @@ def mixture(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return -torch.logsumexp(w.log() + y.log_softmax(-1)[..., 0], -1).sum() / count
 
 
-def sorted_(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def in_order(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return x.sort(-1).values.diff(dim=-1).square().sum() / count
 
 
@@ -328,7 +328,7 @@ def log1p(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return torch.log1p(x.square()).sum((0, 1, 2)) / count
 
 
-def pyfun(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def of_python(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return Squares.apply(x) / count
 
 
@@ -336,11 +336,11 @@ def projected(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return f.gelu(x @ torch.ones(61, 8, dtype=x.dtype)).sum() / count
 
 
-def unb(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def rows_apart(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return sum(r.square().sum() for r in x.unbind(0)) / count
 
 
-def unbf(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def halves_of_features(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     a, b = x[..., :60].chunk(2, -1)
     return (a * b).sum() / count
 
@@ -352,7 +352,7 @@ def tokens_loop(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     )
 
 
-def rank(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def margins_of_classes(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     c = x.gather(-1, labels.clamp(min=0)[..., None])
     return ((1 - (c - x)).clamp(min=0) * (labels >= 0)[..., None]).sum() / count
 
@@ -361,15 +361,15 @@ def ent_reg(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return torch.special.entr(x.softmax(-1)).sum() / count
 
 
-def hs(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def norms_off_one(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return (x.norm(dim=-1) - 1).square().sum() / count
 
 
-def dist(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def entropies(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return Categorical(logits=x).entropy().sum() / count
 
 
-def dist2(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def by_a_distribution(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return -(Categorical(logits=x).log_prob(labels.clamp(min=0)) * (labels >= 0)).sum() / count
 
 
@@ -379,7 +379,7 @@ def gauss(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     )
 
 
-def amp(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def in_halves(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return x.to(torch.bfloat16).to(x.dtype).sum() / count
 
 
@@ -396,13 +396,13 @@ def logits_masked(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     )
 
 
-def inplace(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def set_in_place(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     y = x.clone()
     y[..., 7] = -30.0
     return y.logsumexp(-1).sum() / count
 
 
-def inplace2(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def scaled_in_place(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     y = x * 1
     y /= 2.0
     y += 1
@@ -420,12 +420,12 @@ def topk_logits(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return -(v.softmax(-1) * x.log_softmax(-1).gather(-1, i)).sum(-1).mul(labels >= 0).sum() / count
 
 
-def seqw(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def weights_of_sequences(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     ce = f.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
     return ((ce * rest["adv"]).sum(-1) / torch.tensor([7.0, 9.0], dtype=x.dtype)).mean()
 
 
-def vmapped(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def mapped(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return torch.vmap(torch.vmap(lambda a, b: (a - b).square().sum()))(x, rest["t"]).sum() / count
 
 
@@ -463,7 +463,19 @@ def inverses(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return torch.linalg.det(x[..., :4].tanh().unsqueeze(-1) * eye + 9 * eye).log().sum() / count
 
 
-def ring(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+def windows(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+    return x.unfold(-1, 3, 1).sum(-1).square().sum() / count
+
+
+def complex_parts(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+    return torch.view_as_real(torch.complex(x, x.tanh())).prod(-1).sum() / count
+
+
+def diagonals(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+    return (x[..., :5, None] * x[..., None, :5]).diagonal(0, -1, -2).sqrt().sum() / count
+
+
+def polygammas(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return torch.polygamma(1, x.square() + 1).sum() / count
 
 
@@ -474,20 +486,20 @@ RIGHT: dict[str, Callable[[Tensor, Tensor, int, Rest], Tensor]] = {
         chunked_slices,
         cat_chunks,
         stack_rows,
-        mtp,
-        ppo,
-        ppo2,
+        two_heads,
+        clipped_ratio,
+        policy_and_entropy,
         masked_index,
         two_masked,
         value,
         distil,
         distil2,
-        jsd,
+        divergence_of_both,
         zloss,
         focal,
         smooth,
         weighted,
-        poly,
+        poly_loss,
         mse,
         huber,
         bce,
@@ -496,48 +508,51 @@ RIGHT: dict[str, Callable[[Tensor, Tensor, int, Rest], Tensor]] = {
         norm_feat,
         einsum,
         einsum2,
-        rows_w,
-        dpo_lin,
-        float_,
+        weights_of_rows,
+        mean_of_rows,
+        in_single,
         softcap,
-        where,
-        maskfill,
+        chosen,
+        filled,
         scatter_back,
         nonzero,
-        rearr,
+        reshaped,
         heads,
         layernorm,
         bilinear,
         mixture,
-        sorted_,
+        in_order,
         ordinal,
         log1p,
-        pyfun,
+        of_python,
         projected,
-        unb,
-        unbf,
+        rows_apart,
+        halves_of_features,
         tokens_loop,
-        rank,
+        margins_of_classes,
         ent_reg,
-        hs,
-        dist,
-        dist2,
+        norms_off_one,
+        entropies,
+        by_a_distribution,
         gauss,
-        amp,
+        in_halves,
         logits_masked,
-        inplace,
-        inplace2,
+        set_in_place,
+        scaled_in_place,
         take_along,
         topk_logits,
-        seqw,
-        vmapped,
+        weights_of_sequences,
+        mapped,
         triple,
         cdist_codes,
         attn_feat,
         conv_feat,
         outer_feat,
         inverses,
-        ring,
+        polygammas,
+        windows,
+        complex_parts,
+        diagonals,
     )
 }
 SUMS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -860,5 +875,5 @@ def test_losses_that_are_none_are_refused() -> None:
         assert not silent
 
 
-SINGLE = {"float_", "amp"}
+SINGLE = {"in_single", "in_halves"}
 """Those that round to single precision."""
