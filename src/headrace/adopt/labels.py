@@ -10,7 +10,7 @@ Shape legend: a batch of b rows of S tokens; s_r of every row on rank r; V token
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -113,18 +113,31 @@ def logits_of(outputs: Any) -> torch.Tensor:
     the last hidden states, else the first tensor of two dims or more. Raises ModelError where there
     is none."""
     for name in ("logits", "last_hidden_state"):
-        if isinstance(getattr(outputs, name, None), torch.Tensor):
-            return getattr(outputs, name)  # type: ignore[no-any-return]
-    parts = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-    for part in parts:
+        found = _named(outputs, name)
+        if isinstance(found, torch.Tensor):
+            return found
+    for part in _listed(outputs):
         if isinstance(part, torch.Tensor) and part.dim() >= 2:
             return part
     raise ModelError(
         "results of the model",
         got=type(outputs).__name__,
         wanted="logits of its tokens",
-        hint="a tensor, a tuple that has one, or an attribute 'logits' or 'last_hidden_state'",
+        hint="a tensor, a tuple or a dict that has one, or an attribute 'logits' or "
+        "'last_hidden_state'",
     )
+
+
+def _named(outputs: Any, name: str) -> Any:
+    """The result of a model under a name, as an attribute or in a dict; None where it has none."""
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+
+
+def _listed(outputs: Any) -> Iterable[Any]:
+    """The results of a model, one after the other."""
+    if isinstance(outputs, Mapping):
+        return outputs.values()
+    return outputs if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
 def require_labels(batch: Mapping[str, torch.Tensor], kind: Labels) -> None:
@@ -161,9 +174,10 @@ def result_tensors(outputs: Any) -> Iterator[torch.Tensor]:
 def loss_of(outputs: Any) -> torch.Tensor | None:
     """The loss [] of a model's results: their ``loss``, else the first tensor without dims; None
     where there is neither."""
-    if isinstance(getattr(outputs, "loss", None), torch.Tensor):
-        return outputs.loss  # type: ignore[no-any-return]
-    parts = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    found = _named(outputs, "loss")
+    if isinstance(found, torch.Tensor):
+        return found
+    parts = _listed(outputs)
     return next((x for x in parts if isinstance(x, torch.Tensor) and x.dim() == 0), None)
 
 

@@ -135,7 +135,7 @@ def example_of(trainer: Any) -> dict[str, torch.Tensor] | None:
     a data set that is not read by number."""
     dataset, head = trainer.train_dataset, getattr(trainer.model, "get_output_embeddings", None)
     by_number = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
-    if not by_number or head is None or head() is not None:
+    if not by_number or (head is not None and head() is not None):
         return None
     dataset, collator = _columns(trainer, dataset, trainer.data_collator)
     reader = ItemReader(collator=collator, alone=True)

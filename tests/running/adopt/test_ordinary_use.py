@@ -904,6 +904,33 @@ def test_dropout_is_computed_again(level: Any) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=EXACT)
 
 
+class InADict(Gpt):
+    """Returns a dict, as models for transformers' Trainer do."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits, loss = super().forward(ids, labels)
+        return {"logits": logits} if loss is None else {"loss": loss, "logits": logits}
+
+
+def results_in_a_dict() -> tuple[float, float, float]:
+    """(loss, that of one process, how far logits are off) of such a model."""
+    model: Any = gpt()
+    model.__class__ = InADict
+    alone, run, batch = copy.deepcopy(model), hr.compile(model), drawn(2, 21)
+    outputs = run(**run.shard(batch).inputs)
+    run.backward(outputs["loss"])
+    found = float(run.add_up(outputs["loss"]))
+    whole_logits = run.gather(run(**run.shard({"ids": batch["ids"]}).inputs)["logits"])
+    wanted = alone(**batch)
+    return found, wanted["loss"].item(), float((whole_logits - wanted["logits"]).abs().max())
+
+
+def test_results_in_a_dict() -> None:
+    for found, wanted, off in run_ranks(2, results_in_a_dict):
+        assert found == pytest.approx(wanted, rel=EXACT)
+        assert off < EXACT
+
+
 class Switched(nn.Module):
     """Mixes tokens where a flag says so, and squares where another does."""
 
