@@ -15,7 +15,7 @@ Shape legend: b rows of s tokens on this rank; V tokens in a vocabulary.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -120,6 +120,7 @@ _LINEAR = frozenset(
         *("Cumsum", "Diagonal", "DiagEmbed", "Div", "Expand", "FftC2C", "FftC2R", "FftR2C", "Flip"),
         *("Gather", "Imag", "Index", "IndexAdd", "IndexCopy", "IndexFill", "IndexPut"),
         *("IndexSelect", "MaskedFill", "MaskedScatter", "MaskedSelect", "Mean", "Mul", "Nansum"),
+        "NanToNum",
         *("Neg", "Permute", "PixelShuffle", "PixelUnshuffle", "Real", "Repeat", "ReshapeAlias"),
         *("Roll", "Rsub", "Scatter", "ScatterAdd", "Select", "Slice", "Split", "SplitWithSizes"),
         *("Squeeze", "Stack", "Cat", "Sub", "Sum", "T", "Take", "ToCopy", "Trace", "Transpose"),
@@ -274,8 +275,9 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def add_up_to_one(node: Any) -> bool:
-    """Whether a node multiplies tokens with weights that are no mask and add up to 1."""
+def add_up_to_one(node: Any, count: int = 0, dims: Sequence[int] = ()) -> bool:
+    """Whether a node multiplies tokens, which lie along ``dims`` of ``count``, with weights that
+    are no mask and add up to 1, all of them or those of each row."""
     if WITHIN in node.metadata:
         return False
     names = ("self", "other", "tensor", "vec", "mat2", "mat1", "batch1", "batch2")
@@ -285,15 +287,20 @@ def add_up_to_one(node: Any) -> bool:
         return False
     ((name, weights),) = tensors.items()
     matrix = kind_of(node) not in ("Mul", "Dot", "Vdot")
-    dim = (-2 if name in ("mat2", "batch2") else -1) if matrix and weights.dim() > 1 else None
-    count = weights.numel() if dim is None else weights.shape[dim]
-    if count < (_FEWEST if dim is None else 2) or weights.requires_grad:
-        return False
+    along = [dim - count + weights.dim() for dim in dims]  # dims of the weights, as broadcast
+    if matrix and weights.dim() > 1:
+        along = [weights.dim() - (2 if name in ("mat2", "batch2") else 1)]
+    elif not dims:
+        along = [*range(weights.dim())]
+    if any(dim < 0 or weights.shape[dim] < 2 for dim in along) or weights.requires_grad:
+        return False  # alike for all tokens
     wide = weights.detach().to(torch.float64)
     if bool(((wide == 0) | (wide == 1)).all()):
         return False
-    sums = wide.sum() if dim is None else wide.sum(dim)
-    return bool(((sums - 1).abs() < 1e-6).all())
+    if wide.numel() < _FEWEST and not matrix:
+        return False
+    sums = wide.sum(along)
+    return any(bool(((x - 1).abs() < 1e-6).all()) for x in (sums, sums.sum()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,7 +338,7 @@ class _Call:
         """What was made is of each token alone, along ``dims``."""
         part = self.first
         size = part.size or (part.shape[part.dims[0]] if part.dims else 0)
-        order = self.order if order is None else order
+        order = self.order if order is None else (self.order, order)
         return (
             replace(part, shape=self.out, dims=tuple(sorted(set(dims))), size=size, order=order),
             "",
@@ -395,7 +402,8 @@ def _given(
     if part is not None and part.shape != shape and MARK not in parent.metadata:
         part = replace(part, shape=shape)  # of several results
     if part is not None and _cuts(parent, made_of):
-        part = replace(part, order=(part.order, id(parent), number))
+        sizes = tuple(tuple(x.shape) for x in parent._input_metadata)  # noqa: SLF001
+        part = replace(part, order=(part.order, ("cut", kind_of(parent), sizes, number)))
     return part, shape
 
 
@@ -480,7 +488,7 @@ def _each_token(call: _Call) -> _Result:
         if call.mixes:  # sums and differences of other tokens
             linear = call.kind in ("Add", "Sub", "Rsub")
             return call.summed() if linear else call.wrong("a function of several")
-        if call.kind == "Mul" and add_up_to_one(call.node):
+        if call.kind == "Mul" and add_up_to_one(call.node, len(call.out), dims):
             return call.wrong("weights that add up to 1")
         return call.of_tokens(dims)
     part = call.first
@@ -602,7 +610,8 @@ def _selected(call: _Call) -> _Result:
     (dim,) = dims_named(call.node, len(part.shape)) or [0]
     left = [at - (at > dim) for at in part.dims if at != dim]
     index = getattr(call.node, "_saved_index", None)
-    order = (part.order, "select", index) if dim in part.dims and index is not None else None
+    picks = dim in part.dims and index is not None
+    order = ("select", _signed(index) % part.shape[dim], part.shape[dim]) if picks else None
     return call.of_tokens(left, order)
 
 
@@ -613,7 +622,8 @@ def _sliced(call: _Call) -> _Result:
     if dim in part.dims and call.kind == "Slice":
         start, stop = _range_of(call.node, part.shape[dim])
         whole = (start, stop) == (0, part.shape[dim])
-        order = None if whole else (part.order, start, stop, call.node._saved_step)  # noqa: SLF001
+        step = call.node._saved_step  # noqa: SLF001
+        order = None if whole else ("slice", start, stop, step, part.shape[dim])
     return call.of_tokens(part.dims, order)
 
 
@@ -635,23 +645,30 @@ def _joined(call: _Call) -> _Result:
         return call.of_tokens(dims)
     if len(call.parts) < len(call.given):
         return call.wrong("others beside those")
-    orders = [one.order for one in call.parts]
-    if call.mixes and not _are_consecutive(orders):
-        return call.of_tokens(part.dims, ("joined", id(call.node)))
-    whole = replace(part, order=None) if call.mixes else part
-    return replace(whole, shape=call.out), ""
+    orders: list[Any] = [one.order for one in call.parts]
+    if not call.mixes:
+        return replace(part, shape=call.out), ""
+    if _are_consecutive(orders):
+        return replace(part, shape=call.out, order=orders[0][0]), ""
+    return call.of_tokens(part.dims, ("joined", tuple(orders)))
 
 
 def _are_consecutive(orders: Sequence[Any]) -> bool:
-    """Whether pieces are all that one node has cut, or slices from the first to the last, in their
-    order."""
-    if not all(isinstance(order, tuple) for order in orders):
+    """Whether pieces are all that was cut of one tensor, from the first to the last."""
+    if not all(isinstance(order, tuple) and order[0] == orders[0][0] for order in orders):
         return False
-    if all(len(order) == 3 and order[1] == orders[0][1] for order in orders):
-        return [order[2] for order in orders] == [*range(len(orders))]
-    slices = [order[1:3] for order in orders if len(order) == 4]
-    chained = all(one[1] == other[0] for one, other in pairwise(slices))
-    return len(slices) == len(orders) and slices[0][0] == 0 and chained
+    pieces = [order[1] for order in orders]
+    kinds = {piece[0] for piece in pieces}
+    if kinds == {"cut"}:
+        same = len({piece[2] for piece in pieces}) == 1 and len(pieces) == len(pieces[0][2])
+        return same and [piece[3] for piece in pieces] == [*range(len(pieces))]
+    if kinds == {"select"}:
+        same = {piece[2] for piece in pieces} == {len(pieces)}
+        return same and [piece[1] for piece in pieces] == [*range(len(pieces))]
+    if kinds == {"slice"}:
+        chained = all(one[2] == other[1] for one, other in pairwise(pieces))
+        return chained and pieces[0][1] == 0 and pieces[-1][2] == pieces[-1][4]
+    return False
 
 
 def _stacked(call: _Call) -> _Result:
@@ -663,7 +680,10 @@ def _stacked(call: _Call) -> _Result:
         return call.of_tokens(dims)
     if any(one.dims for one in call.parts):
         return call.wrong("several beside each other")
-    return call.of_tokens([dim], ("stacked", id(call.node)))  # single tokens
+    orders: list[Any] = [one.order for one in call.parts]  # of single tokens
+    if len(orders) == len(call.given) and _are_consecutive(orders):
+        return replace(part, shape=call.out, dims=(dim,), order=orders[0][0]), ""
+    return call.of_tokens([dim], ("stacked", tuple(orders)))
 
 
 def _indexed(call: _Call) -> _Result:
@@ -675,7 +695,8 @@ def _indexed(call: _Call) -> _Result:
     if call.kind == "MaskedSelect":
         mask = node._saved_mask  # noqa: SLF001
         picks = part.varies_with(mask.shape)
-        return call.of_tokens((0,) if picks else part.dims, _order_of([mask]) if picks else None)
+        order = _order_of_picks(part.shape, [mask]) if picks else None
+        return call.of_tokens((0,) if picks else part.dims, order)
     indices = list(node._saved_indices)  # noqa: SLF001
     # A mask stands for as many dims as it has, numbers for one.
     taken, at = set[int](), 0
@@ -690,9 +711,23 @@ def _indexed(call: _Call) -> _Result:
     places = [*left[:at], *([-1] * count), *left[at:]]  # the old dim of each
     picks = bool(taken & set(part.dims))
     found = [new for new, old in enumerate(places) if old in part.dims or (old < 0 and picks)]
-    return call.of_tokens(
-        found, _order_of([x for x in indices if x is not None]) if picks else None
-    )
+    order = _order_of_picks(part.shape, indices) if picks else None
+    return call.of_tokens(found, order)
+
+
+def _order_of_picks(shape: Sequence[int], indices: Sequence[torch.Tensor | None]) -> Hashable:
+    """What tells picks of other entries of a tensor of ``shape`` apart, where all of its first dims
+    are picked from: by their numbers in these dims flattened, whatever form they have."""
+    known = [x for x in indices if x is not None]
+    if len(known) < len(indices) or any(x.dim() != 1 for x in known if x.dtype != torch.bool):
+        return _order_of(known)
+    flat, at = torch.zeros((), dtype=torch.int64, device=known[0].device), 0
+    for x in known:
+        numbers = x.nonzero().unbind(1) if x.dtype == torch.bool else [x]
+        for own in numbers:
+            flat = flat * shape[at] + own
+            at += 1
+    return _order_of([flat])
 
 
 def _order_of(indices: Sequence[torch.Tensor]) -> Hashable:
@@ -713,6 +748,8 @@ def _picked_along(call: _Call) -> _Result:
     order = None if within else _order_of([call.node._saved_index])  # noqa: SLF001
     if any(call.out[at] != part.shape[at] for at in part.dims if at != dim):
         return call.wrong("some")
+    if call.kind == "IndexSelect" and not dim and not within:
+        order = _order_of_picks(part.shape, [call.node._saved_index])  # noqa: SLF001
     return call.of_tokens(part.dims, order if dim in part.dims else None)
 
 
@@ -722,6 +759,16 @@ def _scattered(call: _Call) -> _Result:
     reduce = getattr(node, "_saved_reduce", "sum")
     if source is None:  # constants are put into a part
         return call.of_tokens(call.first.dims)
+    base, picked = call.given[0][0], _picked_for(call)
+    if picked is not None and source.dims and source.order == picked:  # back to their own places
+        dims = [dim for dim, size in enumerate(call.out[:2]) if size == source.size]
+        flat = [0] if not dims or len(call.out) == 1 else dims
+        whole = replace(source, shape=call.out, dims=tuple(flat), order=picked[0])
+        return (whole if base is None else replace(base, shape=call.out)), ""
+    if call.kind == "CopySlices" and base is not None and not call.mixes:
+        sizes = [[one.shape[dim] for dim in one.dims] for one in call.parts]
+        if all(own == sizes[0] for own in sizes):  # features of the same tokens
+            return replace(base, shape=call.out), ""
     if call.mixes:
         return call.summed() if reduce == "sum" else call.wrong(f"a {reduce}")
     dims = dims_named(node, len(source.shape))
@@ -731,6 +778,29 @@ def _scattered(call: _Call) -> _Result:
     if len(call.out) == len(source.shape):
         return call.of_tokens(source.dims)
     return call.summed() if source.dims else call.of_tokens(())
+
+
+def _picked_for(call: _Call) -> Any:
+    """The order of the tokens that a function puts to where a mask or numbers say; None where
+    others are put, or nothing is known."""
+    node = call.node
+    if WITHIN in node.metadata or call.kind not in ("IndexPut", "MaskedScatter"):
+        return None
+    if call.kind == "MaskedScatter":
+        mask = node._saved_mask  # noqa: SLF001
+        return None, _order_of_picks(call.out, [mask])
+    return None, _order_of_picks(call.out, list(node._saved_indices))  # noqa: SLF001
+
+
+def _restrided(call: _Call) -> _Result:
+    """The same entries by other strides: after a change of a view in place."""
+    strides, size = [*call.node._saved_stride], 1  # noqa: SLF001
+    for dim in range(len(call.out) - 1, -1, -1):
+        if call.out[dim] != 1 and strides[dim] != size:
+            return call.wrong()
+        size *= call.out[dim]
+    same = prod(call.out) == prod(call.first.shape)
+    return _viewed(call) if same else call.wrong()
 
 
 def _repeated(call: _Call) -> _Result:
@@ -871,6 +941,7 @@ _RULES: dict[str, Callable[[_Call], _Result]] = {
     "Cat": _joined,
     "Stack": _stacked,
     "Repeat": _repeated,
+    "AsStrided": _restrided,
     "Cdist": _distances,
     "Convolution": _windows,
     "ConstantPadNd": _padded,
@@ -918,9 +989,10 @@ def _place(node: Any, size: int) -> tuple[int, int]:
 
 
 def _covers(taken: Sequence[tuple[int, int, int]]) -> bool:
-    """Whether the places [start, stop) of so many that were taken are all, each taken once: a loss
-    in chunks, or slices of everything."""
+    """Whether the places [start, stop) of so many that were taken are all, each as often: a loss in
+    chunks, or slices of everything."""
     size = taken[0][2]
-    parts = sorted((start, stop) for start, stop, _ in taken if (start, stop) != (0, size))
+    counts = Counter((start, stop) for start, stop, _ in taken if (start, stop) != (0, size))
+    parts = sorted(counts) if len(set(counts.values())) < 2 else [(-1, -1)]
     borders = [(0, 0), *parts, (size, size)] if parts else []
     return all(one[1] == other[0] for one, other in pairwise(borders))

@@ -47,6 +47,7 @@ from headrace.ops.loss import IGNORED
 
 __all__ = ["OwnLosses", "functions_of", "note_alike", "note_whole"]
 
+_ADD_UP = "weights that add up to 1"
 _FORWARDS = 64
 """The last forwards that a loss may use tensors of which modules kept aside."""
 _OFTEN = 8
@@ -72,6 +73,16 @@ _CARRYING = frozenset(
     }
 )
 """Linear functions of one tensor, before or behind which a single factor is the same."""
+
+
+_ADDING = frozenset(
+    {
+        *("Add", "Alias", "Cat", "Clone", "Expand", "Mean", "Nansum", "Neg", "Permute"),
+        *("ReshapeAlias", "Rsub", "Select", "Slice", "Split", "Squeeze", "Stack", "Sub", "Sum"),
+        *("ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View"),
+    }
+)
+"""Functions whose results are sums of what they were given, or some of these."""
 
 
 class OwnLosses:
@@ -193,7 +204,7 @@ class OwnLosses:
             self._learnt_beside(nodes)
             or _compiled_within(nodes)
             or ("" if shares else self._added_by_all(nodes))
-            or wrong
+            or ("" if wrong.startswith(_ADD_UP) else wrong)
             or self._mean_by_hand(loss, targets)
             or self._divided_by_tokens(nodes, made_of, factors, targets)
         )
@@ -205,19 +216,24 @@ class OwnLosses:
         sharers = (node.metadata.get(SHARERS) for node in nodes)
         group = group or next(filter(None, sharers), None)
         if group is None and not found:
+            if wrong:
+                return self._error_of(wrong, nodes)
             return _miscounting() if miscounted else None
         compared = factors, _indices(nodes, made_of), _weights(nodes, made_of)
         told = [[float(len(own)), *_checksums(own)] for own in compared]
-        rows = gather_floats([bool(found), miscounted, *chain(*told)], group)
+        rows = gather_floats([bool(found), miscounted, bool(wrong), *chain(*told)], group)
         others = group is not None and any(row[0] for row in rows)
         if not found and not others:
             if sum(row[1] for row in rows):
                 return _miscounting()
             size = len(told[0])
             numbers, picked, weights = (
-                [row[at : at + size] for row in rows] for at in range(2, 2 + 3 * size, size)
+                [row[at : at + size] for row in rows] for at in range(3, 3 + 3 * size, size)
             )
-            found = _said_of_factors(numbers) if alike else ""
+            # One rank may have all that the whole step has.
+            if sum(row[2] for row in rows) > 1:
+                found = f"{_ADD_UP} over tokens of one rank"
+            found = found or (_said_of_factors(numbers) if alike else "")
             if _are_alike(picked):
                 found = found or "some of the places of one rank, by their numbers in its part"
             if _are_alike(weights):
@@ -268,7 +284,7 @@ class OwnLosses:
             for node in nodes
             for parent, _ in node.next_functions
             if hasattr(parent, "variable")
-            and (parent.variable.dim() or kind_of(node) not in ("Add", "Sub"))
+            and (parent.variable.numel() > 1 or kind_of(node) not in ("Add", "Sub"))
         ]
         leaves = [node.variable for node in used]
         learnt = [x for x in leaves if isinstance(x, torch.nn.Parameter) or self._is_learnt(x)]
@@ -302,7 +318,7 @@ class OwnLosses:
 
     def _error_of(self, found: str, nodes: Sequence[Any]) -> ModelError:
         """The error for a loss, made by ``nodes``, of which this was found."""
-        if found.startswith("weights"):
+        if found.startswith("weights ["):
             wanted = "the model's own"
             hint = "make one module of both, or torch.no_grad() around what is not to learn"
         elif found.startswith("terms"):
@@ -494,7 +510,9 @@ def _own_factor(node: Any, kind: str, parted: Parted) -> torch.Tensor | None:
     if not isinstance(factor, torch.Tensor) or parted.varies_with(factor.shape):
         return None
     wide = factor.detach().to(torch.float64).squeeze()
-    if wide.dim() and bool((wide == wide.flatten()[0]).all()):  # a number for each of something
+    if (
+        wide.dim() and wide.numel() and bool((wide == wide.flatten()[0]).all())
+    ):  # a number for each of something
         wide = wide.flatten()[0]
     # Others than single ones are of rows; what else there is may be of tokens in another shape.
     if wide.dim() and (wide.shape != parted.shape[:1] or 0 in parted.dims):
@@ -571,12 +589,22 @@ def _terms(last: Any) -> Iterator[Any]:
         node = stack.pop()
         parents = [parent for parent, _ in node.next_functions if parent is not None]
         kind, ends = kind_of(node), MARK in node.metadata or ALIKE in node.metadata
-        adds = kind in ("Add", "Sub", "Neg", "ToCopy", "Stack", "Sum")
-        adds = adds and len(node._input_metadata[0].shape) < 2  # noqa: SLF001
-        if parents and not ends and (adds or (kind in ("Mul", "Div") and len(parents) == 1)):
+        size = prod(node._input_metadata[0].shape)  # noqa: SLF001
+        adds = kind in _ADDING and size < _FEWEST  # of numbers, and not of tokens
+        times = kind in ("Mul", "Div", "Dot", "Mv") and len(parents) == 1
+        if times and kind == "Mul" and _is_zero(node):
+            continue  # as is written to use a parameter for nothing
+        if parents and not ends and (adds or times):
             stack += parents
         else:
             yield node
+
+
+def _is_zero(node: Any) -> bool:
+    """Whether a node multiplies something by 0."""
+    kept = (getattr(node, f"_saved_{name}", None) for name in ("self", "other"))
+    factors = [x for x in kept if isinstance(x, (int, float, torch.Tensor))]
+    return len(factors) == 1 and not bool(torch.as_tensor(factors[0]).any())
 
 
 def _is_of(part: Parted, node: Any) -> bool:

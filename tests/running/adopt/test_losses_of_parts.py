@@ -475,6 +475,57 @@ def diagonals(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return (x[..., :5, None] * x[..., None, :5]).diagonal(0, -1, -2).sqrt().sum() / count
 
 
+def put_back(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+    kept, own = labels >= 0, torch.zeros(labels.shape, dtype=x.dtype)
+    own[kept] = logged(x[kept], labels[kept])
+    return ((own - rest["old"]).exp() * rest["adv"] * kept).sum() / count
+
+
+def put_back_by_mask(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+    kept = labels >= 0
+    own = torch.zeros(labels.shape, dtype=x.dtype).masked_scatter(kept, x[..., 0][kept])
+    return own.exp().sum() / count
+
+
+def features_in_place(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+    y = x.clone()
+    y[..., 0] = y[..., 1].tanh()
+    return y.square().sum() / count
+
+
+def results_in_place(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+    return x.div_(2.0).logsumexp(-1).sum() / count
+
+
+def masks_in_two_forms(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+    kept, values = labels >= 0, x[..., 1].flatten()
+    rows, places = kept.nonzero(as_tuple=True)
+    own = logged(x[kept], labels[kept]) * values[kept.flatten()] * x[rows, places][:, 2]
+    return own.sum() / count
+
+
+def pieces_of_two(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+    pairs = zip(x.split(5, 1), x.tanh().split(5, 1), strict=True)
+    return sum((a * b).sum() for a, b in pairs) / count  # type: ignore[return-value]
+
+
+def slices_used_twice(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+    total = x.new_zeros(())
+    for at in range(0, x.shape[1], 5):
+        total = total + x[:, at : at + 5].square().sum() + x[:, at : at + 5].tanh().sum()
+    return total / count
+
+
+def stacked_tokens(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+    each = torch.stack([x[:, at].tanh() for at in range(x.shape[1])], 1)
+    return (each * x).sum() / count
+
+
+def class_prior(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
+    prior = torch.full((VOCABULARY,), 1 / VOCABULARY, dtype=x.dtype)
+    return -(x.log_softmax(-1) * prior).sum() / count
+
+
 def polygammas(x: Tensor, labels: Tensor, count: int, rest: Rest) -> Tensor:
     return torch.polygamma(1, x.square() + 1).sum() / count
 
@@ -550,6 +601,15 @@ RIGHT: dict[str, Callable[[Tensor, Tensor, int, Rest], Tensor]] = {
         outer_feat,
         inverses,
         polygammas,
+        put_back,
+        put_back_by_mask,
+        features_in_place,
+        results_in_place,
+        masks_in_two_forms,
+        pieces_of_two,
+        slices_used_twice,
+        stacked_tokens,
+        class_prior,
         windows,
         complex_parts,
         diagonals,
@@ -579,6 +639,17 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     ),
 }
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "the next of those picked": lambda x: (
+        (
+            x[:, (torch.arange(x.shape[1]) + 1).clamp(max=x.shape[1] - 1)][x[..., 0] > 0]
+            - x[x[..., 0] > 0]
+        )
+        .square()
+        .sum()
+    ),
+    "weights of each row": lambda x: (
+        x.square() * ((x[..., :1] > 0) / (x[..., :1] > 0).sum(1, keepdim=True)).to(x).detach()
+    ).sum(),
     "cumsum": lambda x: x.cumsum(1).square().sum() / 96,
     "logcumsumexp": lambda x: x.logcumsumexp(1).sum() / 96,
     "cumprod": lambda x: (x * 0.1).cumprod(1).sum(),

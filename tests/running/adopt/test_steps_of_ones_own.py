@@ -289,6 +289,10 @@ def _added_by_all(how: str) -> tuple[float, float, float] | str:
         own, other = (state.square().sum() for state in kept[-2:])
     share = run.share if "share" in how else 1
     loss, one = loss + 0.01 * own * share, one + 0.01 * other
+    if "viewed" in how:
+        loss = torch.stack([loss.clone(), loss * 0]).view(2, 1).nansum()
+    if "for nothing" in how:
+        loss = loss + 0 * sum(p.sum() for p in model.parameters())
     try:
         run.backward(loss)
     except ModelError as error:
@@ -298,7 +302,7 @@ def _added_by_all(how: str) -> tuple[float, float, float] | str:
     return found, float(one), error_of(model, alone)
 
 
-@pytest.mark.parametrize("how", ["a penalty", "a mean"])
+@pytest.mark.parametrize("how", ["a penalty", "a mean", "a penalty, viewed"])
 def test_a_term_that_every_rank_adds_is_refused(how: str) -> None:
     """It would count for each of them."""
     for said in run_ranks(2, _added_by_all, how):
@@ -306,7 +310,9 @@ def test_a_term_that_every_rank_adds_is_refused(how: str) -> None:
         assert "write loss + run.share * term" in said
 
 
-@pytest.mark.parametrize("how", ["a penalty, share", "a mean, share", "centred", "of a layer"])
+@pytest.mark.parametrize(
+    "how", ["a penalty, share", "a mean, share", "centred", "of a layer", "of a layer, for nothing"]
+)
 def test_terms_with_their_share_or_of_tokens_are_exact(how: str) -> None:
     for found, wanted, error in run_ranks(2, _added_by_all, how):
         assert found == pytest.approx(wanted, rel=EXACT)
