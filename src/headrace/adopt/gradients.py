@@ -23,6 +23,7 @@ __all__ = [
     "gradient_error",
     "is_wrapped",
     "require_known_wrapper",
+    "reshard",
     "require_made",
 ]
 
@@ -99,9 +100,7 @@ def _require_all_ranks(model: torch.nn.Module, sharded: Sequence[DTensor]) -> No
 def _require_no_others(model: torch.nn.Module) -> None:
     """Raise ModelError, on all ranks alike, for parameters that are trained and that FSDP2 around
     the model ignores."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # what it has gathered are other tensors
+    reshard(model)  # what FSDP2 has gathered are other tensors
     ignored = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if ignored and dist.is_initialized() and dist.get_world_size() > 1:
         raise ModelError(
@@ -197,6 +196,15 @@ def _adds_gradients(model: torch.nn.Module) -> bool:
             except RuntimeError:  # autograd.grad was asked for this gradient
                 return False
     return False
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Have FSDP2 free the weights that it has gathered, and gather them anew in the next forward:
+    it keeps those of the outermost module after a forward without a backward, which would hide
+    changes of the shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def add_plainly(model: torch.nn.Module) -> None:

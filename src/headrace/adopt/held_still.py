@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.nn.modules import module as module_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+from headrace.adopt.gradients import reshard
 from headrace.errors import ModelError
 
 __all__ = ["Draws", "buffers_kept", "drawn_off_neutral", "held_still", "who_draws"]
@@ -154,7 +154,7 @@ def _redraw(
     ``local`` is the parameter, or this rank's shard of it: from 0.05 to 0.15 of either sign, times
     its largest number where that is not 0, drawn with a fixed seed. Returns the function that
     restores the numbers that were there. Autocast is to keep none of them in another type."""
-    _reshard(model)
+    reshard(model)
     torch.clear_autocast_cache()
     generator = torch.Generator().manual_seed(0)
     changed = list[tuple[torch.Tensor, torch.Tensor]]()  # (parameter, its numbers)
@@ -171,17 +171,9 @@ def _redraw(
         """Put the numbers back, and have FSDP2 gather them anew."""
         for local, numbers in changed:
             local.copy_(numbers)
-        _reshard(model)
+        reshard(model)
 
     return restore
-
-
-def _reshard(model: torch.nn.Module) -> None:
-    """Have FSDP2 gather weights anew in the next forward: it keeps those of its root module after a
-    forward, which would hide changes of the shards."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 class _WithoutDropout(TorchFunctionMode):

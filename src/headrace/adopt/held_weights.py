@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from headrace.adopt.gradients import add_up, require_known_wrapper
+from headrace.adopt.gradients import add_up, require_known_wrapper, reshard
 from headrace.comm.collectives import agree, gather_bytes
 from headrace.comm.mesh import Groups
 from headrace.errors import ModelError
@@ -103,11 +103,8 @@ class HeldWeights:
             self.model.set_requires_gradient_sync(True)
 
     def shard_again(self) -> None:
-        """Have FSDP2 free weights that it has gathered: after a forward without a backward it keeps
-        those of the outermost module."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        """Have FSDP2 free weights that it has gathered (:func:`reshard`)."""
+        reshard(self.model)
 
     def add_up(self, world: dist.ProcessGroup) -> None:
         """Sum gradients over all ranks of ``world`` in place, unless FSDP2 has done so.

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
 __all__ = [
+    "ADD_UP",
     "ALIKE",
     "MARK",
     "SHARERS",
@@ -51,10 +52,12 @@ ALIKE = "headrace alike"
 WITHIN = "headrace within"
 """The key of nodes that a forward has made. What they have saved is not read, as a checkpoint would
 compute it again."""
+ADD_UP = "weights that add up to 1"
+"""What is said of weights by which a sum over the tokens of one rank is a mean over them."""
 _NODES = 1_000
 """Nodes between a loss and the results that are looked at, at most."""
-_FEWEST = 16
-"""Weights that add up to 1 by chance are fewer."""
+_FEWEST = 4
+"""Weights of tokens that add up to 1 by chance are fewer."""
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers of the reductions of losses
 _ALL_DIMS = (None, ())
@@ -489,7 +492,7 @@ def _each_token(call: _Call) -> _Result:
             linear = call.kind in ("Add", "Sub", "Rsub")
             return call.summed() if linear else call.wrong("a function of several")
         if call.kind == "Mul" and add_up_to_one(call.node, len(call.out), dims):
-            return call.wrong("weights that add up to 1")
+            return call.wrong(ADD_UP)
         return call.of_tokens(dims)
     part = call.first
     left = {dim: dim - sum(low < dim for low in named) for dim in part.dims}
@@ -833,7 +836,7 @@ def _product(call: _Call) -> _Result:
     if mixes:
         return call.summed(f"products of {call.first.word} with others of one rank")
     if contracts:
-        return call.wrong("weights that add up to 1") if add_up_to_one(call.node) else call.summed()
+        return call.wrong(ADD_UP) if add_up_to_one(call.node) else call.summed()
     last = len(call.out) - 1
     return call.of_tokens([*rows, *(dim if dim in shared else last for dim in columns)])
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from headrace.adopt.loss_graph import (
+    ADD_UP,
     ALIKE,
     MARK,
     SHARERS,
@@ -47,7 +48,6 @@ from headrace.ops.loss import IGNORED
 
 __all__ = ["OwnLosses", "functions_of", "note_alike", "note_whole"]
 
-_ADD_UP = "weights that add up to 1"
 _FORWARDS = 64
 """The last forwards that a loss may use tensors of which modules kept aside."""
 _OFTEN = 8
@@ -204,7 +204,7 @@ class OwnLosses:
             self._learnt_beside(nodes)
             or _compiled_within(nodes)
             or ("" if shares else self._added_by_all(nodes))
-            or ("" if wrong.startswith(_ADD_UP) else wrong)
+            or ("" if wrong.startswith(ADD_UP) else wrong)
             or self._mean_by_hand(loss, targets)
             or self._divided_by_tokens(nodes, made_of, factors, targets)
         )
@@ -232,7 +232,7 @@ class OwnLosses:
             )
             # One rank may have all that the whole step has.
             if sum(row[2] for row in rows) > 1:
-                found = f"{_ADD_UP} over tokens of one rank"
+                found = f"{ADD_UP} over tokens of one rank"
             found = found or (_said_of_factors(numbers) if alike else "")
             if _are_alike(picked):
                 found = found or "some of the places of one rank, by their numbers in its part"
@@ -510,10 +510,8 @@ def _own_factor(node: Any, kind: str, parted: Parted) -> torch.Tensor | None:
     if not isinstance(factor, torch.Tensor) or parted.varies_with(factor.shape):
         return None
     wide = factor.detach().to(torch.float64).squeeze()
-    if (
-        wide.dim() and wide.numel() and bool((wide == wide.flatten()[0]).all())
-    ):  # a number for each of something
-        wide = wide.flatten()[0]
+    if wide.dim() and wide.numel() and bool((wide == wide.flatten()[0]).all()):
+        wide = wide.flatten()[0]  # one number, repeated for each row or class
     # Others than single ones are of rows; what else there is may be of tokens in another shape.
     if wide.dim() and (wide.shape != parted.shape[:1] or 0 in parted.dims):
         return None
