@@ -538,20 +538,19 @@ def _aligned(call: _Call) -> tuple[list[int] | None, bool]:
 
 def _sum(call: _Call) -> _Result:
     """A sum over some dims."""
-    part = call.first
-    dims = dims_named(call.node, len(part.shape))
-    dims = [*range(len(part.shape))] if dims is None else dims
-    if any(dim in part.dims for dim in dims):
-        return call.summed()
-    return _each_token(call)
+    return call.summed() if _reduces_tokens(call) else _each_token(call)
 
 
 def _mean(call: _Call) -> _Result:
     """A mean, a deviation or a variance over some dims."""
+    return call.reduced() if _reduces_tokens(call) else _each_token(call)
+
+
+def _reduces_tokens(call: _Call) -> bool:
+    """Whether tokens lie along the dims over which a node reduces: all where it names none."""
     part = call.first
-    dims = dims_named(call.node, len(part.shape))
-    dims = [*range(len(part.shape))] if dims is None else dims
-    return call.reduced() if any(dim in part.dims for dim in dims) else _each_token(call)
+    named = dims_named(call.node, len(part.shape))
+    return bool(part.dims) if named is None else any(dim in part.dims for dim in named)
 
 
 def _loss(call: _Call) -> _Result:

@@ -591,7 +591,7 @@ def _terms(last: Any) -> Iterator[Any]:
         adds = kind in _ADDING and size < _FEWEST  # of numbers, and not of tokens
         times = kind in ("Mul", "Div", "Dot", "Mv") and len(parents) == 1
         if times and kind == "Mul" and _is_zero(node):
-            continue  # as is written to use a parameter for nothing
+            continue  # people add 0 * weights, so that each weight has a gradient
         if parents and not ends and (adds or times):
             stack += parents
         else:
